@@ -1,0 +1,228 @@
+"""Every exception that labkit raises.
+
+Each class takes its fields first and builds its message from them, so code can act on the fields and people can read
+the message. The message says what happened, on which ranks, and what to do next. All of them survive pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+FailureKind = Literal["exception", "interrupted", "died", "exited"]
+
+
+class LabkitError(Exception):
+    """The root of labkit's exceptions."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+
+def _reduce(error: BaseException) -> tuple[Any, ...]:
+    # Exceptions pickle as cls(*args), and args holds the built message here, so rebuild from the fields instead.
+    return _rebuild, (type(error), str(error), error.__dict__)
+
+
+def _rebuild(cls: type[BaseException], message: str, fields: dict[str, Any]) -> BaseException:
+    error = cls.__new__(cls, message)
+    error.__dict__.update(fields)
+    return error
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """How one rank's run ended badly.
+
+    Attributes:
+        rank: The global rank.
+        kind: ``exception`` (the cell raised), ``interrupted`` (labkit or a signal stopped it), ``died`` (the process
+            is gone) or ``exited`` (the cell raised SystemExit).
+        type_name: The exception's class name, for example ``ValueError``; the signal or exit code for ``died``.
+        message: The exception's text, or for ``died`` what is known of the death.
+        traceback: Traceback lines as text, innermost last, without labkit's own frames; empty for ``died``.
+        exitcode: For ``died``: the exit status as in :attr:`subprocess.Popen.returncode` (negative for a signal).
+        last_output: For ``died``: the end of what the rank wrote, at most 20 lines.
+    """
+
+    rank: int
+    kind: FailureKind
+    type_name: str
+    message: str
+    traceback: str = ""
+    exitcode: int | None = None
+    last_output: str = ""
+
+    def headline(self) -> str:
+        """One line: the exception's type and the first line of its text."""
+        first = self.message.strip().split("\n", 1)[0]
+        return f"{self.type_name}: {first}" if first else self.type_name
+
+
+class RankSpecError(LabkitError, ValueError):
+    """A rank set names no rank, a rank outside the world, or cannot be read."""
+
+
+class PoolStateError(LabkitError):
+    """The pool cannot do this now: it is closed, a run is in progress, a rank is dead, or another pool is open."""
+
+
+class InvalidPoolError(LabkitError, ValueError):
+    """The arguments describe no pool that this machine can run (world size, device, number of GPUs)."""
+
+
+class WorkerStartError(LabkitError):
+    """A pool did not come up; nothing of it is left running.
+
+    Attributes:
+        rank: The first rank that failed, or None when the start as a whole ran out of time.
+        exitcode: That rank's exit status, or None when it did not exit.
+        stderr_tail: The end of what it wrote, at most 20 lines.
+    """
+
+    def __init__(self, reason: str, *, rank: int | None = None, exitcode: int | None = None, stderr_tail: str = "") -> None:
+        self.rank, self.exitcode, self.stderr_tail = rank, exitcode, stderr_tail
+        who = f"rank {rank} did not start" if rank is not None else "the pool did not start"
+        text = f"{who}: {reason}"
+        if stderr_tail:
+            text += "\nIts last output:\n" + indent(stderr_tail)
+        super().__init__(text + "\nNo worker is left running. `labkit doctor` says what this machine can run.")
+
+
+class RunReport(BaseException):
+    """What became of a run that did not finish on every rank.
+
+    Attributes:
+        failures: One RankFailure per rank that did not finish, in rank order; the cause comes before its victims.
+        finished: The ranks that finished the run normally.
+        notes: What labkit had to do about it, a sentence each (interrupted ranks, rebuilt groups).
+    """
+
+    def __init__(self, failures: Sequence[RankFailure], finished: Sequence[int] = (), notes: Sequence[str] = ()) -> None:
+        self.failures = tuple(failures)
+        self.finished = tuple(finished)
+        self.notes = tuple(notes)
+        super().__init__(self._message())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reduce(self)
+
+    def _ranks(self, *kinds: FailureKind) -> list[int]:
+        return [failure.rank for failure in self.failures if failure.kind in kinds]
+
+    @property
+    def failed_ranks(self) -> tuple[int, ...]:
+        """Ranks whose own code raised or whose process died."""
+        return tuple(self._ranks("exception", "exited", "died"))
+
+    @property
+    def interrupted_ranks(self) -> tuple[int, ...]:
+        """Ranks that labkit stopped because the run could not go on."""
+        return tuple(self._ranks("interrupted"))
+
+    def _message(self) -> str:
+        lines = [self._headline()]
+        if self.interrupted_ranks:
+            lines.append(f"{_subject(self.interrupted_ranks)} did not finish and had to be interrupted.")
+        if self.finished:
+            lines.append(f"{_subject(self.finished)} finished.")
+        return "\n".join([*lines, *self.notes])
+
+    def _headline(self) -> str:
+        parts = [f"{_subject(ranks)}: {text}" for text, ranks in self._by_headline().items()]
+        return "; ".join(parts) or "the run failed"
+
+    def _by_headline(self) -> Mapping[str, list[int]]:
+        groups: dict[str, list[int]] = {}
+        for failure in self.failures:
+            if failure.kind != "interrupted":
+                groups.setdefault(failure.headline(), []).append(failure.rank)
+        return groups
+
+    def grouped(self) -> list[tuple[list[int], RankFailure]]:
+        """Failures with the same traceback together: (ranks, one of them), causes before interrupted ranks."""
+        groups: dict[tuple[str, ...], list[RankFailure]] = {}
+        for failure in self.failures:
+            key = (failure.kind, failure.type_name, failure.message, failure.traceback)
+            groups.setdefault(key, []).append(failure)
+        ordered = sorted(groups.values(), key=lambda group: (group[0].kind == "interrupted", group[0].rank))
+        return [([failure.rank for failure in group], group[0]) for group in ordered]
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows instead of the kernel's own frames: each different remote traceback once."""
+        lines: list[str] = []
+        for ranks, failure in self.grouped():
+            if failure.kind == "interrupted":
+                continue
+            lines.append(f"--- {_subject(ranks)} ---")
+            lines.append(failure.traceback or failure.headline())
+            if failure.last_output:
+                lines.append("last output:\n" + indent(failure.last_output))
+        lines.append("")
+        lines.append(f"{type(self).__name__}: {self}")
+        return lines
+
+
+class RunError(RunReport, LabkitError):
+    """A run failed on at least one rank."""
+
+
+class RankFailedError(RunError):
+    """The code of a run raised on one or more ranks. The pool and every variable on the ranks live on."""
+
+
+class WorkerDiedError(RunError):
+    """The process of one or more ranks ended during a run; what that rank held is lost."""
+
+
+class RunTimeoutError(RunError):
+    """A run did not finish within its time limit and was interrupted.
+
+    Attributes:
+        timeout_s: The limit in seconds.
+    """
+
+    def __init__(
+        self, failures: Sequence[RankFailure], finished: Sequence[int] = (), notes: Sequence[str] = (), *, timeout_s: float = 0.0
+    ) -> None:
+        self.timeout_s = timeout_s
+        super().__init__(failures, finished, notes)
+
+    def _headline(self) -> str:
+        raised = super()._headline() if self._by_headline() else ""
+        return f"the run did not finish in {self.timeout_s:g} s" + (f"; {raised}" if raised else "")
+
+
+class RunInterrupted(RunReport, KeyboardInterrupt):
+    """The run was interrupted from the notebook.
+
+    A KeyboardInterrupt and no LabkitError: it stops everything that Ctrl-C stops, and ``except Exception`` misses it.
+    """
+
+    def _headline(self) -> str:
+        raised = super()._headline() if self._by_headline() else ""
+        return "the run was interrupted" + (f"; {raised}" if raised else "")
+
+
+class WireError(LabkitError):
+    """A message could not be sent or understood: an argument or result that cannot be pickled, or a broken peer."""
+
+
+class ExerciseError(LabkitError, AssertionError):
+    """An exercise's check measured something else than its target."""
+
+
+class CheckpointError(LabkitError):
+    """A checkpoint cannot be used as asked. The root of labkit.checkpoint's errors."""
+
+
+def indent(text: str) -> str:
+    """Indent each line by four columns."""
+    return "\n".join("    " + line for line in text.rstrip("\n").split("\n"))
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    from labkit.ranks import format_ranks  # labkit.ranks raises this module's RankSpecError, so it imports this one
+
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"

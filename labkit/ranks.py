@@ -1,0 +1,154 @@
+"""Sets of ranks, and values that come one per rank."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, TypeVar
+
+from labkit.errors import RankSpecError
+
+T = TypeVar("T")
+
+RankSpec = int | str | Iterable[int] | None
+
+
+def parse_ranks(spec: RankSpec, world_size: int) -> tuple[int, ...]:
+    """Read a set of ranks.
+
+    Args:
+        spec: None or ``"all"`` for every rank, one rank, an iterable of ranks, or text such as ``"0-3,6"``.
+        world_size: The number of ranks; each rank must lie in ``[0, world_size)``.
+
+    Returns:
+        The ranks in ascending order, each once.
+
+    Raises:
+        RankSpecError: The text cannot be read, the set is empty, or a rank lies outside the world.
+    """
+    if spec is None or spec == "all":
+        return tuple(range(world_size))
+    if isinstance(spec, bool):
+        raise RankSpecError(f"{spec!r} is not a rank set. Write a rank such as 0, a list such as [0, 2], or text such as '0-3,6'.")
+    if isinstance(spec, int):
+        ranks = {spec}
+    elif isinstance(spec, str):
+        ranks = _parse_text(spec)
+    else:
+        ranks = _parse_iterable(spec)
+    if not ranks:
+        raise RankSpecError(f"{spec!r} names no rank. Leave the ranks out to mean all of them.")
+    outside = sorted(rank for rank in ranks if not 0 <= rank < world_size)
+    if outside:
+        plural = "rank" if len(outside) == 1 else "ranks"
+        raise RankSpecError(
+            f"{plural} {', '.join(map(str, outside))} out of range: this pool has {world_size} "
+            f"rank{'s' if world_size != 1 else ''}, 0 to {world_size - 1}."
+        )
+    return tuple(sorted(ranks))
+
+
+def _parse_iterable(spec: Iterable[int]) -> set[int]:
+    ranks = set()
+    for item in spec:
+        if isinstance(item, bool) or not isinstance(item, int):
+            raise RankSpecError(f"{item!r} is not a rank. Ranks are integers counted from 0.")
+        ranks.add(item)
+    return ranks
+
+
+def _parse_text(text: str) -> set[int]:
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            low = int(first)
+            high = int(last) if dash else low
+        except ValueError:
+            raise RankSpecError(f"cannot read the rank set {text!r} at {part.strip()!r}. Write it like '0-3,6' or 'all'.") from None
+        if high < low:
+            raise RankSpecError(f"the range {part.strip()!r} in {text!r} runs backwards. Write the lower rank first.")
+        ranks.update(range(low, high + 1))
+    return ranks
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks shortly: ``[0, 1, 2, 5]`` gives ``"0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+class RankResults(Mapping[int, T], Generic[T]):
+    """One value per rank, in rank order.
+
+    A mapping from rank to value. ``results[2]`` is rank 2's value, ``list(results.values())`` all of them in rank
+    order. In a notebook it shows equal values once, with the ranks that hold them.
+    """
+
+    __slots__ = ("_values",)
+
+    def __init__(self, values: Mapping[int, T]) -> None:
+        self._values = dict(sorted(values.items()))
+
+    def __getitem__(self, rank: int) -> T:
+        try:
+            return self._values[rank]
+        except KeyError:
+            raise KeyError(f"no value from rank {rank!r}; this result has ranks {format_ranks(self._values)}") from None
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that gave a value, ascending."""
+        return tuple(self._values)
+
+    def same(self) -> T:
+        """The one value that every rank returned.
+
+        Raises:
+            ValueError: The ranks returned different values, compared by ``==`` (tensors by ``torch.equal``).
+        """
+        first, *others = self._values.items()
+        for rank, value in others:
+            if not _equal(value, first[1]):
+                raise ValueError(f"ranks {first[0]} and {rank} returned different values: {_short(first[1])} and {_short(value)}")
+        return first[1]
+
+    def __repr__(self) -> str:
+        return "\n".join(f"{label}: {text}" for label, text in self._grouped()) or "RankResults()"
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<tr><th style="text-align:left;vertical-align:top">{label}</th>'
+            f'<td style="text-align:left"><pre style="margin:0">{html.escape(text)}</pre></td></tr>'
+            for label, text in self._grouped()
+        )
+        return f"<table>{rows}</table>"
+
+    def _grouped(self) -> list[tuple[str, str]]:
+        groups: dict[str, list[int]] = {}
+        for rank, value in self._values.items():
+            groups.setdefault(repr(value), []).append(rank)
+        return [(("rank " if len(ranks) == 1 else "ranks ") + format_ranks(ranks), text) for text, ranks in groups.items()]
+
+
+def _equal(left: Any, right: Any) -> bool:
+    verdict = left == right
+    if hasattr(verdict, "all"):
+        return getattr(left, "shape", None) == getattr(right, "shape", None) and bool(verdict.all())
+    return bool(verdict)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
