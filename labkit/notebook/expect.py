@@ -1,0 +1,170 @@
+"""Errors that are the lesson: raised, shown and survived.
+
+A cell that breaks something on purpose must pass when it breaks in the way the lesson says, and fail otherwise.
+Jupyter's ``raises-exception`` tag does neither: it passes when nothing is raised, and papermill stops at it.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+from labkit import errors
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+class Expectation:
+    """The context manager behind :func:`expect_error`.
+
+    Attributes:
+        error: The expected error once the block has raised it, None before.
+    """
+
+    def __init__(
+        self, types: tuple[type[BaseException], ...], match: re.Pattern[str] | None
+    ) -> None:
+        self.error: BaseException | None = None
+        self._types = types
+        self._match = match
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if error is None:
+            raise AssertionError(
+                f"expected {self._names()}, but nothing was raised. What this cell breaks on purpose did not break."
+            )
+        if not isinstance(error, self._types):
+            if not isinstance(error, Exception):
+                return False  # Ctrl-C and SystemExit keep their meaning unless they are what is expected
+            raise AssertionError(
+                f"expected {self._names()}, but got another error:\n{_full_text(error)}"
+            ) from error
+        if self._match is not None and not any(
+            self._match.search(text) for text in _messages(error)
+        ):
+            raise AssertionError(
+                f"expected {self._names()} with a message that matches {self._match.pattern!r}, but its message is:\n{_full_text(error)}"
+            ) from error
+        self.error = error
+        _show(LessonText(type(error).__name__, _full_text(error)))
+        return True
+
+    def _names(self) -> str:
+        return " or ".join(kind.__name__ for kind in self._types)
+
+
+def expect_error(*types: type[BaseException], match: str | None = None) -> Expectation:
+    """Run a block that has to raise, and show its error as lesson text.
+
+    The error is shown as the cell would have shown it, with the ranks' own tracebacks, and the cell goes on::
+
+        with labkit.expect_error(labkit.RankFailedError, match="boom"):
+            pool.run(explode)
+
+    Args:
+        types: The error classes of which one is expected.
+        match: A regular expression to be found in the error's message, or in the message of any rank's failure.
+
+    Returns:
+        A context manager; ``as caught`` gives it a name, and ``caught.error`` is the error afterwards.
+
+    Raises:
+        TypeError: No class was given, or something that is no exception class.
+        AssertionError: At the end of the block, when it raised nothing, another class of error, or another message.
+
+    Ranks: controller or local. Takes as long as the block.
+    """
+    if not types:
+        raise TypeError(
+            "expect_error needs the class of the error that the block raises, for example RankFailedError."
+        )
+    for kind in types:
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise TypeError(f"{kind!r} is not an exception class.")
+    return Expectation(types, re.compile(match) if match is not None else None)
+
+
+def error_class(name: str) -> type[BaseException]:
+    """The class of :mod:`labkit.errors` called ``name``, for ``%%spmd --expect NAME``.
+
+    Args:
+        name: A class name such as ``RankFailedError``.
+
+    Raises:
+        ValueError: labkit has no error of this name; the message lists those that a run can raise.
+
+    Ranks: controller.
+    """
+    found = getattr(errors, name, None)
+    if isinstance(found, type) and issubclass(
+        found, errors.LabkitError | errors.RunReport
+    ):
+        return found
+    known = ", ".join(sorted(kind.__name__ for kind in _run_errors()))
+    raise ValueError(
+        f"labkit has no error called {name!r}. A run raises {known}; an exception of your own code arrives as RankFailedError."
+    )
+
+
+class LessonText:
+    """An error's text, as text and as a framed block that stands in saved notebooks without JavaScript."""
+
+    def __init__(self, title: str, text: str) -> None:
+        self.title = title
+        self.text = text
+
+    def __repr__(self) -> str:
+        return f"Expected error, {self.title}:\n{errors.indent(self.text)}"
+
+    def _repr_html_(self) -> str:
+        # No background and no text colour: both would be unreadable in one of JupyterLab's light and dark themes.
+        return (
+            '<div style="border-left: 4px solid #d55e00; padding: 2px 0 2px 12px; margin: 4px 0">'
+            f"<div><b>Expected error</b>, {html.escape(self.title)}:</div>"
+            '<pre style="white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 0 0">'
+            f"{html.escape(self.text)}</pre></div>"
+        )
+
+
+def _show(lesson: LessonText) -> None:
+    from IPython.display import (
+        display,  # `import labkit` stays light outside a notebook
+    )
+
+    display(lesson)  # type: ignore[no-untyped-call]
+
+
+def _full_text(error: BaseException) -> str:
+    """What the notebook would show: remote tracebacks where the error has them, else type and message."""
+    if isinstance(error, errors.RunReport):
+        text = "\n".join(error._render_traceback_())
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return _ANSI.sub("", text).strip()
+
+
+def _messages(error: BaseException) -> Iterable[str]:
+    yield str(error)
+    if isinstance(error, errors.RunReport):
+        for failure in error.failures:
+            yield f"{failure.type_name}: {failure.message}"
+
+
+def _run_errors() -> Iterable[type[BaseException]]:
+    return (
+        errors.RankFailedError,
+        errors.WorkerDiedError,
+        errors.RunTimeoutError,
+        errors.RunInterrupted,
+    )
