@@ -104,9 +104,11 @@ def test_match_is_searched_in_the_message_and_in_each_ranks_message(
 def test_source_lines_of_a_traceback_do_not_satisfy_match(
     shown: list[LessonText],
 ) -> None:
-    with pytest.raises(AssertionError):
-        with expect_error(RankFailedError, match="batch @ weight"):
-            raise failed()
+    with (
+        pytest.raises(AssertionError),
+        expect_error(RankFailedError, match="batch @ weight"),
+    ):
+        raise failed()
 
 
 def test_an_error_without_ranks_is_shown_with_type_and_message(
