@@ -24,9 +24,7 @@ class Expectation:
         error: The expected error once the block has raised it, None before.
     """
 
-    def __init__(
-        self, types: tuple[type[BaseException], ...], match: re.Pattern[str] | None
-    ) -> None:
+    def __init__(self, types: tuple[type[BaseException], ...], match: re.Pattern[str] | None) -> None:
         self.error: BaseException | None = None
         self._types = types
         self._match = match
@@ -34,12 +32,7 @@ class Expectation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         if error is None:
             raise AssertionError(
                 f"expected {self._names()}, but nothing was raised. What this cell breaks on purpose did not break."
@@ -47,12 +40,8 @@ class Expectation:
         if not isinstance(error, self._types):
             if not isinstance(error, Exception):
                 return False  # Ctrl-C and SystemExit keep their meaning unless they are what is expected
-            raise AssertionError(
-                f"expected {self._names()}, but got another error:\n{_full_text(error)}"
-            ) from error
-        if self._match is not None and not any(
-            self._match.search(text) for text in _messages(error)
-        ):
+            raise AssertionError(f"expected {self._names()}, but got another error:\n{_full_text(error)}") from error
+        if self._match is not None and not any(self._match.search(text) for text in _messages(error)):
             raise AssertionError(
                 f"expected {self._names()} with a message that matches {self._match.pattern!r}, but its message is:\n{_full_text(error)}"
             ) from error
@@ -86,9 +75,7 @@ def expect_error(*types: type[BaseException], match: str | None = None) -> Expec
     Ranks: controller or local. Takes as long as the block.
     """
     if not types:
-        raise TypeError(
-            "expect_error needs the class of the error that the block raises, for example RankFailedError."
-        )
+        raise TypeError("expect_error needs the class of the error that the block raises, for example RankFailedError.")
     for kind in types:
         if not (isinstance(kind, type) and issubclass(kind, BaseException)):
             raise TypeError(f"{kind!r} is not an exception class.")
@@ -107,9 +94,7 @@ def error_class(name: str) -> type[BaseException]:
     Ranks: controller.
     """
     found = getattr(errors, name, None)
-    if isinstance(found, type) and issubclass(
-        found, errors.LabkitError | errors.RunReport
-    ):
+    if isinstance(found, type) and issubclass(found, errors.LabkitError | errors.RunReport):
         return found
     known = ", ".join(sorted(kind.__name__ for kind in _run_errors()))
     raise ValueError(
@@ -162,9 +147,4 @@ def _messages(error: BaseException) -> Iterable[str]:
 
 
 def _run_errors() -> Iterable[type[BaseException]]:
-    return (
-        errors.RankFailedError,
-        errors.WorkerDiedError,
-        errors.RunTimeoutError,
-        errors.RunInterrupted,
-    )
+    return (errors.RankFailedError, errors.WorkerDiedError, errors.RunTimeoutError, errors.RunInterrupted)

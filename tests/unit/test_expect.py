@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.errors import (
-    PoolStateError,
-    RankFailedError,
-    RankFailure,
-    RunInterrupted,
-    RunTimeoutError,
-)
+from labkit.errors import PoolStateError, RankFailedError, RankFailure, RunInterrupted, RunTimeoutError
 from labkit.notebook.expect import LessonText, error_class, expect_error
 
 
-def failed(
-    message: str = "shapes differ\nsecond line with the cause",
-) -> RankFailedError:
+def failed(message: str = "shapes differ\nsecond line with the cause") -> RankFailedError:
     traceback = f'Cell "cell 3", line 2\n    batch @ weight\nRuntimeError: {message}'
     failures = [
         RankFailure(2, "exception", "RuntimeError", message, traceback),
@@ -40,9 +32,7 @@ def test_expected_error_is_swallowed_and_kept(shown: list[LessonText]) -> None:
     assert len(shown) == 1
 
 
-def test_lesson_text_holds_the_remote_traceback_and_who_finished(
-    shown: list[LessonText],
-) -> None:
+def test_lesson_text_holds_the_remote_traceback_and_who_finished(shown: list[LessonText]) -> None:
     with expect_error(RankFailedError):
         raise failed()
     for text in (repr(shown[0]), shown[0]._repr_html_()):
@@ -53,76 +43,54 @@ def test_lesson_text_holds_the_remote_traceback_and_who_finished(
 
 
 def test_nothing_raised_fails_the_block(shown: list[LessonText]) -> None:
-    with pytest.raises(
-        AssertionError,
-        match="expected RankFailedError or RunTimeoutError, but nothing was raised",
+    with (
+        pytest.raises(AssertionError, match="expected RankFailedError or RunTimeoutError, but nothing was raised"),
+        expect_error(RankFailedError, RunTimeoutError),
     ):
-        with expect_error(RankFailedError, RunTimeoutError):
-            pass
+        pass
     assert shown == []
 
 
-def test_another_class_fails_the_block_and_its_text_is_not_lost(
-    shown: list[LessonText],
-) -> None:
-    with pytest.raises(
-        AssertionError, match="expected RunTimeoutError, but got another error"
-    ) as caught:
-        with expect_error(RunTimeoutError):
-            raise failed()
+def test_another_class_fails_the_block_and_its_text_is_not_lost(shown: list[LessonText]) -> None:
+    with (
+        pytest.raises(AssertionError, match="expected RunTimeoutError, but got another error") as caught,
+        expect_error(RunTimeoutError),
+    ):
+        raise failed()
     assert "batch @ weight" in str(caught.value)
     assert isinstance(caught.value.__cause__, RankFailedError)
     assert shown == []
 
 
 def test_another_message_fails_the_block(shown: list[LessonText]) -> None:
-    with pytest.raises(
-        AssertionError, match="matches 'out of memory', but its message is"
+    with (
+        pytest.raises(AssertionError, match="matches 'out of memory', but its message is"),
+        expect_error(RankFailedError, match="out of memory"),
     ):
-        with expect_error(RankFailedError, match="out of memory"):
-            raise failed()
+        raise failed()
     assert shown == []
 
 
-@pytest.mark.parametrize(
-    "match",
-    [
-        "shapes differ",
-        "second line with",
-        r"^RuntimeError: shapes",
-        "had to be interrupted",
-    ],
-)
-def test_match_is_searched_in_the_message_and_in_each_ranks_message(
-    shown: list[LessonText], match: str
-) -> None:
+@pytest.mark.parametrize("match", ["shapes differ", "second line with", r"^RuntimeError: shapes", "had to be interrupted"])
+def test_match_is_searched_in_the_message_and_in_each_ranks_message(shown: list[LessonText], match: str) -> None:
     with expect_error(RankFailedError, match=match):
         raise failed()
     assert len(shown) == 1
 
 
-def test_source_lines_of_a_traceback_do_not_satisfy_match(
-    shown: list[LessonText],
-) -> None:
-    with (
-        pytest.raises(AssertionError),
-        expect_error(RankFailedError, match="batch @ weight"),
-    ):
+def test_source_lines_of_a_traceback_do_not_satisfy_match(shown: list[LessonText]) -> None:
+    with pytest.raises(AssertionError), expect_error(RankFailedError, match="batch @ weight"):
         raise failed()
 
 
-def test_an_error_without_ranks_is_shown_with_type_and_message(
-    shown: list[LessonText],
-) -> None:
+def test_an_error_without_ranks_is_shown_with_type_and_message(shown: list[LessonText]) -> None:
     with expect_error(PoolStateError):
         raise PoolStateError("the pool is closed")
     assert shown[0].text == "PoolStateError: the pool is closed"
 
 
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
-def test_stopping_the_program_passes_through(
-    shown: list[LessonText], stop: type[BaseException]
-) -> None:
+def test_stopping_the_program_passes_through(shown: list[LessonText], stop: type[BaseException]) -> None:
     with pytest.raises(stop), expect_error(RankFailedError):
         raise stop
     assert shown == []
@@ -155,9 +123,7 @@ def test_text_is_shown_without_a_notebook(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("types", [(), ("ValueError",), (ValueError("x"),), (int,)])
-def test_no_exception_class_is_refused_before_the_block_runs(
-    types: tuple[object, ...],
-) -> None:
+def test_no_exception_class_is_refused_before_the_block_runs(types: tuple[object, ...]) -> None:
     with pytest.raises(TypeError):
         expect_error(*types)  # type: ignore[arg-type]
 
@@ -168,12 +134,7 @@ def test_error_class_finds_labkits_errors_by_name() -> None:
     assert error_class("PoolStateError") is PoolStateError
 
 
-@pytest.mark.parametrize(
-    "name", ["ValueError", "RankFailure", "Sequence", "rank", "indent", ""]
-)
+@pytest.mark.parametrize("name", ["ValueError", "RankFailure", "Sequence", "rank", "indent", ""])
 def test_error_class_refuses_other_names_and_lists_what_a_run_raises(name: str) -> None:
-    with pytest.raises(
-        ValueError,
-        match="RankFailedError, RunInterrupted, RunTimeoutError, WorkerDiedError",
-    ):
+    with pytest.raises(ValueError, match="RankFailedError, RunInterrupted, RunTimeoutError, WorkerDiedError"):
         error_class(name)
