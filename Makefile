@@ -1,0 +1,59 @@
+# Everything happens in .venv, which the first call makes; nothing is installed outside this folder.
+# Another Python:         make lab PYTHON=/path/to/python3.12
+# Other parameters:       make run ARGS="-p world_size 2"
+# One folder of tests:    make test ARGS="tests/unit -x"
+
+.DEFAULT_GOAL := help
+.PHONY: help lab test run lint bench soak clean
+
+BIN := .venv/bin
+READY := .venv/.installed
+ARGS ?=
+SOAK_ROUNDS ?= 10
+
+# The newest supported Python that runs and can make a virtual environment. A name on PATH is not enough: version
+# managers put names there that do not run, and Debian's Python has no ensurepip before python3-venv is installed.
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 \
+	&& echo $$python && break; done)
+
+# JupyterLab refuses to run as root without this; in a container root is the usual user.
+ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+lab: $(READY) ## open JupyterLab on notebooks/
+	$(BIN)/jupyter lab $(ROOT_FLAG) --ServerApp.root_dir="$(CURDIR)" --ServerApp.preferred_dir="$(CURDIR)/notebooks" $(ARGS)
+
+test: $(READY) ## run every test, the notebooks included
+	$(BIN)/python -m pytest $(ARGS)
+
+run: $(READY) ## run every notebook; executed copies and a summary page go to build/notebooks
+	$(BIN)/labkit run notebooks/*.ipynb --out build/notebooks $(ARGS)
+
+lint: $(READY) ## ruff, mypy, import-linter, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+
+bench: $(READY) ## run the benchmarks in tests/benchmarks
+	$(BIN)/python -m pytest -o python_files='bench_*.py' -s tests/benchmarks $(ARGS)
+
+soak: $(READY) ## run the slow tests, then the process tests SOAK_ROUNDS times
+	$(BIN)/python -m pytest -m slow $(ARGS)
+	round=1; while [ $$round -le $(SOAK_ROUNDS) ]; do echo "round $$round of $(SOAK_ROUNDS)"; \
+	$(BIN)/python -m pytest -x -q tests/process $(ARGS) || exit 1; round=$$((round + 1)); done
+
+clean: ## remove build outputs and caches; .venv stays
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find labkit tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+
+$(READY): pyproject.toml .ci/install
+	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 with venv found on PATH." >&2; \
+	echo "Install one (on Debian: apt-get install python3 python3-venv), or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python .ci/install
+	@touch $@

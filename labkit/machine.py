@@ -1,0 +1,91 @@
+"""What this machine offers: cores, memory, GPUs, programs. Asked without importing torch and without touching a GPU."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_CGROUP = Path("/sys/fs/cgroup")
+_CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_MAC_CHROME = "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome"
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU as its driver reports it.
+
+    Attributes:
+        index: The driver's index, which is torch's too unless CUDA_VISIBLE_DEVICES says otherwise.
+        name: The product name.
+        memory_bytes: The size of its memory.
+        free_bytes: What nobody uses of it now.
+        driver: The driver's version.
+    """
+
+    index: int
+    name: str
+    memory_bytes: int
+    free_bytes: int
+    driver: str
+
+
+def usable_cores() -> int:
+    """The cores this process may use, at least 1: its CPU affinity, and the quota of its container if that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # "max 100000" without a quota, else "<microseconds> <period>": cgroup v2, what Docker, Slurm and Kubernetes set.
+    quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
+    if quota.isdigit() and period.strip().isdigit():
+        cores = min(cores, math.ceil(int(quota) / int(period)))
+    return max(1, cores)
+
+
+def available_memory_bytes() -> int:
+    """The memory a new program could use now: what the machine has free, and what its container still allows if less."""
+    available = int(psutil.virtual_memory().available)
+    limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
+    if limit.isdigit() and used.isdigit():
+        available = min(available, max(0, int(limit) - int(used)))
+    return available
+
+
+def nvidia_gpus() -> list[Gpu]:
+    """The NVIDIA GPUs that the driver lists, in its order; empty without a working driver. Blocks for at most 20 s."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return []
+    query = [command, "--query-gpu=index,name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [gpu for gpu in map(_parse_gpu, listing.stdout.splitlines()) if gpu is not None]
+
+
+def _parse_gpu(line: str) -> Gpu | None:
+    fields = [field.strip() for field in line.split(",")]
+    if len(fields) != 5 or not fields[0].isdigit():
+        return None
+    # A GPU with unified memory reports "[N/A]" here.
+    total, free = (int(field) * 2**20 if field.isdigit() else 0 for field in fields[2:4])
+    return Gpu(int(fields[0]), fields[1], total, free, fields[4])
+
+
+def find_chromium() -> str | None:
+    """The path of a Chromium or Chrome, which PDF handouts and browser tests need; None when there is none."""
+    for name in _CHROMIUM_NAMES:
+        if path := shutil.which(name):
+            return path
+    return _MAC_CHROME if os.access(_MAC_CHROME, os.X_OK) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
