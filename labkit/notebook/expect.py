@@ -42,9 +42,8 @@ class Expectation:
                 return False  # Ctrl-C and SystemExit keep their meaning unless they are what is expected
             raise AssertionError(f"expected {self._names()}, but got another error:\n{_full_text(error)}") from error
         if self._match is not None and not any(self._match.search(text) for text in _messages(error)):
-            raise AssertionError(
-                f"expected {self._names()} with a message that matches {self._match.pattern!r}, but its message is:\n{_full_text(error)}"
-            ) from error
+            wanted = f"{self._names()} with a message that matches {self._match.pattern!r}"
+            raise AssertionError(f"expected {wanted}, but its message is:\n{_full_text(error)}") from error
         self.error = error
         _show(LessonText(type(error).__name__, _full_text(error)))
         return True
@@ -77,7 +76,7 @@ def expect_error(*types: type[BaseException], match: str | None = None) -> Expec
     if not types:
         raise TypeError("expect_error needs the class of the error that the block raises, for example RankFailedError.")
     for kind in types:
-        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+        if not issubclass(kind, BaseException):
             raise TypeError(f"{kind!r} is not an exception class.")
     return Expectation(types, re.compile(match) if match is not None else None)
 
@@ -127,7 +126,7 @@ def _show(lesson: LessonText) -> None:
         display,  # `import labkit` stays light outside a notebook
     )
 
-    display(lesson)  # type: ignore[no-untyped-call]
+    display(lesson)
 
 
 def _full_text(error: BaseException) -> str:
