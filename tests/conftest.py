@@ -1,0 +1,79 @@
+"""Fixtures and rules for every test: one private temporary folder, marks by folder, skips with a reason, the leak guard."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+# Before anything imports torch: several ranks on few cores, each with a thread pool of its own, only get in each other's way.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import settings
+
+from labkit import machine
+from tests import leaks
+
+TESTS = Path(__file__).parent
+# Cheap tests first: they fail in seconds.
+ORDER = ("unit", "checkpoint", "process", "notebooks", "browser", "gpu")
+MARKED_FOLDERS = ("process", "gpu", "browser", "notebooks")
+
+settings.register_profile("labkit", deadline=None, derandomize=True)
+settings.load_profile("labkit")
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder, and run the folders in the order of their cost."""
+    for item in items:
+        folder = _folder(item)
+        if folder in MARKED_FOLDERS and item.get_closest_marker(folder) is None:
+            item.add_marker(folder)
+    items.sort(key=lambda item: ORDER.index(_folder(item)) if _folder(item) in ORDER else -1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what this machine cannot run, and say why."""
+    if mark := item.get_closest_marker("gpu"):
+        needed = mark.args[0] if mark.args else 1
+        if (found := len(machine.nvidia_gpus())) < needed:
+            pytest.skip(f"needs {needed} NVIDIA GPUs, this machine has {found}")
+    if item.get_closest_marker("browser") and machine.find_chromium() is None:
+        # Continuous integration installs Chromium; a run there that skips these tests would pass without having looked.
+        (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Chromium: apt-get install chromium")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A temporary folder of this run's own, so that other runs on this machine are no leaks; IPython's files go there too."""
+    tmp_path_factory.getbasetemp()  # pytest's own folder stays where people look for it
+    # Short: the path of a Unix socket ends at about 100 characters.
+    folder = tempfile.mkdtemp(prefix="lk-")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("TMPDIR", folder)
+    patch.setenv("IPYTHONDIR", os.path.join(folder, "ipython"))
+    patch.setattr(tempfile, "tempdir", None)
+    leaks.prepare()
+    yield
+    patch.undo()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def _leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Watch tests that start processes; fixtures of a wider scope, such as a shared pool, are set up before this looks."""
+    watched = any(request.node.get_closest_marker(name) for name in ("process", "gpu"))
+    if not watched:
+        yield
+        return
+    with leaks.guard():
+        yield
