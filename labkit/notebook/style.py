@@ -181,10 +181,11 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[st
     table = [tuple(columns), *(tuple(row) for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(columns))]
     numeric = [all(_is_number(row[i]) for row in rows) for i in range(len(columns))]
-    return [
-        "  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in zip(row, widths, numeric, strict=True)).rstrip()
-        for row in table
-    ]
+    lines = []
+    for row in table:
+        cells = zip(row, widths, numeric, strict=True)
+        lines.append("  ".join(cell.rjust(width) if right else cell.ljust(width) for cell, width, right in cells).rstrip())
+    return lines
 
 
 def _is_number(text: str) -> bool:

@@ -1,0 +1,65 @@
+"""What cells run on the ranks: the course's model and text, sharding, shard tables, exact comparison.
+
+Nothing here knows of a pool or a notebook: every module also works under plain torchrun. The names below load their module,
+and with it torch, when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from labkit.spmd.initialize import build_model, init_weights
+    from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
+    from labkit.spmd.parity import compare, require_equal
+    from labkit.spmd.sharding import check_optimizer, shard_model
+    from labkit.spmd.shards import shard_table
+    from labkit.spmd.text import BatchSampler, english_text
+    from labkit.spmd.training import train
+
+_HOME = {
+    "Block": "model",
+    "BatchSampler": "text",
+    "ModelConfig": "model",
+    "Transformer": "model",
+    "build_model": "initialize",
+    "check_optimizer": "sharding",
+    "compare": "parity",
+    "english_text": "text",
+    "init_weights": "initialize",
+    "next_token_loss": "model",
+    "require_equal": "parity",
+    "shard_model": "sharding",
+    "shard_table": "shards",
+    "train": "training",
+}
+
+__all__ = [
+    "BatchSampler",
+    "Block",
+    "ModelConfig",
+    "Transformer",
+    "build_model",
+    "check_optimizer",
+    "compare",
+    "english_text",
+    "init_weights",
+    "next_token_loss",
+    "require_equal",
+    "shard_model",
+    "shard_table",
+    "train",
+]
+
+
+def __getattr__(name: str) -> object:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

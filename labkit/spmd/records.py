@@ -1,0 +1,139 @@
+"""What ranks report about their tensors: plain data without torch, so that the kernel can read and draw it without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isnan, prod
+from typing import Literal
+
+from labkit.errors import LabkitError
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a global tensor: where it starts and how large it is, per dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in the box."""
+        return prod(self.sizes)
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What one rank holds of one tensor.
+
+    Attributes:
+        name: The tensor's FQN, or its path in a nested state dict.
+        shape: The global shape.
+        dtype: For example ``float32``.
+        placements: One text per mesh axis as torch writes it, such as ``Shard(dim=0)``; empty for a plain tensor.
+        mesh_shape: Size of each mesh axis; empty for a plain tensor.
+        mesh_axes: Name of each mesh axis, ``""`` where the mesh has no names.
+        coordinate: This rank's place on the mesh; None for a plain tensor or a rank outside the mesh.
+        chunks: The boxes of the global tensor that this rank holds; none where the shard is empty.
+        local_bytes: Bytes that this rank holds.
+        tied_to: The name under which the same tensor came before, if it did; its bytes are then counted there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placements: tuple[str, ...]
+    mesh_shape: tuple[int, ...]
+    mesh_axes: tuple[str, ...]
+    coordinate: tuple[int, ...] | None
+    chunks: tuple[Chunk, ...]
+    local_bytes: int
+    tied_to: str | None = None
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the tensor belongs to a mesh, sharded or replicated; a plain tensor is this rank's own."""
+        return bool(self.placements)
+
+
+class ParityError(LabkitError, AssertionError):
+    """Two states that should be equal are not.
+
+    Attributes:
+        parity: The comparison, with one `Difference` per key.
+    """
+
+    def __init__(self, parity: Parity) -> None:
+        self.parity = parity
+        super().__init__(str(parity))
+
+
+DifferenceKind = Literal["missing", "unexpected", "type", "shape", "dtype", "value"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing in which one key differs.
+
+    Attributes:
+        key: The key, as text.
+        kind: ``missing`` (only in the expected state), ``unexpected`` (only in the actual one), or what differs.
+        detail: Both sides in words.
+        max_abs: For values of tensors: the largest absolute difference, NaN where a NaN is involved; else None.
+    """
+
+    key: str
+    kind: DifferenceKind
+    detail: str
+    max_abs: float | None = None
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The result of a comparison; true when nothing differs.
+
+    Attributes:
+        num_tensors: Tensors present on both sides, whose shapes, dtypes and values were compared.
+        num_elements: Their elements, counted on the expected side.
+        num_values: Other values present on both sides (numbers, texts, flags).
+        differences: One per differing key: missing and unexpected keys first, then in the order of the expected state.
+    """
+
+    num_tensors: int
+    num_elements: int
+    num_values: int
+    differences: tuple[Difference, ...] = ()
+
+    def __bool__(self) -> bool:
+        return not self.differences
+
+    @property
+    def max_abs(self) -> float:
+        """The largest absolute difference of any tensor; 0.0 where all values agree."""
+        # max() would drop a NaN that does not come first.
+        found = [difference.max_abs for difference in self.differences if difference.max_abs is not None]
+        return next((value for value in found if isnan(value)), max(found, default=0.0))
+
+    def require(self) -> Parity:
+        """Return the parity itself, for chaining.
+
+        Raises:
+            ParityError: Something differs.
+        """
+        if self.differences:
+            raise ParityError(self)
+        return self
+
+    def __str__(self) -> str:
+        what = f"{self.num_tensors} tensors, {self.num_elements:,} elements"
+        if self.num_values:
+            what += f", {self.num_values} other values"
+        if not self.differences:
+            return f"equal: {what}"
+        shown = [f"  {d.key}: {d.detail}" for d in self.differences[:8]]
+        more = len(self.differences) - len(shown)
+        return "\n".join(
+            [f"{len(self.differences)} of the keys differ ({what} compared)", *shown, *([f"  and {more} more"] if more else [])]
+        )
+
+    __repr__ = __str__
