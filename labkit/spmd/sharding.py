@@ -147,7 +147,9 @@ def _tied_groups(model: nn.Module, matched: list[nn.Module], ignored: set[nn.Par
                 owners.setdefault(parameter, {})[group] = f"{prefix}.{name}".lstrip(".")
     group_of = {module: [module] for module in matched}
     for shared in owners.values():
-        if model in shared and len(shared) > 1:
+        if len(shared) == 1:
+            continue
+        if model in shared:
             raise ShardingError(
                 f"{' and '.join(shared.values())} are one tied parameter, but `blocks` matches only some of the modules that use "
                 "it. Match all of them (they become one group) or none (the root's group takes it)."
