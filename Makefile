@@ -49,7 +49,7 @@ soak: $(READY) ## run the slow tests, then the process tests SOAK_ROUNDS times
 
 clean: ## remove build outputs and caches; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find labkit tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
+	find .ci labkit tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 $(READY): pyproject.toml .ci/install
 	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 with venv found on PATH." >&2; \

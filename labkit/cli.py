@@ -1,0 +1,103 @@
+"""The ``labkit`` command."""
+
+from __future__ import annotations
+
+import ast
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from labkit.errors import LabkitError
+
+if TYPE_CHECKING:
+    from labkit.course.execution import NotebookResult
+
+INTERRUPTED_EXIT_CODE = 130
+_ERROR_LINES = 40
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="torch-labkit", prog_name="labkit")
+def main() -> None:
+    """Ranks inside a notebook: a tutorial and lab kit for PyTorch's distributed state."""
+
+
+@main.command()
+@click.argument("notebooks", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter, such as -p world_size 2.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/notebooks"), show_default=True)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), default=600, show_default=True, help="Seconds per notebook."
+)
+@click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once. Default: from this machine's cores and memory.")
+def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], out: Path, timeout: float, jobs: int | None) -> None:
+    """Execute NOTEBOOKS without a browser.
+
+    Writes executed copies and a summary page, index.html, into the folder --out. A VALUE is read as a Python literal where
+    it is one, else as text. The exit code is 0 when every cell of every notebook ran, 1 when not, 130 after Ctrl-C.
+    """
+    try:
+        from labkit.course.progress import Progress
+        from labkit.course.runner import run_notebooks
+        from labkit.course.summary import write_summary
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}. Running notebooks needs the lab extra: pip install 'torch-labkit[lab]'") from None
+
+    values = {name: parse_value(text) for name, text in parameters}
+    # A cancelled CI job sends SIGTERM; kernels must not outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupted = False
+    with Progress() as progress:
+        try:
+            run_notebooks(
+                notebooks, out, parameters=values, timeout_s=timeout, jobs=jobs, on_cell=progress.cell, on_result=progress.result
+            )
+        except KeyboardInterrupt:
+            interrupted = True
+        except (LabkitError, ValueError) as error:
+            raise click.UsageError(str(error)) from None
+    results = sorted(progress.results, key=lambda result: notebooks.index(result.notebook))
+    _report(results)
+    passed = sum(result.passed for result in results)
+    click.echo(f"{passed} of {len(results)} notebooks passed. Summary: {write_summary(results, out, values)}")
+    sys.exit(INTERRUPTED_EXIT_CODE if interrupted else int(passed < len(results)))
+
+
+def parse_value(text: str) -> Any:
+    """Read a parameter's value from the command line: a Python literal (``2``, ``0.5``, ``True``, ``[1, 2]``) or text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _report(results: list[NotebookResult]) -> None:
+    for result in results:
+        if result.error:
+            lines = result.error.splitlines()
+            cut = [f"... {len(lines) - _ERROR_LINES} lines, all in the executed copy"] if len(lines) > _ERROR_LINES else []
+            click.echo(
+                "\n".join([f"\n{result.notebook}: {result.status}", *cut, *lines[-_ERROR_LINES:], f"-> {result.executed}\n"])
+            )
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+def doctor(as_json: bool) -> None:
+    """Say what this machine can run, and what to do about what it cannot.
+
+    The exit code is 1 only when labkit cannot run here at all.
+    """
+    from labkit.doctor import examine, render
+
+    findings = examine()
+    usable = not any(finding.fatal for finding in findings)
+    if as_json:
+        click.echo(json.dumps({"usable": usable, "findings": [finding.as_dict() for finding in findings]}, indent=2))
+    else:
+        render(findings)
+    sys.exit(0 if usable else 1)

@@ -1,0 +1,181 @@
+"""Runs notebooks without a browser: papermill executes, a clock and a kernel manager of our own keep it from hanging.
+
+One notebook is one kernel and one thread. The calling thread starts them, watches their deadlines and collects results.
+A notebook that runs out of time is interrupted first, as the stop button does it, so that its executed copy shows where
+it stood; only a kernel that does not answer is killed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import papermill
+
+from labkit import machine
+from labkit.course.execution import KILL_GRACE_S, Attempt, NotebookResult
+from labkit.errors import LabkitError
+
+OnCell = Callable[[Path, int, int], None]
+OnResult = Callable[[NotebookResult], None]
+
+TIMEOUT_S = 600.0
+# A kernel, a fork server with torch in it, and four ranks with a small model.
+MEMORY_PER_NOTEBOOK_BYTES = 3 * 2**30
+
+
+class UnknownParameterError(LabkitError, ValueError):
+    """A parameter was given that a notebook does not have; papermill would ignore it with a warning.
+
+    Attributes:
+        notebook: The notebook.
+        unknown: The names it does not have.
+        known: The names it has.
+    """
+
+    def __init__(self, notebook: Path, unknown: Sequence[str], known: Sequence[str]) -> None:
+        self.notebook, self.unknown, self.known = notebook, tuple(unknown), tuple(known)
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        names = ", ".join(known) or "none: it has no cell tagged 'parameters'"
+        super().__init__(f"{notebook} has no parameter {', '.join(map(repr, unknown))}.{hint} It knows: {names}.")
+
+
+def known_parameters(notebook: Path) -> list[str]:
+    """The names assigned in the notebook's cell tagged ``parameters``, in order."""
+    return list(papermill.inspect_notebook(str(notebook)))
+
+
+def default_jobs() -> int:
+    """How many notebooks to run at once here, from cores and free memory; 1 where GPUs would be shared."""
+    if machine.nvidia_gpus():
+        return 1
+    return max(1, min(machine.usable_cores() // 2, machine.available_memory_bytes() // MEMORY_PER_NOTEBOOK_BYTES))
+
+
+def run_notebooks(
+    notebooks: Sequence[Path],
+    out: Path,
+    *,
+    parameters: Mapping[str, Any] | None = None,
+    timeout_s: float = TIMEOUT_S,
+    jobs: int | None = None,
+    on_cell: OnCell | None = None,
+    on_result: OnResult | None = None,
+) -> list[NotebookResult]:
+    """Execute notebooks from top to bottom, each in a kernel of its own with its own folder as working directory.
+
+    A cell that raises ends its notebook, and the others go on. nbclient now and then loses a kernel's reply and would wait
+    for ever; so a notebook whose kernel answered neither in time nor to an interrupt gets one more attempt.
+
+    Args:
+        notebooks: The notebooks. They are only read.
+        out: The folder for the executed copies; made when missing.
+        parameters: Values for names in the cell tagged ``parameters``.
+        timeout_s: Seconds that one notebook may take in all.
+        jobs: How many run at once; :func:`default_jobs` when None.
+        on_cell: Called as ``on_cell(notebook, finished_cells, num_cells)``.
+        on_result: Called with each result as it comes. On Ctrl-C it is called for every notebook that did not finish.
+
+    Returns:
+        One result per notebook, in the order given.
+
+    Raises:
+        UnknownParameterError: A notebook lacks one of ``parameters``. Nothing has run then.
+        ValueError: ``out`` is the folder of one of the notebooks, which the copy would overwrite.
+        KeyboardInterrupt: Ctrl-C. Every kernel is gone by then.
+
+    It blocks for at most ``timeout_s`` plus 30 s per notebook and attempt. Ranks: controller.
+    """
+    plan = _plan(notebooks, out, parameters or {})
+    session = _Session(timeout_s, dict(parameters or {}), on_cell, on_result)
+    out.mkdir(parents=True, exist_ok=True)
+    return session.run(plan, max(1, jobs or default_jobs()))
+
+
+def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> list[tuple[Path, Path]]:
+    """Pair each notebook with the path of its executed copy, or refuse."""
+    plan: list[tuple[Path, Path]] = []
+    taken: set[Path] = set()
+    for notebook in notebooks:
+        if notebook.resolve().parent == out.resolve():
+            raise ValueError(
+                f"{out} holds {notebook.name} itself, and its executed copy would overwrite it. Choose another folder."
+            )
+        if parameters:
+            known = known_parameters(notebook)
+            if unknown := [name for name in parameters if name not in known]:
+                raise UnknownParameterError(notebook, unknown, known)
+        names = (f"{notebook.stem}{suffix}.ipynb" for suffix in ("", *(f"-{number}" for number in range(2, len(notebooks) + 1))))
+        executed = next(path for path in (out / name for name in names) if path not in taken)
+        taken.add(executed)
+        plan.append((notebook, executed))
+    return plan
+
+
+class _Session:
+    """The calling thread's side: starts runs, keeps their deadlines, hands results on."""
+
+    def __init__(self, timeout_s: float, parameters: dict[str, Any], on_cell: OnCell | None, on_result: OnResult | None) -> None:
+        self.timeout_s, self.parameters = timeout_s, parameters
+        self.on_cell, self.on_result = on_cell, on_result
+        self.events: queue.Queue[tuple[Attempt, int, int]] = queue.Queue()
+        self.active: list[Attempt] = []
+        self.results: dict[Path, NotebookResult] = {}
+
+    def run(self, plan: Sequence[tuple[Path, Path]], jobs: int) -> list[NotebookResult]:
+        pending = list(plan)
+        try:
+            while pending or self.active:
+                while pending and len(self.active) < jobs:
+                    self._start(*pending.pop(0), attempt=1)
+                self._report_cells()
+                for run in list(self.active):
+                    run.keep_deadline()
+                    if run.is_over():
+                        self._finish(run)
+        except BaseException:
+            self._stop(pending)
+            raise
+        return [self.results[executed] for _, executed in plan]
+
+    def _start(self, notebook: Path, executed: Path, attempt: int) -> None:
+        run = Attempt(notebook, executed, self.parameters, self.timeout_s, attempt, self.events)
+        self.active.append(run)
+        run.thread.start()
+
+    def _report_cells(self) -> None:
+        """Wait a moment for news of cells and pass it on."""
+        try:
+            run, finished, total = self.events.get(timeout=0.1)
+        except queue.Empty:
+            return
+        if self.on_cell and run in self.active:
+            self.on_cell(run.notebook, finished, total)
+
+    def _finish(self, run: Attempt) -> None:
+        self.active.remove(run)
+        if run.stalled and run.attempt == 1:
+            self._start(run.notebook, run.executed, attempt=2)
+        else:
+            self._emit(run.result())
+
+    def _emit(self, result: NotebookResult) -> None:
+        self.results[result.executed] = result
+        if self.on_result:
+            self.on_result(result)
+
+    def _stop(self, pending: Sequence[tuple[Path, Path]]) -> None:
+        for run in self.active:
+            run.kill()
+        deadline = time.monotonic() + KILL_GRACE_S
+        for run in self.active:
+            run.thread.join(max(0.0, deadline - time.monotonic()))
+            self._emit(replace(run.result(), status="interrupted", error="interrupted from outside"))
+        for notebook, executed in pending:
+            self._emit(NotebookResult(notebook, executed, "not run"))

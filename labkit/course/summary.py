@@ -1,0 +1,70 @@
+"""One page that says how a set of notebooks ran."""
+
+from __future__ import annotations
+
+import html
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from labkit.course.execution import NotebookResult
+
+PAGE = "index.html"
+
+# The word carries the verdict; the colour only helps to find it.
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+table { border-collapse: collapse; width: 100%; }
+th, td { text-align: left; vertical-align: top; padding: .4rem .8rem .4rem 0; border-bottom: 1px solid #8886; }
+td.time { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
+td.status { white-space: nowrap; font-weight: 600; color: light-dark(#a33c00, #ff9a5c); }
+tr.passed td.status { color: light-dark(#00694c, #3fc79a); }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .8rem; margin: .3rem 0; }
+"""
+
+
+def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapping[str, Any]) -> Path:
+    """Write ``index.html`` into ``out``: verdict, time and error of each notebook, with links to the executed copies.
+
+    Args:
+        results: What :func:`labkit.course.runner.run_notebooks` returned.
+        out: The folder of the executed copies.
+        parameters: The values that the notebooks were given.
+
+    Returns:
+        The path of the page.
+    """
+    passed = sum(result.passed for result in results)
+    title = f"{passed} of {len(results)} notebooks passed"
+    given = ", ".join(f"{name} = {value!r}" for name, value in parameters.items()) or "the notebooks' own parameters"
+    setting = (
+        f"labkit {version('torch-labkit')}, Python {platform.python_version()}, {platform.system()} {platform.machine()}; {given}"
+    )
+    page = out / PAGE
+    page.write_text(
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n<p>{html.escape(setting)}</p>\n"
+        f"<table>\n<thead><tr><th>Notebook</th><th>Result</th><th>Time</th></tr></thead>\n<tbody>\n"
+        f"{''.join(_row(result, out) for result in results)}</tbody>\n</table>\n</body>\n</html>\n",
+        encoding="utf-8",
+    )
+    return page
+
+
+def _row(result: NotebookResult, out: Path) -> str:
+    name = html.escape(result.notebook.name)
+    if result.executed.exists():
+        name = f'<a href="{html.escape(quote(os.path.relpath(result.executed, out)))}">{name}</a>'
+    # Open: a failure is what one comes to this page for.
+    error = f"<details open><summary>Error</summary><pre>{html.escape(result.error)}</pre></details>" if result.error else ""
+    again = ", second attempt" if result.attempts > 1 else ""
+    return (
+        f'<tr class="{result.status.replace(" ", "-")}"><td>{name}{error}</td><td class="status">{result.status}{again}</td>'
+        f'<td class="time">{result.seconds:.1f} s</td></tr>\n'
+    )
