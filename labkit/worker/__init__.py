@@ -1,0 +1,1 @@
+"""What lives in each rank's process."""

@@ -1,0 +1,140 @@
+"""Read DCP directories (torch.distributed.checkpoint): ``.metadata`` and the files it points into.
+
+``.metadata`` is a pickle of :class:`torch.distributed.checkpoint.metadata.Metadata`; torch reads it with plain
+``pickle.load``. Here it goes through :mod:`labkit.checkpoint.safe_pickle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+import torch
+
+from labkit.checkpoint import safe_pickle
+from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
+from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.safe_pickle import Record, Unknown
+
+METADATA_FILE = ".metadata"
+_PREFIX = "torch.distributed.checkpoint."
+
+
+def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
+    """Read a DCP directory's index.
+
+    Raises:
+        IncompleteCheckpointError: ``.metadata`` is missing (an unfinished save) or lacks an entry's bytes.
+        CheckpointFormatError: ``.metadata`` is no DCP metadata.
+        UnsafeCheckpointError: It names something outside the allow-list.
+    """
+    path = root / METADATA_FILE
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(root, "it has no .metadata: the save into it did not finish. Use an earlier checkpoint.") from None
+    metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
+    if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
+        raise CheckpointFormatError(path, "it holds no DCP metadata")
+    checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=opaque)
+    checkpoint.metadata = {"dcp_version": metadata.state.get("version"), "metadata_bytes": len(data)}
+    try:
+        _fill(checkpoint, metadata.state, path)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise CheckpointFormatError(path, f"its metadata has an unexpected form ({type(error).__name__}: {error})") from None
+    return checkpoint
+
+
+def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> None:
+    storage, files = _storage_index(state.get("storage_data") or {}, path)
+    paths = state.get("planner_data") or {}
+    transforms: set[str] = set()
+    for key, described in state["state_dict_metadata"].items():
+        if described.name == _PREFIX + "metadata.BytesStorageMetadata":
+            info = storage.get((key, None))
+            if info is None:
+                raise IncompleteCheckpointError(path, f"it declares {key!r} and does not say where its bytes are")
+            file, start, length = info
+            checkpoint.values[key] = ValueEntry(key, _path(paths, key), files[file], start, length)
+        else:
+            checkpoint.tensors[key] = _tensor_entry(key, described.state, storage, files, _path(paths, key), path)
+    for info in (state.get("storage_data") or {}).values():
+        transforms.update(info.state.get("transform_descriptors") or ())
+    if transforms:
+        checkpoint.metadata["transforms"] = sorted(transforms)
+    for name in files:
+        checkpoint.files[name] = _size(checkpoint.root / name)
+    checkpoint.files[METADATA_FILE] = path.stat().st_size
+
+
+def _path(paths: Mapping[str, Any], key: str) -> Path_:
+    found = paths.get(key) if isinstance(paths, dict) else None
+    return tuple(found) if isinstance(found, tuple) and found else (key,)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return -1
+
+
+def _storage_index(
+    storage_data: Mapping[Any, Any], path: Path
+) -> tuple[dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]], list[str]]:
+    index: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
+    files: dict[str, int] = {}
+    for where, info in storage_data.items():
+        at, stored = where.state, info.state
+        offset = at.get("offset")
+        file = files.setdefault(_inside(stored["relative_path"], path), len(files))
+        index[at["fqn"], None if offset is None else tuple(offset)] = (file, int(stored["offset"]), int(stored["length"]))
+    return index, list(files)
+
+
+def _inside(name: Any, path: Path) -> str:
+    if not isinstance(name, str) or not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise CheckpointFormatError(path, f"it points at {name!r}, outside the checkpoint's directory")
+    return name
+
+
+def _tensor_entry(
+    key: str,
+    described: Mapping[str, Any],
+    storage: Mapping[tuple[str, tuple[int, ...] | None], tuple[int, int, int]],
+    files: list[str],
+    nested: Path_,
+    path: Path,
+) -> TensorEntry:
+    shape = tuple(described["size"])
+    chunks = described["chunks"]
+    offsets = [tuple(chunk.state["offsets"]) for chunk in chunks]
+    sizes = [tuple(chunk.state["sizes"]) for chunk in chunks]
+    try:
+        # A tensor saved whole may carry no offset in its index (torch 2.0) or an explicit zero one.
+        places = [storage.get((key, offset)) or storage[key, None] for offset in offsets]
+    except KeyError:
+        raise IncompleteCheckpointError(path, f"it declares a chunk of {key!r} and does not say where its bytes are") from None
+    count, dims = len(chunks), len(shape)
+    columns = np.array(places, dtype=np.int64).reshape(count, 3)
+    table = ChunkTable(
+        np.array(offsets, dtype=np.int64).reshape(count, dims),
+        np.array(sizes, dtype=np.int64).reshape(count, dims),
+        columns[:, 0],
+        columns[:, 1],
+        columns[:, 2],
+        files,
+        archive=True,
+    )
+    return TensorEntry(key, nested, shape, _dtype(described["properties"], key, path), table)
+
+
+def _dtype(properties: Record, key: str, path: Path) -> torch.dtype:
+    state = properties.state
+    # TensorProperties pickles itself as a tuple; a plain dict in a metadata file of another making is taken too.
+    dtype = state["state"][0] if "state" in state else state.get("dtype")
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointFormatError(path, f"it gives no dtype for {key!r}")
+    return dtype

@@ -1,0 +1,117 @@
+"""What labkit.checkpoint raises. Each error names the file it is about and says what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from labkit.errors import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
+    "CorruptCheckpointError",
+    "DtypeNarrowingError",
+    "FQNMismatchError",
+    "IncompleteCheckpointError",
+    "RankDivergenceError",
+    "UnsafeCheckpointError",
+]
+
+
+class CheckpointFormatError(CheckpointError):
+    """A file is not what its name or its checkpoint says it is, or has a form that labkit does not read.
+
+    Attributes:
+        path: The file or directory.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: object, reason: str) -> None:
+        self.path, self.reason = str(path), reason
+        super().__init__(f"{self.path}: {reason}")
+
+
+class CheckpointNotFoundError(CheckpointFormatError):
+    """There is no checkpoint at this path, or no complete step in this store."""
+
+
+class UnsafeCheckpointError(CheckpointFormatError):
+    """A pickle in a checkpoint names code outside the allow-list. Nothing of it was run.
+
+    Attributes:
+        names: The dotted names that the file asks for, sorted.
+    """
+
+    def __init__(self, path: object, names: Sequence[str], *, advice: str = "") -> None:
+        self.names = tuple(sorted(set(names)))
+        listed = ", ".join(self.names)
+        super().__init__(
+            path,
+            f"its pickle asks for {listed}, which is outside the list of data that labkit reads. Nothing was run. "
+            + (advice or "Do not load this file with torch.load(weights_only=False) or DCP unless you know who made it."),
+        )
+
+
+class IncompleteCheckpointError(CheckpointFormatError):
+    """Part of a checkpoint is missing: a file, the end of a file, a region of a tensor, or the manifest."""
+
+
+class CorruptCheckpointError(CheckpointFormatError):
+    """The bytes of a file are not the bytes that were written: a hash or checksum differs."""
+
+
+class CheckpointExistsError(CheckpointFormatError):
+    """The destination exists already; labkit overwrites no checkpoint."""
+
+
+class CheckpointWriteError(CheckpointFormatError):
+    """A checkpoint could not be written. What was complete before is untouched."""
+
+
+class CheckpointMismatchError(CheckpointError):
+    """A checkpoint and the state that should receive it do not fit.
+
+    Attributes:
+        path: The checkpoint.
+        problems: One sentence per problem.
+    """
+
+    #: At most this many problems are spelled out in the message; the attribute holds all of them.
+    max_listed = 12
+
+    def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
+        self.path, self.problems = str(path), tuple(problems)
+        listed = [f"  - {problem}" for problem in self.problems[: self.max_listed]]
+        if len(self.problems) > self.max_listed:
+            listed.append(f"  - and {len(self.problems) - self.max_listed} more")
+        lines = [f"{self.path} does not fit:", *listed]
+        if advice:
+            lines.append(advice)
+        super().__init__("\n".join(lines))
+
+
+class FQNMismatchError(CheckpointMismatchError):
+    """Names are missing, unexpected, or collide.
+
+    Attributes:
+        missing: Names that the receiving side has and the checkpoint lacks.
+        unexpected: Names that the checkpoint has and the receiving side lacks.
+    """
+
+    def __init__(self, path: object, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), advice: str = "") -> None:
+        self.missing, self.unexpected = tuple(missing), tuple(unexpected)
+        problems = [f"missing in the checkpoint: {name}" for name in self.missing]
+        problems += [f"unexpected in the checkpoint: {name}" for name in self.unexpected]
+        super().__init__(path, problems, advice=advice)
+
+
+class DtypeNarrowingError(CheckpointMismatchError):
+    """A value would lose range or precision on the way from the checkpoint into the receiving tensor."""
+
+
+class RankDivergenceError(CheckpointMismatchError):
+    """Ranks hold different values under one name, so that only one of them would be saved."""

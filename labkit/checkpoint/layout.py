@@ -1,0 +1,89 @@
+"""Which box of a tensor a rank holds: the arithmetic of placements, without a process group or a mesh object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDim:
+    """One mesh axis shards one tensor dim.
+
+    Attributes:
+        dim: The tensor dim; negative counts from the end.
+        strided: True for torch's ``_StridedShard``: axes to the right of this one shard the dim first (FSDP2 over TP).
+    """
+
+    dim: int
+    strided: bool = False
+
+
+Placement = ShardDim | None  # None replicates over the axis
+
+
+def split(length: int, parts: int, index: int) -> tuple[int, int]:
+    """The offset and size of part ``index`` when a dim is cut as :func:`torch.chunk` cuts it; later parts may be empty."""
+    step = -(-length // parts)
+    start = min(index * step, length)
+    return start, min(step, length - start)
+
+
+def local_box(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> Box:
+    """The box of a tensor that the rank at a mesh coordinate holds.
+
+    Args:
+        shape: The tensor's full shape.
+        mesh_shape, coordinate, placements: One item per mesh axis, outermost first.
+
+    Returns:
+        Offsets and sizes, one number per dim.
+
+    Ranks: local.
+    """
+    offsets, sizes = [0] * len(shape), list(shape)
+    axes = [axis for axis, placement in enumerate(placements) if placement is not None]
+    plain = [axis for axis in axes if not _strided(placements[axis])]
+    late = [axis for axis in reversed(axes) if _strided(placements[axis])]
+    for axis in plain + late:
+        placement = placements[axis]
+        assert placement is not None
+        dim = placement.dim % len(shape)
+        start, size = split(sizes[dim], mesh_shape[axis], coordinate[axis])
+        offsets[dim] += start
+        sizes[dim] = size
+    return tuple(offsets), tuple(sizes)
+
+
+def _strided(placement: Placement) -> bool:
+    return placement is not None and placement.strided
+
+
+def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
+    """A rank's coordinate in a mesh that numbers its ranks in row-major order."""
+    coordinate = []
+    for size in reversed(mesh_shape):
+        rank, at = divmod(rank, size)
+        coordinate.append(at)
+    return tuple(reversed(coordinate))
+
+
+def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether strides are those of C order; dims of size 1 and empty tensors do not matter."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements of its storage a strided tensor reaches over."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

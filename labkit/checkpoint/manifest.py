@@ -1,0 +1,202 @@
+"""Step directories and the manifest that makes one complete.
+
+A store is a directory of ``step_00000010`` directories. A step counts from the moment its ``manifest.json`` appears,
+which is the last thing a save does, by an atomic rename. The manifest holds the size and hash of every file of the
+step. ``latest`` is found by looking for manifests; there is no pointer that could be moved too early or be lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
+
+MANIFEST_FILE = "manifest.json"
+FORMAT = "labkit-checkpoint"
+VERSION = 1
+_STEP = re.compile(r"^step_(\d{8,})$")
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """A file's size in bytes and its xxh3-128 hash, in hexadecimal."""
+
+    size: int
+    hash: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a complete checkpoint consists of.
+
+    Attributes:
+        files: File name to size and hash, of every file but the manifest.
+        step: The training step, or None for a checkpoint that is no step of a store.
+        world_size: How many ranks wrote it.
+        about: Free facts: versions, the time, what made it.
+    """
+
+    files: Mapping[str, FileSum]
+    step: int | None = None
+    world_size: int = 1
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def hash_bytes(data: Any) -> str:
+    """The xxh3-128 hash of a bytes-like object. Against accidents and mix-ups, not against forgery."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def hash_file(path: Path, *, drop_cache: bool = False) -> FileSum:
+    """Hash a file's content.
+
+    Args:
+        path: The file.
+        drop_cache: Ask the kernel to forget its cached pages first, so that the disk is read (Linux; a hint elsewhere).
+
+    Ranks: local. Blocks for one read of the file.
+    """
+    digest, size = xxhash.xxh3_128(), 0
+    with path.open("rb", buffering=0) as file:
+        if drop_cache and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        buffer = bytearray(_BLOCK)
+        while count := file.readinto(buffer):
+            digest.update(memoryview(buffer)[:count])
+            size += count
+    return FileSum(size, digest.hexdigest())
+
+
+def publish(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest into a directory, by an atomic rename after it and the directory are on disk.
+
+    Raises:
+        OSError: The manifest cannot be written; the directory then stays incomplete.
+    """
+    body = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": manifest.step,
+        "world_size": manifest.world_size,
+        "hash": "xxh3_128",
+        "about": dict(manifest.about),
+        "files": {name: asdict(total) for name, total in sorted(manifest.files.items())},
+    }
+    body["self"] = hash_bytes(_canonical(body))
+    write_atomically(directory / MANIFEST_FILE, json.dumps(body, indent=1).encode())
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Write a file beside its place, bring it to disk, and rename it into place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_directory(path.parent)
+    temporary.rename(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's entries to disk."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def read(directory: Path) -> Manifest | None:
+    """The manifest of a directory, or None when it has none.
+
+    Raises:
+        CorruptCheckpointError: The manifest itself is damaged.
+        CheckpointFormatError: It is of a later version than this labkit reads.
+    """
+    path = directory / MANIFEST_FILE
+    try:
+        body = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (ValueError, RecursionError):
+        raise CorruptCheckpointError(path, "it cannot be read. Use an earlier step.") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        return None  # some other tool's manifest.json
+    if body.get("version") != VERSION:
+        raise CheckpointFormatError(path, f"it has version {body.get('version')!r}; this labkit reads version {VERSION}")
+    expected = body.pop("self", None)
+    if expected != hash_bytes(_canonical(body)):
+        raise CorruptCheckpointError(path, "its text does not match its own hash. Use an earlier step.")
+    files = {name: FileSum(int(total["size"]), str(total["hash"])) for name, total in body["files"].items()}
+    return Manifest(files, body["step"], body["world_size"], body["about"])
+
+
+def _canonical(body: Mapping[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+
+
+def check_file(directory: Path, name: str, expected: FileSum, *, content: bool = True, drop_cache: bool = False) -> None:
+    """Compare a file with what the manifest says.
+
+    Raises:
+        IncompleteCheckpointError: It is missing or has another size.
+        CorruptCheckpointError: Its content has another hash.
+    """
+    path = directory / name
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        raise IncompleteCheckpointError(path, "the manifest lists this file, and it is missing. Use an earlier step.") from None
+    if size != expected.size:
+        raise IncompleteCheckpointError(path, f"it has {size} bytes, and {expected.size} were written. Use an earlier step.")
+    if content and hash_file(path, drop_cache=drop_cache).hash != expected.hash:
+        raise CorruptCheckpointError(
+            path, "its bytes are not the ones that were written (a damaged disk, an overwrite, or a file of another checkpoint). "
+            "Use an earlier step."
+        )
+
+
+def step_directory(store: Path, step: int) -> Path:
+    """Where a step lies in a store."""
+    return store / f"step_{step:08d}"
+
+
+def step_of(path: Path) -> int | None:
+    """The step that a directory's name says, or None."""
+    match = _STEP.match(path.name)
+    return int(match.group(1)) if match else None
+
+
+def is_store(path: Path) -> bool:
+    """Whether a directory holds step directories."""
+    return any(step_of(child) is not None for child in path.iterdir() if child.is_dir())
+
+
+def complete_steps(store: Path) -> list[int]:
+    """The steps with a manifest, ascending. An empty list when the store does not exist."""
+    if not store.is_dir():
+        return []
+    children = ((step_of(child), child) for child in store.iterdir())
+    return sorted(step for step, child in children if step is not None and (child / MANIFEST_FILE).is_file())
+
+
+def latest(store: Path) -> Path:
+    """The directory of the highest complete step.
+
+    Raises:
+        CheckpointNotFoundError: The store has no complete step.
+    """
+    steps = complete_steps(store)
+    if not steps:
+        raise CheckpointNotFoundError(store, "it has no complete step: no step directory has a manifest.json")
+    return step_directory(store, steps[-1])

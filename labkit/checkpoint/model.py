@@ -1,0 +1,245 @@
+"""The one in-memory model of a checkpoint, whatever wrote it: entries with name, shape, dtype and where their bytes are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Kind = Literal["dcp", "torch", "torch_ranks", "safetensors"]
+Section = Literal["model", "optimizer", "other"]
+Path_ = tuple[str | int, ...]
+Int64s = npt.NDArray[np.int64]
+
+_WRITER = re.compile(r"^__(\d+)_\d+\.distcp$|rank[_-]?(\d+)|^shard-(\d+)-model")
+
+
+def writer_rank(file: str) -> int | None:
+    """The rank that wrote a file, read off its name; None when the name does not say."""
+    match = _WRITER.search(Path(file).name)
+    if match is None:
+        return None
+    dcp, named, shard = match.groups()
+    return int(shard) - 1 if shard else int(dcp or named)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One box of a tensor and the bytes that hold it.
+
+    Attributes:
+        offsets: Where the box begins in the tensor, one number per dim.
+        sizes: The box's extent per dim.
+        file: The file, relative to the checkpoint's root.
+        start: The first byte in that file.
+        length: The number of bytes.
+        archive: True when the bytes are a torch.save archive that holds the data (DCP), False when they are the data.
+        strides: For data in memory order other than C: the strides in elements; else None.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+    archive: bool = False
+    strides: tuple[int, ...] | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def writer(self) -> int | None:
+        """The rank that wrote the file, when the name says so."""
+        return writer_rank(self.file)
+
+
+class ChunkTable(Sequence[Chunk]):
+    """The chunks of one tensor, kept as columns so that a million of them stay small.
+
+    Attributes:
+        offsets, sizes: int64 arrays of shape (num_chunks, num_dims).
+        file_ids: int64 array (num_chunks,), indices into ``files``.
+        starts, lengths: int64 arrays (num_chunks,), byte ranges.
+    """
+
+    __slots__ = ("archive", "file_ids", "files", "lengths", "offsets", "sizes", "starts", "strides")
+
+    def __init__(
+        self,
+        offsets: Int64s,
+        sizes: Int64s,
+        file_ids: Int64s,
+        starts: Int64s,
+        lengths: Int64s,
+        files: Sequence[str],
+        *,
+        archive: bool = False,
+        strides: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> None:
+        self.offsets, self.sizes = offsets, sizes
+        self.file_ids, self.starts, self.lengths = file_ids, starts, lengths
+        self.files, self.archive, self.strides = files, archive, dict(strides or {})
+
+    @classmethod
+    def of(cls, chunks: Sequence[Chunk], num_dims: int) -> ChunkTable:
+        """The table of a few chunks, all with the same ``archive``."""
+        files = list(dict.fromkeys(chunk.file for chunk in chunks))
+        where = {file: index for index, file in enumerate(files)}
+        count = len(chunks)
+        return cls(
+            np.array([chunk.offsets for chunk in chunks], dtype=np.int64).reshape(count, num_dims),
+            np.array([chunk.sizes for chunk in chunks], dtype=np.int64).reshape(count, num_dims),
+            np.array([where[chunk.file] for chunk in chunks], dtype=np.int64),
+            np.array([chunk.start for chunk in chunks], dtype=np.int64),
+            np.array([chunk.length for chunk in chunks], dtype=np.int64),
+            files,
+            archive=any(chunk.archive for chunk in chunks),
+            strides={i: chunk.strides for i, chunk in enumerate(chunks) if chunk.strides is not None},
+        )
+
+    def __len__(self) -> int:
+        return len(self.file_ids)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        i = range(len(self))[index]
+        return Chunk(
+            tuple(self.offsets[i].tolist()),
+            tuple(self.sizes[i].tolist()),
+            self.files[int(self.file_ids[i])],
+            int(self.starts[i]),
+            int(self.lengths[i]),
+            self.archive,
+            self.strides.get(i),
+        )
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return (self[i] for i in range(len(self)))
+
+    def file_names(self) -> list[str]:
+        """The files that hold this tensor, each once, in order of first use."""
+        _, first = np.unique(self.file_ids, return_index=True)
+        return [self.files[int(self.file_ids[i])] for i in np.sort(first)]
+
+    def intersecting(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        """The indices of the chunks that share at least one element with a box, in table order."""
+        low = np.asarray(offsets, dtype=np.int64)
+        high = low + np.asarray(sizes, dtype=np.int64)
+        touching = (self.offsets < high) & (self.offsets + self.sizes > low) & (self.sizes > 0)
+        return np.nonzero(touching.all(axis=1))[0].tolist()  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class TensorEntry:
+    """A tensor in a checkpoint.
+
+    Attributes:
+        key: Its flat name as stored, unique in the checkpoint.
+        path: The nested keys that lead to it; integers are list positions, or integer dict keys in a torch.save file.
+        shape: The full shape.
+        dtype: The stored dtype.
+        chunks: Where its data are.
+        section: Model, optimizer or other.
+        tied_to: The key of the first entry that names the same bytes, or None.
+        replicas: Further copies under the same key, from other rank files; each should equal ``chunks``.
+        flat: True for a flat parameter of FSDP1, whose elements belong to several parameters.
+    """
+
+    key: str
+    path: Path_
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: ChunkTable
+    section: Section = "other"
+    tied_to: str | None = None
+    replicas: tuple[ChunkTable, ...] = ()
+    flat: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of the full tensor, without copies and file overhead."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class ValueEntry:
+    """Anything in a checkpoint that is not a tensor.
+
+    Attributes:
+        key: Its flat name.
+        path: The nested keys that lead to it.
+        file: The file that holds it, relative to the root.
+        start, length: The byte range of a torch.save archive in that file; length 0 when ``inline`` holds the value.
+        inline: The value itself where reading the index read it already.
+        section: Optimizer or other.
+        replicas: The same key in other rank files: rank to inline value.
+    """
+
+    key: str
+    path: Path_
+    file: str
+    start: int = 0
+    length: int = 0
+    inline: Any = None
+    section: Section = "other"
+    replicas: Mapping[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Checkpoint:
+    """What is in a checkpoint. Made by :func:`labkit.checkpoint.open_checkpoint`, which reads only its indices.
+
+    Attributes:
+        path: What was asked for.
+        root: The directory that file names are relative to.
+        kind: ``dcp``, ``torch`` (one file, or disjoint shards), ``torch_ranks`` (a file per rank), ``safetensors``.
+        tensors, values: The entries by key, in stored order.
+        files: Name to size in bytes, of every file that belongs to the checkpoint.
+        metadata: What else the format says about itself (versions, safetensors metadata).
+        notes: Sentences about anything odd that reading noticed.
+        opaque: Names outside the allow-list that were left unread, when the caller chose not to refuse them.
+        step: The step in a labkit store; None elsewhere.
+    """
+
+    path: Path
+    root: Path
+    kind: Kind
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    values: dict[str, ValueEntry] = field(default_factory=dict)
+    files: dict[str, int] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    opaque: tuple[str, ...] = ()
+    step: int | None = None
+
+    def section(self, section: Section) -> Iterable[TensorEntry]:
+        """The tensors of one section."""
+        return (entry for entry in self.tensors.values() if entry.section == section)
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of all tensors, tied ones once."""
+        return sum(entry.size_bytes for entry in self.tensors.values() if entry.tied_to is None)
+
+    @property
+    def num_chunks(self) -> int:
+        return sum(len(entry.chunks) for entry in self.tensors.values())
+
+    def _repr_html_(self) -> str:
+        from labkit.checkpoint.picture import checkpoint_html
+
+        return checkpoint_html(self)

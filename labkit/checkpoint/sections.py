@@ -1,0 +1,62 @@
+"""Tell the model's entries from the optimizer's and from everything else, by the names alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
+
+OPTIMIZER_STATE_NAMES = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "step"}
+)
+_OTHER_ROOTS = ("rng", "scheduler", "lr_scheduler", "sched", "random", "epoch", "dataloader", "sampler", "scaler")
+
+
+def classify(checkpoint: Checkpoint) -> None:
+    """Set the section of each entry, in place.
+
+    An optimizer is recognised by its ``param_groups`` beside ``state``, wherever it is nested; a checkpoint that holds
+    one optimizer's dict only has it at the root.
+    """
+    entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
+    roots = optimizer_roots(entries)
+    for entry in entries:
+        entry.section = _section(entry, roots)
+
+
+def parts(entry: TensorEntry | ValueEntry) -> Path_:
+    """The entry's nested keys, names with dots split into their parts."""
+    return tuple(part for step in entry.path for part in (step.split(".") if isinstance(step, str) else (step,)))
+
+
+def optimizer_roots(entries: Iterable[TensorEntry | ValueEntry]) -> set[Path_]:
+    """The prefixes under which an optimizer's ``state`` and ``param_groups`` lie."""
+    groups: set[Path_] = set()
+    states: set[Path_] = set()
+    for entry in entries:
+        keys = parts(entry)
+        if "param_groups" in keys:
+            groups.add(keys[: keys.index("param_groups")])
+        elif "state" in keys and keys[-1] in OPTIMIZER_STATE_NAMES:
+            states.add(keys[: keys.index("state")])
+    return groups | states
+
+
+def _section(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> Section:
+    keys = parts(entry)
+    for root in roots:
+        if keys[: len(root)] == root and len(keys) > len(root) and keys[len(root)] in ("state", "param_groups"):
+            return "optimizer"
+    if isinstance(entry, ValueEntry) or str(keys[0]).lower().startswith(_OTHER_ROOTS):
+        return "other"
+    return "model"
+
+
+def model_prefix(checkpoint: Checkpoint) -> str:
+    """What stands before every parameter name: ``"model."`` in ``{"model": ..., "optim": ...}``, else nothing.
+
+    Only a nesting that the checkpoint itself recorded counts: a module called ``model`` is part of its parameters' names.
+    """
+    heads = {entry.path[0] for entry in checkpoint.section("model")}
+    nested = all(len(entry.path) > 1 for entry in checkpoint.section("model"))
+    return f"{next(iter(heads))}." if nested and len(heads) == 1 else ""

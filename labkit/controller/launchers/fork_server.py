@@ -1,0 +1,195 @@
+"""The controller's side of the fork server. One per kernel, shared by all pools, warm from the first use on."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from labkit.controller.launchers.launcher import OnExit, WorkerExit
+from labkit.errors import WorkerStartError
+from labkit.wire.spec import WorkerSpec
+
+# The first answer waits for `import torch`, which took 26 s on a loaded 2-core machine.
+FIRST_ANSWER_S = 180.0
+ANSWER_S = 30.0
+
+
+class ForkServer:
+    """Starts workers by forking a process that has torch imported."""
+
+    name = "fork server"
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        # A file and not a pipe: nobody reads it until the end, and a full pipe would block the server.
+        self._stderr = tempfile.TemporaryFile()
+        environ = dict(os.environ)
+        environ.setdefault("OMP_NUM_THREADS", "1")
+        # The process takes no part in the kernel's process group: the notebook's interrupt button signals that group.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+            start_new_session=True,
+            env={**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._send_lock = threading.Lock()
+        self._tokens = itertools.count()
+        self._answers: dict[int, queue.SimpleQueue[Any]] = {}
+        self._on_exit: dict[int, OnExit] = {}
+        self._early: dict[int, WorkerExit] = {}
+        self._lock = threading.Lock()
+        self._ready = threading.Event()
+        self._broken: str | None = None
+        threading.Thread(target=self._listen, name="labkit-fork-server", daemon=True).start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the server still runs."""
+        return self._broken is None and self._process.poll() is None
+
+    @property
+    def warm(self) -> bool:
+        """Whether torch is imported and the next pool starts at once."""
+        return self._ready.is_set() and self.alive
+
+    @property
+    def pid(self) -> int:
+        """The server's process id."""
+        return self._process.pid
+
+    def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
+        """Fork one worker; see :class:`Launcher`. Blocks for milliseconds, or until the server has imported torch.
+
+        Raises:
+            WorkerStartError: The server has ended or does not answer.
+        """
+        pid = int(self._ask("start", spec))
+        with self._lock:
+            early = self._early.pop(pid, None)
+            if early is None:
+                self._on_exit[pid] = on_exit
+        if early is not None:
+            on_exit(early)
+        return pid
+
+    def kill(self, pid: int) -> None:
+        """Kill a worker; see :class:`Launcher`."""
+        self._send("kill", pid)
+
+    def count_gpus(self) -> int:
+        """CUDA devices under the present environment; see :class:`Launcher`."""
+        return int(self._ask("count_gpus", dict(os.environ)))
+
+    def guard_directory(self, path: str) -> None:
+        """Let the server remove a pool's directory should this process end without doing so."""
+        self._send("directory", path)
+
+    def forget_directory(self, path: str) -> None:
+        """The directory has been removed."""
+        self._send("forget", path)
+
+    def stop(self) -> None:
+        """End the server and every worker. Blocks for at most 5 s."""
+        self._broken = self._broken or "the fork server was stopped"
+        self._send("stop")
+        try:
+            self._process.wait(5.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _send(self, *message: Any) -> None:
+        with self._send_lock:
+            try:
+                self._connection.send(message)
+            except OSError:
+                pass  # the listening thread sees the end of the connection and says so to whoever waits
+
+    def _ask(self, name: str, *args: Any) -> Any:
+        token = next(self._tokens)
+        box: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._answers[token] = box
+        try:
+            self._send(name, token, *args)
+            if self._broken:
+                raise WorkerStartError(self._broken)
+            answer = box.get(timeout=ANSWER_S if self._ready.is_set() else FIRST_ANSWER_S)
+        except queue.Empty:
+            raise WorkerStartError("the fork server does not answer; restart the kernel") from None
+        finally:
+            del self._answers[token]
+        if isinstance(answer, WorkerStartError):
+            raise answer
+        return answer
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                name, *args = self._connection.recv()
+                if name == "ready":
+                    self._ready.set()
+                elif name == "broken":
+                    self._broken = f"the fork server cannot import what it needs: {args[0]}"
+                elif name == "exited":
+                    self._exited(WorkerExit(args[0], args[2], *args[3]))
+                elif (box := self._answers.get(args[0])) is not None:
+                    box.put(args[1])
+        except (EOFError, OSError):
+            pass
+        self._end()
+
+    def _exited(self, event: WorkerExit) -> None:
+        with self._lock:
+            on_exit = self._on_exit.pop(event.pid, None)
+            if on_exit is None:
+                self._early[event.pid] = event  # it ended before start() had its pid
+        if on_exit is not None:
+            on_exit(event)
+
+    def _end(self) -> None:
+        """The server is gone, and its workers with it: Linux kills them when it dies."""
+        code = self._process.wait()
+        self._stderr.seek(0)
+        tail = self._stderr.read().decode("utf-8", "replace").strip()
+        self._stderr.close()
+        reason = self._broken or f"the fork server ended with exit code {code}"
+        self._broken = reason
+        error = WorkerStartError(reason, exitcode=code, stderr_tail="\n".join(tail.splitlines()[-20:]))
+        for box in list(self._answers.values()):
+            box.put(error)
+        with self._lock:
+            waiting, self._on_exit = self._on_exit, {}
+        for pid, on_exit in waiting.items():
+            on_exit(WorkerExit(pid, -9))
+
+
+_shared: ForkServer | None = None
+_shared_lock = threading.Lock()
+
+
+def shared() -> ForkServer:
+    """This process's fork server, started if need be. Returns at once; the import of torch goes on in the server."""
+    global _shared
+    with _shared_lock:
+        if _shared is None or not _shared.alive:
+            _shared = ForkServer()
+        return _shared
+
+
+def available() -> bool:
+    """Whether forking a process that has torch imported is safe on this system."""
+    # On macOS system libraries that torch uses do not survive a fork.
+    return hasattr(os, "fork") and sys.platform != "darwin"

@@ -1,0 +1,47 @@
+"""What a pool expects of whatever starts its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from labkit.wire.spec import WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """A worker process has ended.
+
+    Attributes:
+        pid: Its process id.
+        exitcode: As in :attr:`subprocess.Popen.returncode`: negative for a signal.
+        stdout_tail: What was left in its output pipe, at most 1 MiB.
+        stderr_tail: The same for stderr.
+    """
+
+    pid: int
+    exitcode: int
+    stdout_tail: str = ""
+    stderr_tail: str = ""
+
+
+OnExit = Callable[[WorkerExit], None]
+
+
+class Launcher(Protocol):
+    """Starts workers on this machine and reports their ends."""
+
+    name: str
+
+    def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
+        """Start one worker; returns its pid. ``on_exit`` is called once, from another thread, when it ends."""
+        ...
+
+    def kill(self, pid: int) -> None:
+        """Kill a worker of this launcher with all that it started. Does nothing when it has ended."""
+        ...
+
+    def count_gpus(self) -> int:
+        """CUDA devices that workers started now would see."""
+        ...

@@ -1,0 +1,87 @@
+"""Starts each worker as a fresh Python process: slower, for systems where forking is not safe."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+
+from labkit.controller.launchers.launcher import OnExit, WorkerExit
+from labkit.wire.pipes import drain, make_pipes
+from labkit.wire.spec import WorkerSpec
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[bytes]
+    read_fds: tuple[int, int]
+    lifeline: int
+
+
+class SpawnLauncher:
+    """Starts workers with ``python -m labkit.worker``."""
+
+    name = "spawn"
+
+    def __init__(self) -> None:
+        self._running: dict[int, _Running] = {}
+
+    def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
+        """Start one worker; see :class:`Launcher`."""
+        read_fds, write_fds = make_pipes()
+        spec_read, spec_write = os.pipe()
+        lifeline_read, lifeline_write = os.pipe()
+        command = [sys.executable, "-m", "labkit.worker", "--spec-fd", str(spec_read)]
+        command += ["--lifeline-fd", str(lifeline_read), "--read-fds", *map(str, read_fds)]
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=write_fds[0],
+            stderr=write_fds[1],
+            pass_fds=[spec_read, lifeline_read, *read_fds],
+            start_new_session=True,
+            env={**spec.environ, "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": _python_path()},
+        )
+        for fd in (*write_fds, spec_read, lifeline_read):
+            os.close(fd)
+        with os.fdopen(spec_write, "wb") as file:
+            pickle.dump(spec, file)
+        self._running[process.pid] = _Running(process, read_fds, lifeline_write)
+        threading.Thread(target=self._wait, args=(process.pid, on_exit), name="labkit-spawn", daemon=True).start()
+        return process.pid
+
+    def _wait(self, pid: int, on_exit: OnExit) -> None:
+        running = self._running[pid]
+        code = running.process.wait()
+        _kill_group(pid)
+        del self._running[pid]
+        tails = [drain(fd) for fd in running.read_fds]
+        for fd in (*running.read_fds, running.lifeline):
+            os.close(fd)
+        on_exit(WorkerExit(pid, code, *tails))
+
+    def kill(self, pid: int) -> None:
+        """Kill a worker; see :class:`Launcher`."""
+        if pid in self._running:
+            _kill_group(pid)
+
+    def count_gpus(self) -> int:
+        """CUDA devices, asked in a process of their own; see :class:`Launcher`."""
+        code = "import torch; print(torch.cuda.device_count())"
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+        return int(result.stdout.strip() or 0) if result.returncode == 0 else 0
+
+
+def _python_path() -> str:
+    return os.pathsep.join(path for path in sys.path if path)
+
+
+def _kill_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass

@@ -1,0 +1,236 @@
+"""The living ranks of a pool: their processes, their wire, their deaths."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from labkit.controller.launchers.launcher import Launcher, WorkerExit
+from labkit.controller.plan import PoolPlan
+from labkit.controller.run import Run
+from labkit.errors import RankFailure, WorkerStartError
+from labkit.wire.messages import Aborted, Bye, Failed, FromWorker, GroupSpec, Output, Ready, Shutdown, Stream, ToControl, ToMain
+from labkit.wire.spec import WorkerSpec
+from labkit.wire.transport import ControllerWire, Keys
+
+END_S = 2.0
+LAST_LINES = 20
+
+
+class Members:
+    """The ranks of one pool from start to close.
+
+    Args:
+        plan: What to start.
+        launcher: Starts the processes.
+        directory: The pool's private directory.
+    """
+
+    def __init__(self, plan: PoolPlan, launcher: Launcher, directory: str) -> None:
+        self._plan, self._launcher, self._directory = plan, launcher, directory
+        self._wire = ControllerWire(f"ipc://{directory}", Keys.generate())
+        self._generation = 0
+        self._exits: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
+        self._ranks_by_pid: dict[int, int] = {}
+        self._last_text: dict[int, deque[str]] = {rank: deque(maxlen=64) for rank in range(plan.world_size)}
+        self._run: Run | None = None
+        self._left: set[int] = set()
+        self.pids: dict[int, int] = {}
+        self.deaths: dict[int, RankFailure] = {}
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether large buffers travel as memory files."""
+        return self._wire.endpoint.same_machine
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """Every rank that lives."""
+        return tuple(rank for rank in range(self._plan.world_size) if rank not in self.deaths)
+
+    # ---- start and end -------------------------------------------------------------------------------------------
+
+    def start(self, timeout_s: float) -> None:
+        """Start every rank and wait until all are ready.
+
+        Raises:
+            WorkerStartError: One ended or the time passed; nothing is left running.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            for rank in range(self._plan.world_size):
+                pid = self._launcher.start(self._spec(rank), self._on_exit)
+                self.pids[rank] = pid
+                self._ranks_by_pid[pid] = rank
+            self._await_ready(deadline, timeout_s)
+        except BaseException:
+            self.close(kill=True)
+            raise
+
+    def _spec(self, rank: int) -> WorkerSpec:
+        environ = dict(os.environ)
+        environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        environ.setdefault("MASTER_PORT", "29500")
+        environ.setdefault("OMP_NUM_THREADS", "1")
+        # The flight recorder is what diagnosis reads; torch keeps one on CUDA only when asked before the group exists.
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")
+        return WorkerSpec(
+            rank=rank,
+            local_rank=rank,
+            local_world_size=self._plan.world_size,
+            device=self._plan.device,
+            endpoint=self._wire.endpoint,
+            group=GroupSpec(os.path.join(self._directory, "store-0"), 0, self._plan.world_size),
+            environ=environ,
+            cwd=os.getcwd(),
+            sys_path=tuple(path or os.getcwd() for path in sys.path),
+        )
+
+    def _await_ready(self, deadline: float, timeout_s: float) -> None:
+        waiting_main = set(range(self._plan.world_size))
+        waiting_control = set(waiting_main)
+        while waiting_main or waiting_control:
+            if time.monotonic() > deadline:
+                missing = min(waiting_main | waiting_control)
+                raise WorkerStartError(f"it was not ready after {timeout_s:g} s", rank=missing)
+            for message, _ in self._wire.receive(0.2):
+                if isinstance(message, Ready):
+                    waiting_main.discard(message.rank)
+                elif isinstance(message, Aborted):
+                    waiting_control.discard(message.rank)
+                elif isinstance(message, Output):
+                    self._remember(message)
+            self._refuse_early_exits()
+
+    def _refuse_early_exits(self) -> None:
+        self.note_deaths()
+        for rank, death in self.deaths.items():
+            raise WorkerStartError(death.message, rank=rank, exitcode=death.exitcode, stderr_tail=death.last_output)
+
+    def close(self, *, kill: bool = False) -> None:
+        """End the workers: ask, wait at most END_S, kill the rest."""
+        if not kill:
+            for rank in self.all_ranks:
+                self._wire.send(rank, "main", Shutdown())
+        deadline = time.monotonic() + (0.0 if kill else END_S)
+        while self._alive() and time.monotonic() < deadline:
+            for message, _ in self._wire.receive(0.05):
+                if isinstance(message, Bye):
+                    self._left.add(message.rank)
+            self._drain_exits()
+        for pid in self._alive():
+            self._launcher.kill(pid)
+        deadline = time.monotonic() + END_S
+        while self._alive() and time.monotonic() < deadline:
+            self._wire.receive(0.02)
+            self._drain_exits()
+        self._wire.close()
+
+    def _alive(self) -> list[int]:
+        return list(self._ranks_by_pid)
+
+    def _drain_exits(self) -> list[tuple[int, WorkerExit]]:
+        found = []
+        while not self._exits.empty():
+            event = self._exits.get()
+            rank = self._ranks_by_pid.pop(event.pid, None)
+            if rank is not None:
+                found.append((rank, event))
+        return found
+
+    def _on_exit(self, event: WorkerExit) -> None:
+        """Called from the launcher's thread."""
+        self._exits.put(event)
+        self._wire.wake()
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def begin(self, run: Run) -> None:
+        """A run begins; deaths from now on are failures of it."""
+        self._run = run
+
+    def next_group(self) -> GroupSpec:
+        """Where the ranks meet to form new process groups."""
+        self._generation += 1
+        return GroupSpec(os.path.join(self._directory, f"store-{self._generation}"), self._generation, self._plan.world_size)
+
+    def send_work(self, rank: int, message: ToMain, frames: Sequence[Any] = ()) -> None:
+        """Give a rank work."""
+        self._wire.send(rank, "main", message, frames)
+
+    def send_control(self, rank: int, message: ToControl) -> None:
+        """Speak to a rank's control thread. A rank that is gone hears nothing."""
+        self._wire.send(rank, "control", message)
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank with all that it started."""
+        self._launcher.kill(self.pids[rank])
+
+    def wake(self) -> None:
+        """Make :meth:`receive` return. Safe from signal handlers and threads."""
+        self._wire.wake()
+
+    def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
+        """Wait for messages; a death gives the Output that the pipe still held, and the missing Failed."""
+        received = self._wire.receive(timeout_s)
+        for message, _ in received:
+            if isinstance(message, Output):
+                self._remember(message)
+        if not self._exits.empty():
+            # What a rank sent before it died is still on its way through the socket; it comes first.
+            received += self._wire.receive(0.05)
+            received += [(message, []) for message in self.note_deaths()]
+        return received
+
+    def note_deaths(self) -> list[FromWorker]:
+        """Take note of ranks that have ended; what to tell the present run about them."""
+        told: list[FromWorker] = []
+        for rank, event in self._drain_exits():
+            run_id = self._run.run_id if self._run is not None else 0
+            items = tuple(
+                Stream(name, text) for name, text in (("stdout", event.stdout_tail), ("stderr", event.stderr_tail)) if text
+            )
+            if items:
+                output = Output(rank, run_id, items)  # type: ignore[arg-type]
+                self._remember(output)
+                told.append(output)
+            self.deaths[rank] = self._death(rank, event)
+            told.append(Failed(rank, run_id, self.deaths[rank], group_lost=True))
+        return told
+
+    def _death(self, rank: int, event: WorkerExit) -> RankFailure:
+        last = "".join(self._last_text[rank]).splitlines()[-LAST_LINES:]
+        name, message = describe_exit(event.exitcode)
+        return RankFailure(rank, "died", name, message, exitcode=event.exitcode, last_output="\n".join(last))
+
+    def _remember(self, message: Output) -> None:
+        for item in message.items:
+            if isinstance(item, Stream):
+                self._last_text[message.rank].append(item.text[-4096:])
+
+
+def describe_exit(code: int) -> tuple[str, str]:
+    """A process's end in words: (short name, sentence)."""
+    if code >= 0:
+        return f"exit code {code}", f"its process ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}", f"its process was ended by signal {-code}"
+    words = {
+        "SIGKILL": "killed from outside: by the system when memory ran out, by hand, or by labkit after an interrupt without answer",
+        "SIGSEGV": "a native library touched memory that is not its own",
+        "SIGABRT": "a native library gave up, often a failed check in C++; its last output says which",
+        "SIGBUS": "bad memory access, often a full /dev/shm",
+        "SIGTERM": "asked to end from outside",
+        "SIGFPE": "an arithmetic error in native code",
+        "SIGILL": "an instruction that this processor does not have",
+    }
+    return name, f"its process was ended by {name}: {words[name]}" if name in words else f"its process was ended by {name}"

@@ -1,0 +1,245 @@
+"""Shows what the ranks put out, in the cell that runs, while it runs.
+
+Text is shown line by line with its rank in front. A line that is not finished yet (a progress bar, a prompt) is shown in
+one display of its own that is updated in place, and as text when it is finished or the run ends. So nothing that a rank
+wrote is lost in the saved notebook, and nothing is shown twice.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+from labkit.ranks import format_ranks
+from labkit.wire.messages import Display, Stream, StreamName
+
+# A rank's text beyond this many characters in one run is counted, not shown: a notebook of 100 MB cannot be opened.
+LIMIT_CHARS = 1_000_000
+LIVE_AFTER_S = 0.3
+# Output of one moment is shown in rank order and not in order of arrival, which is chance.
+GATHER_S = 0.05
+
+
+class Screen(Protocol):
+    """Where output appears."""
+
+    def text(self, name: StreamName, text: str) -> None:
+        """Show finished text."""
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+        """Show or update a mime bundle."""
+
+    def clear(self, wait: bool) -> None:
+        """Clear the cell's output."""
+
+
+class TerminalScreen:
+    """Plain standard streams, for scripts and terminals."""
+
+    def text(self, name: StreamName, text: str) -> None:
+        """Write to the stream of that name."""
+        stream = sys.stdout if name == "stdout" else sys.stderr
+        stream.write(text)
+        stream.flush()
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+        """Write the bundle's text."""
+        if "text/plain" in data and not update:
+            self.text("stdout", f"{data['text/plain']}\n")
+
+    def clear(self, wait: bool) -> None:
+        """A terminal keeps what it has shown."""
+
+
+class NotebookScreen(TerminalScreen):
+    """The running cell of a Jupyter kernel."""
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+        """Publish the bundle."""
+        from IPython.display import publish_display_data
+
+        transient = {"display_id": display_id} if display_id else None
+        publish_display_data(data, metadata, transient=transient, update=update)
+
+    def clear(self, wait: bool) -> None:
+        """Clear the cell."""
+        from IPython.display import clear_output
+
+        clear_output(wait)
+
+
+def present_screen() -> Screen:
+    """The notebook's cell when this process is a Jupyter kernel, else the terminal."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return NotebookScreen() if shell is not None and hasattr(shell, "kernel") else TerminalScreen()
+
+
+class RankOutput:
+    """Puts the output of one run on the screen.
+
+    Args:
+        screen: Where it appears.
+        run_id: The run, for the names of displays.
+        label: Put the rank in front of each line; off for a run on one rank of a pool of one.
+    """
+
+    def __init__(self, screen: Screen, run_id: int, *, label: bool = True) -> None:
+        self._screen, self._run_id, self._label = screen, run_id, label
+        self._open: dict[tuple[int, StreamName], str] = {}
+        self._shown: dict[int, int] = {}
+        self._cut: dict[int, int] = {}
+        self._live_since: float | None = None
+        self._live_id: str | None = None
+        self._live_text = ""
+        self._values: dict[int, Display] = {}
+        self._gathered: dict[int, list[Stream | Display]] = {}
+        self._gathering_since = 0.0
+
+    def feed(self, rank: int, items: Iterable[Stream | Display]) -> None:
+        """Take what a rank put out; it is shown within GATHER_S."""
+        if not self._gathered:
+            self._gathering_since = time.monotonic()
+        self._gathered.setdefault(rank, []).extend(items)
+        self.tick()
+
+    def tick(self) -> None:
+        """Show what has been gathered for long enough. To be called a few times a second."""
+        if time.monotonic() - self._gathering_since >= GATHER_S:
+            self._show_gathered()
+        self._update_live()
+
+    def _show_gathered(self) -> None:
+        gathered, self._gathered = self._gathered, {}
+        for rank, items in sorted(gathered.items()):
+            self._show(rank, items)
+
+    def _show(self, rank: int, items: Iterable[Stream | Display]) -> None:
+        for item in items:
+            if isinstance(item, Stream):
+                self._feed_text(rank, item)
+            elif item.action == "value":
+                self._values[rank] = item
+            else:
+                self._close_lines(rank)
+                self._feed_display(rank, item)
+
+    def finish(self) -> None:
+        """Show what is still open: unfinished lines, the last expressions, and how much was left out."""
+        self._show_gathered()
+        for rank, _ in sorted(self._open):
+            self._close_lines(rank)
+        self._update_live()
+        for rank, count in sorted(self._cut.items()):
+            self._screen.text("stderr", f"{self._prefix(rank)}... {count:,} more characters of output are not shown\n")
+        self._show_values()
+
+    def _feed_text(self, rank: int, item: Stream) -> None:
+        key = (rank, item.name)
+        text = self._open.pop(key, "") + item.text
+        body, newline, rest = text.rpartition("\n")
+        if newline:
+            self._show_lines(rank, item.name, body + "\n")
+        if rest:
+            # What a carriage return has overwritten is gone on any terminal; keep the line's latest state.
+            self._open[key] = rest if len(rest) < LIMIT_CHARS else self._cut_line(rank, rest)
+
+    def _cut_line(self, rank: int, rest: str) -> str:
+        self._cut[rank] = self._cut.get(rank, 0) + len(rest) - LIMIT_CHARS // 2
+        return rest[: LIMIT_CHARS // 2]
+
+    def _show_lines(self, rank: int, name: StreamName, text: str) -> None:
+        room = LIMIT_CHARS - self._shown.get(rank, 0)
+        if len(text) > room:
+            self._cut[rank] = self._cut.get(rank, 0) + len(text) - max(room, 0)
+            text = text[: max(room, 0)]
+            if not text:
+                return
+            text = text if text.endswith("\n") else text + "\n"
+        self._shown[rank] = self._shown.get(rank, 0) + len(text)
+        prefix = self._prefix(rank)
+        self._screen.text(name, "".join(f"{prefix}{_overwritten(line)}\n" for line in text[:-1].split("\n")))
+
+    def _close_lines(self, rank: int) -> None:
+        for name in ("stdout", "stderr"):
+            text = self._open.pop((rank, name), "")  # type: ignore[call-overload]
+            if text:
+                self._show_lines(rank, name, text + "\n")  # type: ignore[arg-type]
+
+    def _feed_display(self, rank: int, item: Display) -> None:
+        if item.action == "clear":
+            self._screen.clear(item.wait)
+            return
+        display_id = f"labkit-{self._run_id}-{rank}-{item.display_id}" if item.display_id else None
+        if item.action == "display" and self._label:
+            self._screen.display(*_heading(f"rank {rank}"), None, False)
+        self._screen.display(item.data, item.metadata, display_id, item.action == "update")
+
+    def _update_live(self) -> None:
+        """Show unfinished lines in a display of their own once they have stood for a moment."""
+        text = "\n".join(f"{self._prefix(rank)}{_overwritten(line)}" for (rank, _), line in sorted(self._open.items()))
+        if not text and self._live_id is None:
+            self._live_since = None
+            return
+        now = time.monotonic()
+        if self._live_since is None:
+            self._live_since = now
+        if text == self._live_text or (text and now - self._live_since < LIVE_AFTER_S):
+            return
+        self._live_since, self._live_text = now, text
+        data = {"text/plain": text, "text/html": f'<pre style="margin:0">{html.escape(text)}</pre>' if text else ""}
+        first = self._live_id is None
+        self._live_id = self._live_id or f"labkit-{self._run_id}-live"
+        self._screen.display(data, {}, self._live_id, not first)
+
+    def _show_values(self) -> None:
+        """Show the cell's last expression on each rank; equal displays once, with all their ranks."""
+        groups: list[tuple[list[int], Display]] = []
+        for rank, shown in sorted(self._values.items()):
+            for ranks, other in groups:
+                if other.data == shown.data:
+                    ranks.append(rank)
+                    break
+            else:
+                groups.append(([rank], shown))
+        plain = [(ranks, shown.data.get("text/plain", "")) for ranks, shown in groups if set(shown.data) <= {"text/plain"}]
+        if plain and len(plain) == len(groups):
+            self._show_plain(plain)
+            return
+        for ranks, shown in groups:
+            if self._label:
+                self._screen.display(*_heading(_subject(ranks)), None, False)
+            self._screen.display(shown.data, shown.metadata, None, False)
+
+    def _show_plain(self, groups: list[tuple[list[int], str]]) -> None:
+        def one(ranks: list[int], text: str) -> str:
+            if not self._label:
+                return text
+            separator = "\n" if "\n" in text else " "
+            return f"{_subject(ranks)}:{separator}{text}"
+
+        self._screen.display({"text/plain": "\n".join(one(ranks, text) for ranks, text in groups)}, {}, None, False)
+
+    def _prefix(self, rank: int) -> str:
+        return f"[rank {rank}] " if self._label else ""
+
+
+def _overwritten(line: str) -> str:
+    """What a terminal shows of a line with carriage returns in it."""
+    if "\r" not in line:
+        return line
+    shown = ""
+    for part in line.split("\r"):
+        shown = part + shown[len(part) :]
+    return shown
+
+
+def _heading(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return {"text/plain": f"{text}:", "text/html": f"<b>{text}</b>"}, {}
+
+
+def _subject(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"

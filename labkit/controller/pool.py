@@ -1,0 +1,428 @@
+"""The pool: one worker process per rank, kept alive between cells."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+from labkit.controller import plan, sending
+from labkit.controller.launchers import fork_server
+from labkit.controller.launchers.launcher import Launcher
+from labkit.controller.members import Members
+from labkit.controller.output import RankOutput, Screen, present_screen
+from labkit.controller.run import Run, RunWait
+from labkit.errors import (
+    PoolStateError,
+    RankFailedError,
+    RunInterrupted,
+    RunReport,
+    RunTimeoutError,
+    WireError,
+    WorkerDiedError,
+)
+from labkit.ranks import RankResults, RankSpec, format_ranks, parse_ranks
+from labkit.wire.messages import Execute, Output, Release
+from labkit.wire.payload import Packed, pack, unpack
+
+T = TypeVar("T")
+
+_current: weakref.ref[WorkerPool] | None = None
+
+
+def current_pool() -> WorkerPool:
+    """The open pool of this process.
+
+    Raises:
+        PoolStateError: No pool is open.
+    """
+    pool = _current() if _current is not None else None
+    if pool is None or pool.closed:
+        raise PoolStateError("no pool is open. Start one with: pool = labkit.WorkerPool(world_size=4)")
+    return pool
+
+
+class WorkerPool:
+    """One persistent worker process per rank, joined in a process group.
+
+    The call returns when every rank has formed its process group and completed a collective, or raises. The first pool
+    of a process waits for one ``import torch`` (seconds); later ones start from the fork server (fractions of a second).
+
+    Ranks: controller.
+
+    Args:
+        world_size: The number of ranks.
+        device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` where there are enough GPUs.
+        start_timeout_s: The longest time that the start may take, in seconds.
+        replace: Close an open pool first instead of refusing.
+
+    Raises:
+        InvalidPoolError: The arguments describe no pool that this machine can run.
+        PoolStateError: Another pool is open and ``replace`` is False.
+        WorkerStartError: A rank did not come up; nothing is left running.
+    """
+
+    def __init__(
+        self,
+        world_size: int | None = None,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        *,
+        start_timeout_s: float = 180.0,
+        replace: bool = False,
+    ) -> None:
+        global _current
+        self._closed = True
+        plan.check_arguments(world_size, device)
+        _clear_the_way(replace)
+        launcher = plan.launcher()
+        self._plan = plan.make_plan(world_size, device, launcher)
+        self._launcher: Launcher = launcher
+        self._start_timeout_s = start_timeout_s
+        self._busy = threading.Lock()
+        self._run_count = 0
+        self._start()
+        _current = weakref.ref(self)
+
+    def _start(self) -> None:
+        # Unix socket paths are short (108 bytes), so not below a long TMPDIR.
+        base = tempfile.gettempdir()
+        self._directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
+        if isinstance(self._launcher, fork_server.ForkServer):
+            self._launcher.guard_directory(self._directory)
+        try:
+            self._members = Members(self._plan, self._launcher, self._directory)
+            self._members.start(self._start_timeout_s)
+        except BaseException:
+            self._remove_directory()
+            raise
+        self._closed = False
+        atexit.register(self.close)
+
+    # ---- what the pool is ----------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._plan.world_size
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self._plan.device
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool has been closed."""
+        return self._closed
+
+    @property
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks whose process has ended."""
+        return () if self._closed else tuple(sorted(self._members.deaths))
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process id of each rank."""
+        return {} if self._closed else dict(self._members.pids)
+
+    def __repr__(self) -> str:
+        if self._closed:
+            return f"WorkerPool(world_size={self.world_size}, device={self.device!r}): closed"
+        dead = f", rank {format_ranks(self.dead_ranks)} dead" if self.dead_ranks else ""
+        return f"WorkerPool(world_size={self.world_size}, device={self.device!r}): {self._plan.describe()}{dead}"
+
+    # ---- running -------------------------------------------------------------------------------------------------
+
+    def run(
+        self, function: Callable[..., T], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
+    ) -> RankResults[T]:
+        """Call a function on the ranks and return what it returned there.
+
+        The function and its arguments are pickled by value where they come from the notebook. On the rank it sees the
+        globals it uses here, and the rank's own namespace for names that it does not find here.
+
+        Ranks: controller. The function runs once on each of ``ranks``.
+
+        Args:
+            function: What to call.
+            *args: Its positional arguments, equal on all ranks.
+            ranks: The ranks to run on; None for all.
+            timeout_s: Interrupt the run after this many seconds; None waits without limit.
+            **kwargs: Its keyword arguments.
+
+        Returns:
+            One value per rank. Tensors on accelerators arrive on the CPU.
+
+        Raises:
+            RankFailedError: The function raised on a rank.
+            WorkerDiedError: A rank's process ended.
+            RunTimeoutError: The time limit passed.
+            WireError: The function, an argument or a result cannot be pickled.
+            PoolStateError: The pool is closed or broken, or a run is in progress.
+        """
+        chosen = self._choose(ranks)
+        packed = sending.pack_call(function, args, kwargs, share_memory=self._members.share_memory)
+        return self._values(self._execute("call", chosen, timeout_s, packed=packed))
+
+    def run_cell(
+        self,
+        source: str,
+        *,
+        ranks: RankSpec = None,
+        timeout_s: float | None = None,
+        want_value: bool = False,
+        cell_number: int | None = None,
+    ) -> RankResults[Any] | None:
+        """Run notebook source on the ranks, as ``%%spmd`` does.
+
+        Ranks: controller. The cell runs in each rank's namespace.
+
+        Args:
+            source: A cell: magics, ``!`` and top-level ``await`` included.
+            ranks: The ranks to run on; None for all.
+            timeout_s: Interrupt the run after this many seconds.
+            want_value: Return the last expression's values instead of displaying them.
+            cell_number: The notebook's number for the cell, for tracebacks.
+
+        Returns:
+            The values with ``want_value``, else None.
+
+        Raises:
+            SyntaxError: The cell cannot be parsed; nothing was sent.
+            RankFailedError: The cell raised on a rank. Further errors as in :meth:`run`.
+        """
+        chosen = self._choose(ranks)
+        sending.check_syntax(source, f"<cell {cell_number}>" if cell_number else "<cell>")
+        run = self._execute("cell", chosen, timeout_s, source=source, want_value=want_value, cell_number=cell_number)
+        return self._values(run) if want_value else None
+
+    def push(self, *, ranks: RankSpec = None, timeout_s: float | None = None, **variables: Any) -> None:
+        """Set variables in the ranks' namespaces.
+
+        On one machine the data of large tensors is copied once, whatever the number of ranks; each rank has its own
+        private view (copy on write).
+
+        Ranks: controller.
+
+        Args:
+            ranks: The ranks to set them on; None for all.
+            timeout_s: Interrupt after this many seconds.
+            **variables: Names and values.
+
+        Raises:
+            WireError: A value cannot be pickled. Further errors as in :meth:`run`.
+        """
+        chosen = self._choose(ranks)
+        packed = pack(variables, share_memory=self._members.share_memory)
+        self._execute("push", chosen, timeout_s, packed=packed)
+
+    def pull(self, name: str, *, ranks: RankSpec = None, timeout_s: float | None = None) -> RankResults[Any]:
+        """Read a variable, or any expression, from the ranks' namespaces.
+
+        Ranks: controller.
+
+        Args:
+            name: A variable's name or an expression such as ``"model.weight.grad"``.
+            ranks: The ranks to read from; None for all.
+            timeout_s: Interrupt after this many seconds.
+
+        Returns:
+            One value per rank. Tensors on accelerators arrive on the CPU.
+
+        Raises:
+            SyntaxError: The text is no expression; nothing was sent.
+            RankFailedError: A rank has no such name, or its value cannot be pickled. Further errors as in :meth:`run`.
+        """
+        chosen = self._choose(ranks)
+        compile(name, "<pull>", "eval")
+        return self._values(self._execute("pull", chosen, timeout_s, source=name))
+
+    # ---- life ----------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Replace every worker by a fresh one. All variables on the ranks are gone; the pool's settings stay.
+
+        Blocks as long as a start: fractions of a second on CPU.
+
+        Ranks: controller.
+
+        Raises:
+            PoolStateError: Another pool is open, or a run is in progress.
+            WorkerStartError: A rank did not come up.
+        """
+        global _current
+        other = _current() if _current is not None else None
+        if other is not None and other is not self and not other.closed:
+            raise PoolStateError(f"another pool is open: {other!r}. Close it first with its close().")
+        self.close()
+        self._start()
+        _current = weakref.ref(self)
+
+    def close(self) -> None:
+        """End every worker and all they started. Blocks for at most about 3 s; does nothing on a closed pool.
+
+        Ranks: controller.
+
+        Raises:
+            PoolStateError: A run is in progress in another thread.
+        """
+        if self._closed:
+            return
+        if not self._busy.acquire(blocking=False):
+            raise PoolStateError("a run is in progress. Interrupt it first: Kernel > Interrupt, or Ctrl-C.")
+        try:
+            self._closed = True
+            atexit.unregister(self.close)
+            self._members.close()
+            self._remove_directory()
+        finally:
+            self._busy.release()
+
+    def __enter__(self) -> WorkerPool:
+        """Use the pool as a context manager: it closes at the end."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the pool."""
+        self.close()
+
+    def _remove_directory(self) -> None:
+        import shutil
+
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if isinstance(self._launcher, fork_server.ForkServer) and self._launcher.alive:
+            self._launcher.forget_directory(self._directory)
+
+    # ---- inside --------------------------------------------------------------------------------------------------
+
+    def _choose(self, ranks: RankSpec) -> tuple[int, ...]:
+        if self._closed:
+            raise PoolStateError("the pool is closed. Start it again with pool.restart(), or make a new labkit.WorkerPool(...).")
+        chosen = parse_ranks(ranks, self.world_size)
+        self._members.note_deaths()
+        if self._members.deaths:
+            dead = format_ranks(self._members.deaths)
+            first = next(iter(self._members.deaths.values()))
+            raise PoolStateError(f"rank {dead} is dead ({first.message}). pool.restart() gives fresh ranks.")
+        return chosen
+
+    def _execute(self, kind: Any, ranks: tuple[int, ...], timeout_s: float | None, *, packed: Packed | None = None, **fields: Any) -> Run:
+        """Send one piece of work, wait for every rank, and raise if it did not finish everywhere."""
+        if not self._busy.acquire(blocking=False):
+            if packed is not None:
+                packed.close()
+            raise PoolStateError("a run is in progress on this pool; it takes one at a time.")
+        try:
+            self._run_count += 1
+            run = Run(self._run_count, ranks)
+            message = Execute(run.run_id, kind, payload=packed.payload if packed is not None else None, **fields)
+            frames = packed.frames if packed is not None else ()
+            screen = present_screen()
+            output = RankOutput(screen, run.run_id, label=self.world_size > 1)
+            self._members.begin(run)
+            for rank in ranks:
+                self._members.send_work(rank, message, frames)
+            self._wait(run, timeout_s, output, screen)
+            self._mend(run)
+        finally:
+            if packed is not None:
+                packed.close()
+            self._busy.release()
+        self._raise_for(run, timeout_s)
+        return run
+
+    def _wait(self, run: Run, timeout_s: float | None, output: RankOutput, screen: Screen) -> None:
+        def show(message: Output) -> None:
+            output.feed(message.rank, message.items)
+
+        try:
+            RunWait(run, self._members, timeout_s, show, lambda waited: output.tick(), lambda inspection: None).wait()
+        finally:
+            output.finish()
+
+    def _mend(self, run: Run) -> None:
+        """New process groups where they were aborted, if every rank still lives."""
+        if not run.group_lost or self._members.deaths:
+            return
+        began = time.monotonic()
+        self._run_count += 1
+        rebuild = Run(self._run_count, self._members.all_ranks)
+        message = Execute(rebuild.run_id, "rebuild", group=self._members.next_group())
+        self._members.begin(rebuild)
+        for rank in rebuild.ranks:
+            self._members.send_work(rank, message)
+        RunWait(rebuild, self._members, 30.0, lambda output: None, lambda waited: None, lambda inspection: None).wait()
+        if rebuild.failures:
+            first = next(iter(rebuild.failures.values()))
+            run.steps.append(f"the process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
+            return
+        run.steps.append(f"the process groups were rebuilt in {time.monotonic() - began:.1f} s; every rank keeps its variables.")
+
+    def _raise_for(self, run: Run, timeout_s: float | None) -> None:
+        if not run.failures and run.stopped is None:
+            return
+        if not run.failures:
+            return  # it finished while it was being stopped
+        failures = [run.failures[rank] for rank in sorted(run.failures)]
+        finished = sorted(run.results)
+        report: RunReport
+        if any(failure.kind == "died" for failure in failures):
+            report = WorkerDiedError(failures, finished, [*run.steps, "pool.restart() gives fresh ranks."])
+        elif run.stopped == "timeout":
+            report = RunTimeoutError(failures, finished, run.steps, timeout_s=timeout_s or 0.0)
+        elif run.stopped == "interrupted":
+            report = RunInterrupted(failures, finished, run.steps)
+        else:
+            report = RankFailedError(failures, finished, run.steps)
+        raise report
+
+    def _values(self, run: Run) -> RankResults[Any]:
+        values: dict[int, Any] = {}
+        problem: Exception | None = None
+        for rank, (result, frames) in sorted(run.results.items()):
+            if result.payload is None:
+                values[rank] = None
+                continue
+            try:
+                values[rank] = unpack(result.payload, frames)
+            except Exception as error:
+                problem = problem or WireError(f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}")
+            if any(not isinstance(item, bytes) for item in result.payload.buffers):
+                self._members.send_control(rank, Release(run.run_id))
+        if problem is not None:
+            raise problem
+        return RankResults(values)
+
+
+def _clear_the_way(replace: bool) -> None:
+    """Refuse or close a pool that is open already."""
+    other = _current() if _current is not None else None
+    if other is None or other.closed:
+        return
+    if not replace:
+        raise PoolStateError(
+            f"a pool is open already: {other!r}. Use it (labkit.current_pool()), close it (pool.close()), "
+            "or pass replace=True to close it and start this one."
+        )
+    with contextlib.suppress(OSError):
+        other.close()
+
+
+def _after_fork() -> None:
+    """A forked child of the kernel has no pool: the sockets and workers belong to its parent."""
+    global _current
+    pool = _current() if _current is not None else None
+    if pool is not None:
+        pool._closed = True
+        atexit.unregister(pool.close)
+    _current = None
+
+
+os.register_at_fork(after_in_child=_after_fork)

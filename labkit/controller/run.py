@@ -1,0 +1,240 @@
+"""One run: it waits for the ranks, and ends what does not end by itself.
+
+A run ends when each of its ranks has given its one terminal message. Until then three things can go wrong, and each
+leads to the same steps:
+
+* a rank fails and the others may wait for it for ever: they get a grace period;
+* the time limit passes;
+* somebody interrupts.
+
+The steps are: raise KeyboardInterrupt on the ranks that still work, then abort their process groups, which frees them
+from native collectives, then kill what still does not answer. A rank that lives keeps its variables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from labkit.errors import RankFailure
+from labkit.ranks import format_ranks
+from labkit.wire.messages import Abort, Aborted, Failed, FromWorker, Inspection, Interrupt, Output, Result, ToControl
+
+# How long the other ranks may go on after one has failed: they may be about to fail with the same error.
+GRACE_S = 1.0
+# SIGINT ends Python code within milliseconds; what has not ended then sits in native code.
+ABORT_AFTER_S = 0.4
+# Aborting NCCL took 0.5 s on 2 H200; freeing gloo takes milliseconds. What has not ended then is stuck elsewhere.
+KILL_AFTER_S = 6.0
+RESEND_S = 0.25
+
+StopReason = Literal["failed", "timeout", "interrupted"]
+
+
+class Ranks(Protocol):
+    """What a run needs of its pool."""
+
+    def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
+        """Wait for messages."""
+
+    def send_control(self, rank: int, message: ToControl) -> None:
+        """Speak to a rank's control thread."""
+
+    def kill(self, rank: int) -> None:
+        """Kill a rank's process."""
+
+    def wake(self) -> None:
+        """Make receive() return; called from a signal handler."""
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """Every living rank of the pool, in the run or not."""
+
+
+@dataclass
+class Run:
+    """A run in progress, and what came of it.
+
+    Attributes:
+        run_id: Its number.
+        ranks: The ranks it runs on.
+        results: Results with their frames, by rank.
+        failures: Failures by rank.
+        stopped: Why the run was stopped before all ranks had ended, if it was.
+        steps: What had to be done, a sentence each.
+        group_lost: Process groups were aborted; all ranks need new ones.
+    """
+
+    run_id: int
+    ranks: tuple[int, ...]
+    results: dict[int, tuple[Result, list[bytes]]] = field(default_factory=dict)
+    failures: dict[int, RankFailure] = field(default_factory=dict)
+    stopped: StopReason | None = None
+    steps: list[str] = field(default_factory=list)
+    group_lost: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def pending(self) -> list[int]:
+        """Ranks that have not ended, ascending."""
+        return [rank for rank in self.ranks if rank not in self.results and rank not in self.failures]
+
+
+class RunWait:
+    """Waits for one run.
+
+    Args:
+        run: The run.
+        pool: Its pool.
+        timeout_s: Its time limit, or None.
+        on_output: Called with each Output.
+        on_idle: Called a few times a second while waiting, with the seconds waited.
+        on_inspection: Called with each Inspection.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        pool: Ranks,
+        timeout_s: float | None,
+        on_output: Callable[[Output], None],
+        on_idle: Callable[[float], None],
+        on_inspection: Callable[[Inspection], None],
+    ) -> None:
+        self.run, self._pool = run, pool
+        self._on_output, self._on_idle, self._on_inspection = on_output, on_idle, on_inspection
+        self._limit = None if timeout_s is None else run.started + timeout_s
+        self._grace_ends: float | None = None
+        self._stop_began: float | None = None
+        self._next_signal = 0.0
+        self._next_abort = 0.0
+        self._sigints = 0
+        self._aborted = False
+        self._killed: list[int] = []
+        self._abort_answers: set[int] = set()
+
+    def wait(self) -> Run:
+        """Wait until every rank has ended. Each SIGINT that arrives meanwhile takes the stop one step further."""
+        with _caught_sigint(self._on_sigint):
+            while not self._step():
+                pass
+        return self.run
+
+    def _on_sigint(self) -> None:
+        self._sigints += 1
+        self._pool.wake()
+
+    def _step(self) -> bool:
+        for message, frames in self._pool.receive(self._patience()):
+            self.take(message, frames)
+        while self._sigints:
+            self._sigints -= 1
+            self._interrupt()
+        if not self.run.pending and not self._waits_for_aborts():
+            return True
+        now = time.monotonic()
+        if self._stop_began is not None:
+            self._push_on(now)
+        elif self._limit is not None and now >= self._limit:
+            self._stop("timeout")
+        elif self._grace_ends is not None and now >= self._grace_ends:
+            self._stop("failed")
+        self._on_idle(now - self.run.started)
+        return False
+
+    def take(self, message: FromWorker, frames: list[bytes]) -> None:
+        """Take one message. Messages of earlier runs only carry late output."""
+        if isinstance(message, Output):
+            self._on_output(message)
+        elif isinstance(message, Inspection):
+            self._on_inspection(message)
+        elif isinstance(message, Aborted) and message.run_id == self.run.run_id:
+            self._abort_answers.add(message.rank)
+        elif isinstance(message, Result) and message.run_id == self.run.run_id:
+            self.run.results[message.rank] = (message, frames)
+        elif isinstance(message, Failed) and message.run_id == self.run.run_id:
+            self.run.failures[message.rank] = message.failure
+            self.run.group_lost |= message.group_lost
+            if message.failure.kind != "interrupted" or self._stop_began is None:
+                self._failed()
+
+    def _failed(self) -> None:
+        if self._grace_ends is None:
+            self._grace_ends = time.monotonic() + GRACE_S
+
+    def _patience(self) -> float:
+        moments = [time.monotonic() + 0.1]
+        moments += [moment for moment in (self._limit, self._grace_ends) if moment is not None and self._stop_began is None]
+        return max(0.0, min(moments) - time.monotonic())
+
+    def _interrupt(self) -> None:
+        if self._stop_began is None:
+            self._stop("interrupted")
+        else:
+            # The second Ctrl-C means: now.
+            self._stop_began = min(self._stop_began, time.monotonic() - (KILL_AFTER_S if self._aborted else ABORT_AFTER_S))
+
+    def _stop(self, reason: StopReason) -> None:
+        self.run.stopped = reason
+        self._stop_began = time.monotonic()
+        self._push_on(self._stop_began)
+
+    def _push_on(self, now: float) -> None:
+        """Take the next step against the ranks that still work."""
+        assert self._stop_began is not None
+        waited = now - self._stop_began
+        if now >= self._next_signal:
+            self._next_signal = now + RESEND_S
+            for rank in self.run.pending:
+                self._pool.send_control(rank, Interrupt(self.run.run_id))
+        if waited >= ABORT_AFTER_S and self.run.pending:
+            self._abort()
+        if waited >= KILL_AFTER_S:
+            for rank in self.run.pending:
+                if rank not in self._killed:
+                    self._killed.append(rank)
+                    self.run.steps.append(f"rank {rank} did not answer for {waited:.0f} s and was killed; what it held is lost.")
+                    self._pool.kill(rank)
+
+    def _abort(self) -> None:
+        if self._aborted:
+            # A rank may have been between two collectives when the first abort came.
+            if time.monotonic() >= self._next_abort:
+                self._next_abort = time.monotonic() + RESEND_S
+                for rank in self.run.pending:
+                    self._pool.send_control(rank, Abort(self.run.run_id))
+            return
+        self._aborted = True
+        self._next_abort = time.monotonic() + RESEND_S
+        self.run.group_lost = True
+        stuck = self.run.pending
+        who = f"rank {stuck[0]} was" if len(stuck) == 1 else f"ranks {format_ranks(stuck)} were"
+        self.run.steps.append(f"{who} stuck in native code; the process groups were aborted to free them.")
+        # Every rank of the pool, also those that have finished: a group lives on all of its ranks or on none.
+        for rank in self._pool.all_ranks:
+            self._pool.send_control(rank, Abort(self.run.run_id))
+
+    def _waits_for_aborts(self) -> bool:
+        """An abort may still be under way on ranks that had finished; renewing their groups must not overtake it."""
+        if not self._aborted or self._stop_began is None:
+            return False
+        missing = set(self._pool.all_ranks) - self._abort_answers
+        return bool(missing) and time.monotonic() < self._stop_began + KILL_AFTER_S
+
+
+@contextlib.contextmanager
+def _caught_sigint(handler: Callable[[], None]) -> Iterator[None]:
+    """Turn SIGINT into a call, so that it cannot break off the handling of a message half way."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGINT, lambda number, frame: handler())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,135 @@
+"""The magics: ``%%spmd`` and ``%pool``. They read their line and call the pool; a Python call can do all they do."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, needs_local_scope
+
+from labkit.controller.launchers import fork_server
+from labkit.controller.pool import WorkerPool, current_pool
+from labkit.errors import LabkitError, PoolStateError
+from labkit.notebook.expect import error_class, expect_error
+
+
+class MagicUsageError(LabkitError, ValueError):
+    """The line of a magic cannot be read."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of ending the process."""
+
+    def error(self, message: str) -> NoReturn:
+        raise MagicUsageError(f"{self.prog}: {message}\n{self.format_usage().strip()}")
+
+
+def _spmd_parser() -> _Parser:
+    parser = _Parser(prog="%%spmd", add_help=False, description="Run this cell on the ranks of the pool.")
+    parser.add_argument("--ranks", metavar="SPEC", help="which ranks, such as 0-3,6; all when left out")
+    parser.add_argument("--timeout", metavar="S", type=float, help="interrupt the cell after S seconds")
+    parser.add_argument("--out", metavar="NAME", help="keep the last expression's values as RankResults in NAME")
+    parser.add_argument("--needs", metavar="N", type=int, default=1, help="skip the cell when the pool has fewer ranks")
+    parser.add_argument("--expect", metavar="ERROR", help="the cell has to fail with this error, for example RankFailedError")
+    return parser
+
+
+def _pool_parser() -> _Parser:
+    parser = _Parser(prog="%pool", add_help=False, description="Show or steer the pool.")
+    parser.add_argument("action", nargs="?", choices=["status", "start", "restart", "close"], default="status")
+    parser.add_argument("world_size", nargs="?", type=int)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    return parser
+
+
+@magics_class
+class LabkitMagics(Magics):
+    """labkit's magics."""
+
+    @needs_local_scope
+    @cell_magic
+    def spmd(self, line: str, cell: str, local_ns: dict[str, Any] | None = None) -> None:
+        """Run this cell on every rank of the pool.
+
+        Usage: %%spmd [--ranks SPEC] [--timeout S] [--out NAME] [--needs N] [--expect ERROR]
+
+        Variables persist on the ranks between cells. The last expression is shown for each rank, equal ones once, or
+        kept in NAME with --out. Each line that a rank prints is shown with its rank in front.
+        """
+        options = _parse(_spmd_parser(), line)
+        pool = current_pool()
+        if pool.world_size < options.needs:
+            self._say(f"skipped: this cell needs at least {options.needs} ranks, the pool has {pool.world_size}.")
+            return
+        if options.out is not None and not options.out.isidentifier():
+            raise MagicUsageError(f"%%spmd: --out takes a variable's name, not {options.out!r}")
+        if options.expect is None:
+            self._run(pool, options, line, cell)
+            return
+        with expect_error(error_class(options.expect)):
+            self._run(pool, options, line, cell)
+
+    def _run(self, pool: WorkerPool, options: argparse.Namespace, line: str, cell: str) -> None:
+        assert self.shell is not None
+        values = pool.run_cell(
+            _with_first_line(line, cell),
+            ranks=options.ranks,
+            timeout_s=options.timeout,
+            want_value=options.out is not None,
+            cell_number=self.shell.execution_count,
+        )
+        if options.out is not None:
+            self.shell.user_ns[options.out] = values
+
+    @line_magic
+    def pool(self, line: str) -> None:
+        """Show or steer the pool.
+
+        Usage: %pool [status | start [N] [--device auto|cpu|cuda] | restart | close]
+        """
+        options = _parse(_pool_parser(), line)
+        if options.action == "start":
+            pool = WorkerPool(options.world_size, options.device)
+            assert self.shell is not None
+            self.shell.user_ns["pool"] = pool
+        elif options.action != "status":
+            pool = current_pool()
+            pool.restart() if options.action == "restart" else pool.close()
+        else:
+            try:
+                pool = current_pool()
+            except PoolStateError:
+                server = "warm" if fork_server.available() and fork_server.shared().warm else "warming up"
+                self._say(f"no pool is open; the fork server is {server}. Start one with %pool start 4")
+                return
+        self._say(repr(pool))
+
+    @staticmethod
+    def _say(text: str) -> None:
+        from IPython.display import publish_display_data
+
+        publish_display_data({"text/plain": text})
+
+
+def _parse(parser: _Parser, line: str) -> argparse.Namespace:
+    try:
+        words: Sequence[str] = shlex.split(line)
+    except ValueError as error:
+        raise MagicUsageError(f"{parser.prog}: {error}\n{parser.format_usage().strip()}") from None
+    return parser.parse_args(words)
+
+
+def _with_first_line(line: str, cell: str) -> str:
+    """The cell with the magic's line as a comment, so that the ranks count lines as the reader does."""
+    if cell.lstrip().startswith("%%"):
+        return cell  # another cell magic, which has to stand first
+    return f"# %%spmd {line}".rstrip() + "\n" + cell
+
+
+def register(shell: Any) -> None:
+    """Add the magics to a shell and let the fork server import torch in the background."""
+    shell.register_magics(LabkitMagics)
+    if fork_server.available():
+        fork_server.shared()

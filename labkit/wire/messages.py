@@ -1,0 +1,258 @@
+"""The messages between controller and workers.
+
+Per rank the events follow one grammar: ``Ready ( Output* (Result | Failed) )* Bye``. There is exactly one terminal
+message (Result or Failed) for each run and rank, and it comes after all of that run's output. When a worker dies the
+controller writes the missing Failed itself, so there is one code path for every way a run can end.
+
+Messages hold built-in types only. What users send (functions, arguments, values) travels as a packed payload inside
+them, so a payload that cannot be unpacked is an error of that run and not of the wire.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from labkit.errors import RankFailure
+from labkit.wire.payload import Payload
+
+StreamName = Literal["stdout", "stderr"]
+
+
+# ---- controller to worker, main thread -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Execute:
+    """Run something on this rank.
+
+    Attributes:
+        run_id: Counts the pool's runs from 1.
+        kind: ``cell`` runs ``source``; ``call`` runs the packed ``(function, args, kwargs)``; ``push`` stores the
+            packed dict of variables; ``pull`` returns the value of the expression in ``source``; ``rebuild`` makes new
+            process groups and mends what stood on the old ones.
+        source: Python source for ``cell`` and ``pull``.
+        payload: What ``call`` and ``push`` need.
+        cell_number: The kernel's number of the cell, so that tracebacks say ``Cell In[7]``; None outside a notebook.
+        want_value: For ``cell``: return the last expression's value, not only its display.
+        group: For ``rebuild``: where the ranks meet.
+    """
+
+    run_id: int
+    kind: Literal["cell", "call", "push", "pull", "rebuild"]
+    source: str = ""
+    payload: Payload | None = None
+    cell_number: int | None = None
+    want_value: bool = False
+    group: GroupSpec | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shutdown:
+    """End the worker after the message before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupSpec:
+    """How ranks find each other to form the default process group.
+
+    Attributes:
+        store: A file path for a local pool (torch's FileStore, no port), or ``tcp://host:port``.
+        generation: Counts the groups of this pool from 0; a new one follows each abort.
+        world_size: Number of ranks.
+    """
+
+    store: str
+    generation: int
+    world_size: int
+
+
+# ---- controller to worker, control thread ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Interrupt:
+    """Raise KeyboardInterrupt in the main thread if it still works on ``run_id``."""
+
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Free the main thread from native collectives: abort this rank's process groups."""
+
+    run_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Inspect:
+    """Report what this rank does now."""
+
+    request_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """The controller has read the buffers of ``run_id``'s result; they can be freed."""
+
+    run_id: int
+
+
+# ---- worker to controller --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """This rank has a process group and has completed a collective."""
+
+    rank: int
+    pid: int
+    hostname: str
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Text that a rank wrote."""
+
+    name: StreamName
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Display:
+    """Something a rank displayed: a Jupyter mime bundle.
+
+    Attributes:
+        action: ``display`` shows it, ``update`` replaces the display of the same ``display_id``, ``clear`` clears the
+            rank's output in the cell, ``value`` is the display of the cell's last expression.
+        data: Mime type to data.
+        metadata: Jupyter's metadata for the bundle.
+        display_id: Names the display for later updates.
+        wait: For ``clear``: only when the next output comes.
+    """
+
+    action: Literal["display", "update", "clear", "value"]
+    data: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    display_id: str | None = None
+    wait: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What a rank put out, in order."""
+
+    rank: int
+    run_id: int
+    items: tuple[Stream | Display, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A run finished on this rank."""
+
+    rank: int
+    run_id: int
+    payload: Payload | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A run ended badly on this rank.
+
+    Attributes:
+        failure: What happened, for people.
+        group_lost: This rank's process groups were aborted and must be rebuilt before the next collective.
+    """
+
+    rank: int
+    run_id: int
+    failure: RankFailure
+    group_lost: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bye:
+    """The worker ends by itself."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class Aborted:
+    """Answer to Abort: the process groups are gone on this rank."""
+
+    rank: int
+    run_id: int
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """Answer to Inspect.
+
+    Attributes:
+        rank: The rank.
+        request_id: The question's number.
+        report: What the rank does; see :mod:`labkit.worker.introspection`.
+    """
+
+    rank: int
+    request_id: int
+    report: RankReport
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective as torch's flight recorder knows it.
+
+    Attributes:
+        sequence: Its number within its process group, from 1.
+        name: For example ``all_reduce``.
+        group: Name of the process group, ``0`` or ``default_pg`` for the default one.
+        sizes: Shapes of the inputs.
+        dtypes: Their dtypes.
+        done: The rank has left it.
+    """
+
+    sequence: int
+    name: str
+    group: str
+    sizes: tuple[tuple[int, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank does at one moment.
+
+    Attributes:
+        run_id: The run it works on, or None when it is idle.
+        busy_s: Seconds since that run began here.
+        where: The innermost frame of the user's own code, for example ``Cell In[7], line 5``.
+        function: The function's name at that frame.
+        code: The source line there.
+        innermost: The innermost Python frame of all, ``file:line function``; it tells waiting in a library from work.
+        in_collective: The main thread waits inside a collective.
+        cpu_s: CPU seconds of the process so far; two inspections tell a computing rank from a waiting one.
+        collectives: The most recent collectives, oldest first.
+        threads: Number of Python threads.
+    """
+
+    run_id: int | None
+    busy_s: float = 0.0
+    where: str = ""
+    function: str = ""
+    code: str = ""
+    innermost: str = ""
+    in_collective: bool = False
+    cpu_s: float = 0.0
+    collectives: tuple[Collective, ...] = ()
+    threads: int = 1
+
+
+ToMain = Execute | Shutdown
+ToControl = Interrupt | Abort | Inspect | Release
+FromWorker = Ready | Output | Result | Failed | Bye | Aborted | Inspection

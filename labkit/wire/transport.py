@@ -1,0 +1,291 @@
+"""How messages travel: ZeroMQ sockets, authenticated and encrypted with CURVE, on Unix sockets or TCP alike.
+
+The controller binds two sockets, and each worker connects three to them:
+
+* ``commands`` (ROUTER): one DEALER of the worker's main thread for work, one of its control thread for questions and
+  interrupts. They are separate because a stuck main thread must not stop the control thread from hearing.
+* ``events`` (PULL): one PUSH of the worker for output and results. It is shared by the main thread and the output
+  thread under a lock, so a result can never overtake the output before it.
+
+Messages are pickles, so nobody else may speak: the controller accepts only peers that prove the pool's client key.
+A local pool adds a directory with mode 0700 and opens no port.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import zmq
+import zmq.auth.thread
+
+from labkit.errors import WireError
+from labkit.wire.messages import FromWorker, ToControl, ToMain
+
+# Output is sent in pieces of at most 64 KiB (see worker/capture.py), so this bounds what waits in a queue to a few MiB
+# a rank; a rank that writes faster than the notebook reads waits in its own print.
+QUEUED_MESSAGES = 64
+
+Channel = Literal["main", "control"]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The CURVE keys of one pool, each 40 characters of Z85."""
+
+    server_public: bytes
+    server_secret: bytes
+    client_public: bytes
+    client_secret: bytes
+
+    @classmethod
+    def generate(cls) -> Keys:
+        """Make fresh keys."""
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        return cls(server_public, server_secret, client_public, client_secret)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """What a worker needs to reach its controller. It holds the client key: keep it private.
+
+    Attributes:
+        commands: Address of the ROUTER socket.
+        events: Address of the PULL socket.
+        server_public: The controller's public key.
+        client_public: The workers' public key.
+        client_secret: The workers' secret key.
+        same_machine: Large buffers may travel as memory files.
+    """
+
+    commands: str
+    events: str
+    server_public: bytes
+    client_public: bytes
+    client_secret: bytes
+    same_machine: bool = True
+
+
+class _OneKey:
+    """Credentials for ZeroMQ's authenticator: exactly one client key is good."""
+
+    def __init__(self, client_public: bytes) -> None:
+        self._good = client_public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        return key == self._good
+
+
+class ControllerWire:
+    """The controller's end.
+
+    Not thread safe except for :meth:`wake`: one thread at a time sends and receives.
+
+    Args:
+        address: ``ipc://DIRECTORY`` for a local pool, or ``tcp://INTERFACE`` for ranks on other machines.
+        keys: The pool's keys.
+    """
+
+    def __init__(self, address: str, keys: Keys) -> None:
+        self._context = zmq.Context()
+        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="labkit", credentials_provider=_OneKey(keys.client_public))
+        self._commands = self._server(zmq.ROUTER, keys)
+        # Without this flag a message to a rank that is not connected would vanish.
+        self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._commands.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._events = self._server(zmq.PULL, keys)
+        local = address.startswith("ipc://")
+        self.endpoint = Endpoint(
+            self._bind(self._commands, f"{address}/commands" if local else address),
+            self._bind(self._events, f"{address}/events" if local else address),
+            keys.server_public,
+            keys.client_public,
+            keys.client_secret,
+            same_machine=local,
+        )
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._poller = zmq.Poller()
+        for source in (self._events, self._commands, self._wake_read):
+            self._poller.register(source, zmq.POLLIN)
+        self._closed = False
+
+    def _server(self, kind: int, keys: Keys) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = keys.server_public, keys.server_secret
+        socket.zap_domain = b"labkit"
+        socket.linger = 0
+        socket.set_hwm(QUEUED_MESSAGES)
+        return socket
+
+    @staticmethod
+    def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+        if address.startswith("ipc://"):
+            socket.bind(address)
+            return address
+        port = socket.bind_to_random_port(address)
+        return f"{address}:{port}"
+
+    def send(self, rank: int, channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> bool:
+        """Send one message. Never blocks for longer than the socket's queue has room, at most 5 s.
+
+        Args:
+            rank: The receiver.
+            channel: Its main or its control thread.
+            message: The message.
+            frames: Buffers that follow it (payloads packed without shared memory).
+
+        Returns:
+            False when the rank is not connected any more.
+
+        Raises:
+            WireError: The rank took nothing for 5 s.
+        """
+        parts = [_identity(rank, channel), pickle.dumps(message, protocol=5), *frames]
+        deadline = time.monotonic() + 5.0
+        while True:
+            try:
+                self._commands.send_multipart(parts, flags=zmq.NOBLOCK, copy=not frames)
+                return True
+            except zmq.Again:
+                if time.monotonic() > deadline:
+                    raise WireError(f"rank {rank} has taken no message for 5 s. pool.diagnose() says what it does.") from None
+                self._commands.poll(50, zmq.POLLOUT)
+            except zmq.ZMQError as error:
+                if error.errno == zmq.EHOSTUNREACH:
+                    return False
+                raise
+
+    def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
+        """Wait for messages of the workers.
+
+        Args:
+            timeout_s: The longest time to wait; 0 only looks.
+
+        Returns:
+            The messages that have arrived, each with its extra frames; empty after the time-out or a :meth:`wake`.
+        """
+        try:
+            ready = dict(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EINTR:
+                return []
+            raise
+        if self._wake_read in ready:
+            _drain(self._wake_read)
+        received: list[tuple[FromWorker, list[bytes]]] = []
+        if self._events in ready:
+            self._take(self._events, 0, received)
+        if self._commands in ready:
+            self._take(self._commands, 1, received)
+        return received
+
+    @staticmethod
+    def _take(socket: zmq.Socket[bytes], skip: int, into: list[tuple[FromWorker, list[bytes]]]) -> None:
+        # A bound on one call keeps a flood on one socket from starving the other and the caller's deadlines.
+        for _ in range(QUEUED_MESSAGES):
+            try:
+                parts = socket.recv_multipart(flags=zmq.NOBLOCK)[skip:]
+            except zmq.Again:
+                return
+            into.append((pickle.loads(parts[0]), parts[1:]))
+
+    def wake(self) -> None:
+        """Make a waiting :meth:`receive` return. Safe from any thread."""
+        try:
+            os.write(self._wake_write, b"x")
+        except (BlockingIOError, OSError):
+            pass
+
+    def close(self) -> None:
+        """Close all sockets. Returns at once; unsent messages are dropped."""
+        if self._closed:
+            return
+        self._closed = True
+        self._commands.close(0)
+        self._events.close(0)
+        self._auth.stop()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+class WorkerWire:
+    """A worker's end.
+
+    Args:
+        rank: The worker's rank.
+        endpoint: Where its controller is.
+    """
+
+    def __init__(self, rank: int, endpoint: Endpoint) -> None:
+        self.same_machine = endpoint.same_machine
+        self._endpoint = endpoint
+        self._context = zmq.Context()
+        self._main = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "main"))
+        self._control = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "control"))
+        self._events = self._client(zmq.PUSH, endpoint.events)
+        self._events_lock = threading.Lock()
+
+    def _client(self, kind: int, address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.curve_serverkey = self._endpoint.server_public
+        socket.curve_publickey, socket.curve_secretkey = self._endpoint.client_public, self._endpoint.client_secret
+        if identity is not None:
+            socket.setsockopt(zmq.IDENTITY, identity)
+        socket.linger = 1000
+        socket.set_hwm(QUEUED_MESSAGES)
+        socket.connect(address)
+        return socket
+
+    def receive_main(self) -> tuple[ToMain, list[bytes]]:
+        """Wait, without limit, for the next work. Only the main thread calls this."""
+        parts = self._main.recv_multipart()
+        return pickle.loads(parts[0]), parts[1:]
+
+    def receive_control(self) -> ToControl:
+        """Wait, without limit, for the next control message. Only the control thread calls this."""
+        message: ToControl = pickle.loads(self._control.recv_multipart()[0])
+        return message
+
+    def announce(self, channel: Channel, message: FromWorker) -> None:
+        """Send on the named channel's own socket; only its thread calls this.
+
+        Ready goes this way: when the controller has it, the route back to that socket exists.
+        """
+        socket = self._main if channel == "main" else self._control
+        socket.send(pickle.dumps(message, protocol=5))
+
+    def send_event(self, message: FromWorker, frames: Sequence[Any] = ()) -> None:
+        """Send output or a result, in order, from any thread. Blocks while the controller does not read."""
+        parts = [pickle.dumps(message, protocol=5), *frames]
+        with self._events_lock:
+            self._events.send_multipart(parts, copy=not frames)
+
+    def close(self) -> None:
+        """Send what is queued, for at most a second, and close."""
+        for socket in (self._main, self._control, self._events):
+            socket.close()
+        self._context.term()
+
+
+def _identity(rank: int, channel: Channel) -> bytes:
+    return f"{channel}-{rank}".encode()
+
+
+def _drain(fd: int) -> None:
+    try:
+        while os.read(fd, 4096):
+            pass
+    except BlockingIOError:
+        pass

@@ -1,0 +1,144 @@
+"""Everything a rank writes, caught at its file descriptors 1 and 2, in order and without loss.
+
+Python's print, C's printf, child processes: all of them end up in two pipes. One thread reads the pipes and sends what
+it finds. The read ends are also open in the process that started this worker, so what a worker wrote in its last moment
+before a crash is still there for the report of its death.
+
+Two pipes do not keep the order between stdout and stderr. So a Python stream, when the other stream wrote last, first
+lets the reader empty the other's pipe.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import select
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from labkit.wire.messages import Display, Output, Stream, StreamName
+from labkit.wire.transport import WorkerWire
+
+PIECE_BYTES = 64 * 1024
+# How long text may wait for more before it is sent: long enough to gather a loop's prints, short enough to look live.
+GATHER_S = 0.02
+NAMES: tuple[StreamName, StreamName] = ("stdout", "stderr")
+
+
+class Capture:
+    """Reads this process's stdout and stderr and sends them as Output.
+
+    Args:
+        wire: Where the output goes.
+        rank: This rank.
+        read_fds: Read ends of the pipes that fd 1 and fd 2 write to.
+    """
+
+    def __init__(self, wire: WorkerWire, rank: int, read_fds: tuple[int, int]) -> None:
+        self._wire, self._rank = wire, rank
+        self._read_fds = read_fds
+        for fd in read_fds:
+            os.set_blocking(fd, False)
+        self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in read_fds]
+        self._lock = threading.RLock()
+        self._last: _Stream | None = None
+        self._stop_read, self._stop_write = os.pipe()
+        self.run_id = 0
+        self._streams = [_Stream(fd, self) for fd in (1, 2)]
+        sys.stdout, sys.stderr = self._streams
+        sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
+        # A forked child (a DataLoader worker) has no reading thread: its streams write to the inherited pipes only.
+        os.register_at_fork(after_in_child=self._detach)
+        self._detached = False
+        self._thread = threading.Thread(target=self._read_loop, name="labkit-output", daemon=True)
+        self._thread.start()
+
+    def emit(self, item: Display) -> None:
+        """Send something displayed, after the text before it."""
+        if self._detached:
+            return
+        self.flush()
+        self._wire.send_event(Output(self._rank, self.run_id, (item,)))
+
+    def flush(self) -> None:
+        """Send all that has been written so far. Returns when the wire has taken it."""
+        if self._detached:
+            return
+        for stream in self._streams:
+            stream.flush()
+        with self._lock:
+            while self._read_once():
+                pass
+
+    def switch(self, stream: _Stream) -> None:
+        """Called by a stream that is about to write, so that the other one's text goes first."""
+        if self._last is not None and not self._detached:
+            io.TextIOWrapper.flush(self._last)
+            with self._lock:
+                while self._read_once():
+                    pass
+        self._last = stream
+
+    def is_last(self, stream: _Stream) -> bool:
+        """Whether this stream wrote last."""
+        return self._last is stream
+
+    def close(self) -> None:
+        """Send the rest and stop reading."""
+        self.flush()
+        os.write(self._stop_write, b"x")
+        self._thread.join(1.0)
+
+    def _detach(self) -> None:
+        self._detached = True
+
+    def _read_loop(self) -> None:
+        poller = select.poll()
+        for fd in (*self._read_fds, self._stop_read):
+            poller.register(fd, select.POLLIN)
+        pause = threading.Event()
+        while True:
+            ready = {fd for fd, _ in poller.poll()}
+            if self._stop_read in ready:
+                return
+            pause.wait(GATHER_S)
+            with self._lock:
+                self._read_once()
+
+    def _read_once(self) -> bool:
+        """Read at most one piece of each pipe and send it. The caller holds the lock."""
+        items: list[Stream | Display] = []
+        for name, fd, decoder in zip(NAMES, self._read_fds, self._decoders, strict=True):
+            try:
+                data = os.read(fd, PIECE_BYTES)
+            except BlockingIOError:
+                continue
+            text = decoder.decode(data)
+            if text:
+                items.append(Stream(name, text))
+        if items:
+            self._wire.send_event(Output(self._rank, self.run_id, tuple(items)))
+        return bool(items)
+
+
+class _Stream(io.TextIOWrapper):
+    """sys.stdout or sys.stderr of a rank: line buffered text on a file descriptor."""
+
+    def __init__(self, fd: int, capture: Capture) -> None:
+        self._capture = capture
+        buffer = io.BufferedWriter(io.FileIO(fd, "wb", closefd=False))
+        super().__init__(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+    def write(self, text: str) -> int:
+        if not self._capture.is_last(self):
+            self._capture.switch(self)
+        return super().write(text)
+
+    def isatty(self) -> bool:
+        return False
+
+
+Emit = Callable[[Display], Any]

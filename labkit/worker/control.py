@@ -1,0 +1,58 @@
+"""The control thread: it hears the controller while the main thread is stuck in a cell."""
+
+from __future__ import annotations
+
+import threading
+
+import zmq
+
+from labkit.wire.messages import Abort, Aborted, Inspect, Inspection, Interrupt, Release
+from labkit.wire.payload import Packed
+from labkit.wire.transport import WorkerWire
+from labkit.worker import introspection
+from labkit.worker.process_group import ProcessGroups
+from labkit.worker.run_state import RunState
+
+
+class ControlThread:
+    """Answers interrupts, aborts and questions.
+
+    Args:
+        wire: The worker's wire.
+        rank: This rank.
+        state: What the main thread does.
+        groups: This rank's process groups.
+    """
+
+    def __init__(self, wire: WorkerWire, rank: int, state: RunState, groups: ProcessGroups) -> None:
+        self._wire, self._rank, self._state, self._groups = wire, rank, state, groups
+        self._held: dict[int, Packed] = {}
+        self._thread = threading.Thread(target=self._serve, name="labkit-control", daemon=True)
+
+    def start(self) -> None:
+        """Connect to the controller and listen."""
+        self._wire.announce("control", Aborted(self._rank, 0, "control thread is up"))
+        self._thread.start()
+
+    def hold(self, run_id: int, packed: Packed) -> None:
+        """Keep a result's memory file until the controller has read it."""
+        if packed.memory is not None:
+            self._held[run_id] = packed
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                message = self._wire.receive_control()
+            except zmq.ZMQError:
+                return  # the worker is ending and has closed its sockets
+            if isinstance(message, Interrupt):
+                self._state.interrupt(message.run_id)
+            elif isinstance(message, Abort):
+                self._wire.announce("control", Aborted(self._rank, message.run_id, self._groups.abort(message.run_id)))
+            elif isinstance(message, Inspect):
+                report = introspection.report(self._state)
+                self._wire.announce("control", Inspection(self._rank, message.request_id, report))
+            elif isinstance(message, Release):
+                packed = self._held.pop(message.run_id, None)
+                if packed is not None:
+                    packed.close()

@@ -1,0 +1,280 @@
+"""The fork server: one process that has torch imported and forks workers from that state.
+
+Importing torch costs seconds, forking an importing process costs milliseconds. Forking after ``import torch`` is safe
+because this process has one thread, runs no operator and never touches an accelerator.
+
+It is also the workers' guardian. It reports each death at once with what the worker wrote last, and when its controller
+goes away, for whatever reason, it kills every worker with all that the workers have started, and then ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import importlib
+import os
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from labkit.wire.pipes import drain, make_pipes, redirect
+from labkit.wire.spec import WorkerSpec
+
+# What every worker needs; forking waits for these.
+FIRST_IMPORTS = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "labkit.worker.loop",
+)
+# What most labs use soon after; imported while nobody asks for anything.
+IDLE_IMPORTS = ("torch._dynamo", "matplotlib_inline.backend_inline")
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class _Child:
+    pid: int
+    rank: int
+    read_fds: tuple[int, int]
+
+
+@dataclass
+class Server:
+    """The server's state.
+
+    Attributes:
+        connection: To the controller; its end means that the controller is gone.
+        children: Living workers by pid.
+        directories: Directories of pools, removed when the controller goes away without doing so.
+    """
+
+    connection: Connection
+    children: dict[int, _Child] = field(default_factory=dict)
+    directories: set[str] = field(default_factory=set)
+
+    def serve(self) -> None:
+        """Answer requests until the controller goes away."""
+        wake_read, wake_write = os.pipe()
+        os.set_blocking(wake_read, False)
+        os.set_blocking(wake_write, False)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        parent = os.getppid()
+        idle_imports = list(IDLE_IMPORTS)
+        poller = select.poll()
+        poller.register(self.connection.fileno(), select.POLLIN)
+        poller.register(wake_read, select.POLLIN)
+        # A child that the controller's process forked could hold the connection open, so the parent is watched as well.
+        while os.getppid() == parent:
+            ready = {fd for fd, _ in poller.poll(20 if idle_imports else 500)}
+            if wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    while os.read(wake_read, 4096):
+                        pass
+            self.reap()
+            if self.connection.fileno() in ready:
+                try:
+                    request = self.connection.recv()
+                except (EOFError, OSError):
+                    break
+                if not self.handle(request):
+                    break
+            elif not ready and idle_imports:
+                with contextlib.suppress(ImportError):
+                    importlib.import_module(idle_imports.pop(0))
+        self.end()
+
+    def handle(self, request: tuple[Any, ...]) -> bool:
+        """Answer one request; False ends the server."""
+        name, *args = request
+        if name == "start":
+            token, spec = args
+            self.connection.send(("started", token, self.start(spec)))
+        elif name == "kill":
+            (pid,) = args
+            if pid in self.children:
+                _kill_group(pid)
+        elif name == "directory":
+            self.directories.add(args[0])
+        elif name == "forget":
+            self.directories.discard(args[0])
+        elif name == "count_gpus":
+            token, environ = args
+            self.connection.send(("counted", token, count_gpus(environ)))
+        else:
+            return False
+        return True
+
+    def start(self, spec: WorkerSpec) -> int:
+        """Fork one worker; returns its pid."""
+        read_fds, write_fds = make_pipes()
+        pid = os.fork()
+        if pid == 0:
+            self._become_worker(spec, read_fds, write_fds)
+        for fd in write_fds:
+            os.close(fd)
+        self.children[pid] = _Child(pid, spec.rank, read_fds)
+        return pid
+
+    def _become_worker(self, spec: WorkerSpec, read_fds: tuple[int, int], write_fds: tuple[int, int]) -> None:
+        """The child's side of the fork. Never returns."""
+        code = 1
+        try:
+            server = os.getppid()
+            os.setsid()
+            die_with_parent()
+            if os.getppid() != server:
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.connection.close()
+            for sibling in self.children.values():
+                for fd in sibling.read_fds:
+                    os.close(fd)
+            redirect(write_fds)
+            enter(spec)
+            from labkit.worker.loop import main
+
+            main(spec, read_fds)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            # os._exit: the interpreter's own shutdown belongs to the fork server and would run its exit handlers twice.
+            os._exit(code)
+
+    def reap(self) -> None:
+        """Report the workers that have ended, with the last they wrote, and end what they left running."""
+        for pid, child in list(self.children.items()):
+            # WNOWAIT keeps the pid, and so its process group, ours until the group has been killed.
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                continue
+            _kill_group(pid)
+            _, status = os.waitpid(pid, 0)
+            del self.children[pid]
+            tails = tuple(drain(fd) for fd in child.read_fds)
+            for fd in child.read_fds:
+                os.close(fd)
+            with contextlib.suppress(OSError):
+                self.connection.send(("exited", pid, child.rank, os.waitstatus_to_exitcode(status), tails))
+        self._reap_adopted()
+
+    def _reap_adopted(self) -> None:
+        """Collect the grandchildren that this process, as their subreaper, has inherited."""
+        for pid in _child_pids():
+            if pid not in self.children:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+    def end(self) -> None:
+        """Kill every worker with all its descendants, remove the pools' directories."""
+        deadline = time.monotonic() + 5.0
+        for pid in self.children:
+            _kill_group(pid)
+        while (pids := _child_pids()) and time.monotonic() < deadline:
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
+        for directory in self.directories:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+def enter(spec: WorkerSpec) -> None:
+    """Take over the controller's environment, folder and import path, and set what torchrun sets."""
+    os.environ.clear()
+    os.environ.update(spec.environ)
+    os.environ.update(
+        RANK=str(spec.rank),
+        WORLD_SIZE=str(spec.world_size),
+        LOCAL_RANK=str(spec.local_rank),
+        LOCAL_WORLD_SIZE=str(spec.local_world_size),
+    )
+    os.chdir(spec.cwd)
+    sys.path[:] = spec.sys_path
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the fork server dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def count_gpus(environ: dict[str, str]) -> int:
+    """The CUDA devices visible under ``environ``, asked in a throw-away child: asking would bind this process to the driver."""
+    import torch
+
+    if torch.version.cuda is None:
+        return 0
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        count = 0
+        try:
+            os.environ.clear()
+            os.environ.update(environ)
+            count = torch.cuda.device_count()
+        finally:
+            os.write(write, str(count).encode())
+            os._exit(0)
+    os.close(write)
+    text = os.read(read, 16)
+    os.close(read)
+    os.waitpid(pid, 0)
+    return int(text or b"0")
+
+
+def _kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _child_pids() -> list[int]:
+    try:
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def main() -> None:
+    """Entry point: ``python -m labkit.worker.forkserver --fd N``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--fd", type=int, required=True)
+    connection = Connection(parser.parse_args().fd)
+    # The notebook's interrupt goes to its whole process group, and the controller passes it on in its own way.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    started = time.monotonic()
+    try:
+        for name in FIRST_IMPORTS:
+            importlib.import_module(name)
+    except BaseException as error:
+        connection.send(("broken", f"{type(error).__name__}: {error}", traceback.format_exc()))
+        raise
+    connection.send(("ready", time.monotonic() - started))
+    Server(connection).serve()
+
+
+if __name__ == "__main__":
+    main()

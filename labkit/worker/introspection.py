@@ -1,0 +1,105 @@
+"""What this rank does right now, read from the control thread: Python frames, CPU time, torch's flight recorder."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import pickle
+import resource
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from labkit.wire.messages import Collective, RankReport
+from labkit.worker.run_state import RunState
+
+LAST_COLLECTIVES = 20
+_LIBRARIES = ("/torch/", "/labkit/", "/IPython/", "site-packages/", "/lib/python3", "<frozen", "<string>")
+
+
+def report(state: RunState) -> RankReport:
+    """Look at the main thread.
+
+    Args:
+        state: Which run it works on.
+
+    Returns:
+        The report; never raises for something that cannot be read, and never blocks on the main thread.
+    """
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = usage.ru_utime + usage.ru_stime
+    run_id, started = state.run_id, state.started
+    collectives = recent_collectives()
+    if run_id is None:
+        return RankReport(None, cpu_s=cpu_s, collectives=collectives, threads=threading.active_count())
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    user = _user_frame(innermost)
+    return RankReport(
+        run_id,
+        busy_s=time.monotonic() - started,
+        where=_place(user) if user else "",
+        function=user.f_code.co_name if user else "",
+        code=linecache.getline(user.f_code.co_filename, user.f_lineno).strip() if user else "",
+        innermost=f"{innermost.f_code.co_filename}:{innermost.f_lineno} {innermost.f_code.co_name}" if innermost else "",
+        in_collective=_in_collective(innermost),
+        cpu_s=cpu_s,
+        collectives=collectives,
+        threads=threading.active_count(),
+    )
+
+
+def _user_frame(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame that is neither a library's nor labkit's."""
+    while frame is not None:
+        name = frame.f_code.co_filename.replace(os.sep, "/")
+        if name.startswith("<ipython-input") or "ipykernel_" in name or not any(part in name for part in _LIBRARIES):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def _place(frame: FrameType) -> str:
+    from IPython.core.interactiveshell import InteractiveShell
+
+    name = frame.f_code.co_filename
+    number = InteractiveShell.instance().compile._filename_map.get(name) if InteractiveShell.initialized() else None
+    return f"Cell In[{number}], line {frame.f_lineno}" if number is not None else f"{os.path.basename(name)}, line {frame.f_lineno}"
+
+
+def _in_collective(frame: FrameType | None) -> bool:
+    """Whether the innermost Python frame waits for a collective or for the device behind one."""
+    if frame is None:
+        return False
+    name, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
+    if "/torch/distributed/" in name or "/torch/_ops.py" in name:
+        return True
+    return function in ("synchronize", "wait") and "/torch/" in name
+
+
+def recent_collectives() -> tuple[Collective, ...]:
+    """The last collectives of this rank, oldest first; empty where torch keeps no record."""
+    distributed = sys.modules.get("torch.distributed")
+    dump = getattr(getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None), "_dump_fr_trace", None)
+    if distributed is None or dump is None or not distributed.is_initialized():
+        return ()
+    try:
+        record = pickle.loads(dump(True, False, False))
+    except Exception:
+        return ()  # a diagnosis with less in it is better than none
+    return tuple(_collective(entry) for entry in record.get("entries", [])[-LAST_COLLECTIVES:])
+
+
+def _collective(entry: dict[str, Any]) -> Collective:
+    name = str(entry.get("profiling_name", "")).split(":")[-1]
+    group = entry.get("process_group", ("?", "?"))
+    return Collective(
+        sequence=int(entry.get("collective_seq_id", 0)),
+        name=name,
+        group=str(group[0]),
+        sizes=tuple(tuple(shape) for shape in entry.get("input_sizes", ())),
+        dtypes=tuple(map(str, entry.get("input_dtypes", ()))),
+        # gloo never moves an entry beyond "scheduled"; only retired tells that it has ended.
+        done=bool(entry.get("retired", False)) or entry.get("state") == "completed",
+    )

@@ -1,0 +1,169 @@
+"""A worker's life: start, take one message at a time, end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import traceback
+from typing import Any
+
+from labkit.errors import RankFailure, WireError
+from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, Shutdown
+from labkit.wire.payload import Packed, pack, unpack
+from labkit.wire.transport import WorkerWire
+from labkit.worker import shell as rank_shell
+from labkit.worker.capture import Capture
+from labkit.worker.control import ControlThread
+from labkit.worker.process_group import ProcessGroups
+from labkit.worker.run_state import RunState
+from labkit.wire.spec import WorkerSpec
+
+
+class Worker:
+    """One rank.
+
+    Args:
+        spec: Its place in the pool.
+        read_fds: Read ends of the pipes behind its fd 1 and 2.
+    """
+
+    def __init__(self, spec: WorkerSpec, read_fds: tuple[int, int]) -> None:
+        import torch
+
+        torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+        self._spec = spec
+        self._wire = WorkerWire(spec.rank, spec.endpoint)
+        self._state = RunState()
+        self._groups = ProcessGroups(spec)
+        self._control = ControlThread(self._wire, spec.rank, self._state, self._groups)
+        self._control.start()
+        self._groups.form()
+        self._capture = Capture(self._wire, spec.rank, read_fds)
+        self._shell = rank_shell.RankShell.create(self._emit, self._first_names())
+        self._wire.announce("main", Ready(spec.rank, os.getpid(), os.uname().nodename, str(self._groups.device)))
+
+    def _first_names(self) -> dict[str, Any]:
+        spec = self._spec
+        return {
+            "rank": spec.rank,
+            "world_size": spec.world_size,
+            "local_rank": spec.local_rank,
+            "device": self._groups.device,
+        }
+
+    def _emit(self, item: Display) -> None:
+        self._capture.emit(item)
+
+    def serve(self) -> None:
+        """Take one message at a time until Shutdown."""
+        while True:
+            message, frames = self._wire.receive_main()
+            if isinstance(message, Shutdown):
+                break
+            self._handle(message, frames)
+        self._capture.close()
+        self._wire.send_event(Bye(self._spec.rank))
+        self._wire.close()
+
+    def _handle(self, message: Execute, frames: list[bytes]) -> None:
+        self._capture.run_id = message.run_id
+        self._state.begin(message.run_id)
+        packed: Packed | None = None
+        failure: RankFailure | None = None
+        try:
+            try:
+                self._state.enter_user_code()
+                value = self._execute(message, frames)
+            finally:
+                self._state.leave_user_code()
+            if value is not _NOTHING:
+                packed = pack(value, share_memory=self._wire.same_machine)
+        except BaseException as error:
+            failure = self._failure(error)
+        self._state.end()
+        self._capture.flush()
+        self._answer(message.run_id, packed, failure)
+
+    def _answer(self, run_id: int, packed: Packed | None, failure: RankFailure | None) -> None:
+        if failure is not None:
+            # The exception's frames are gone now; what they held goes back before the next cell.
+            rank_shell.forget_last_error()
+            gc.collect()
+            self._wire.send_event(Failed(self._spec.rank, run_id, failure, group_lost=self._groups.lost))
+            return
+        if packed is not None:
+            self._control.hold(run_id, packed)
+        payload = packed.payload if packed is not None else None
+        self._wire.send_event(Result(self._spec.rank, run_id, payload), packed.frames if packed is not None else ())
+
+    def _execute(self, message: Execute, frames: list[bytes]) -> Any:
+        if message.kind == "cell":
+            return self._run_cell(message)
+        if message.kind == "call":
+            return self._call(message, frames)
+        if message.kind == "push":
+            assert message.payload is not None
+            self._shell.user_ns.update(unpack(message.payload, frames))
+            return _NOTHING
+        if message.kind == "pull":
+            return eval(compile(message.source, "<pull>", "eval"), self._shell.user_ns)
+        assert message.group is not None
+        self._groups.renew(message.group, message.run_id)
+        return _NOTHING
+
+    def _run_cell(self, message: Execute) -> Any:
+        value, shown = self._shell.run_source(message.source, message.cell_number)
+        if message.want_value:
+            return value
+        if shown is not None:
+            self._emit(shown)
+        return _NOTHING
+
+    def _call(self, message: Execute, frames: list[bytes]) -> Any:
+        assert message.payload is not None
+        function, args, kwargs, sources = unpack(message.payload, frames)
+        rank_shell.register_sources(self._shell, sources)
+        _lend_namespace(function, self._shell.user_ns)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._shell.events.trigger("post_execute")  # shows the figures that the function drew
+
+    def _failure(self, error: BaseException) -> RankFailure:
+        interrupted = isinstance(error, KeyboardInterrupt) or self._state.interrupt_requested
+        kind = "interrupted" if interrupted else "exited" if isinstance(error, SystemExit) else "exception"
+        message = str(error)
+        if kind == "exited":
+            message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"
+        try:
+            trace = "" if isinstance(error, WireError) else self._shell.format_error(error)
+        except Exception:
+            trace = "".join(traceback.format_exception(error))
+        return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace)
+
+
+class _Nothing:
+    """Marks a run that returns no value, as None is one."""
+
+
+_NOTHING = _Nothing()
+
+
+def _lend_namespace(function: Any, namespace: dict[str, Any]) -> None:
+    """Let a function from the notebook see the rank's variables.
+
+    cloudpickle gives a function from a notebook a namespace with the globals it uses in the kernel. Names it does not
+    find there, such as ``rank`` or a model made in a %%spmd cell, are looked up on the rank.
+    """
+    own = getattr(function, "__globals__", None)
+    home = sys.modules.get(getattr(function, "__module__", "") or "")
+    if own is None or own is namespace or (home is not None and home.__dict__ is own):
+        return
+    for name, value in namespace.items():
+        own.setdefault(name, value)
+
+
+def main(spec: WorkerSpec, read_fds: tuple[int, int]) -> None:
+    """Run a worker in this process until it is told to end."""
+    Worker(spec, read_fds).serve()

@@ -1,0 +1,103 @@
+"""This rank's process groups: forming them, aborting them from outside, renewing them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from labkit.wire.messages import GroupSpec
+from labkit.worker import backends
+from labkit.wire.spec import WorkerSpec
+
+# labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
+# the process with NCCL, which would lose the rank's state while its reader is still thinking.
+TIMEOUT = timedelta(hours=24)
+
+
+class ProcessGroups:
+    """The default group of a rank and all groups made from it.
+
+    Args:
+        spec: The worker's place in the pool.
+    """
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
+        self.device = torch.device("cuda", spec.local_rank) if spec.device == "cuda" else torch.device("cpu")
+        self._lock = threading.Lock()
+        self._renewed_by = 0
+        self.lost = False
+
+    def form(self) -> None:
+        """Form the default group and complete one collective on it. Collective; blocks until every rank is there."""
+        group = self._spec.group
+        if self._spec.endpoint.same_machine:
+            # Without this gloo binds to whatever address the host name resolves to, which may be none at all.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        bound: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            bound["device_id"] = self.device
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo",
+            store=_store(group),
+            rank=self._spec.rank,
+            world_size=group.world_size,
+            timeout=TIMEOUT,
+            **bound,
+        )
+        self._first_collective()
+
+    def abort(self, run_id: int) -> str:
+        """Free the main thread from any collective. Called from the control thread, at any time, more than once.
+
+        Args:
+            run_id: The run to free it from. An abort that arrives after the groups were renewed does nothing.
+
+        Returns:
+            What was done, for the log.
+        """
+        with self._lock:
+            if run_id < self._renewed_by:
+                return "too late: the groups have been renewed"
+            self.lost = True
+            communicators = backends.abort_nccl() if self.device.type == "cuda" else 0
+            sockets = backends.cut_gloo()
+        return f"{communicators} NCCL communicators aborted, {sockets} gloo sockets shut down"
+
+    def renew(self, group: GroupSpec, run_id: int) -> None:
+        """Give every group new backends. Collective over all ranks of the pool.
+
+        Args:
+            group: Where the ranks meet; a generation after the last one.
+            run_id: The run that renews; aborts of earlier runs come too late from now on.
+        """
+        with self._lock:
+            self._renewed_by = run_id
+        store = _store(group)
+        for process_group in backends.groups():
+            backends.replace_backends(process_group, store, group.generation, TIMEOUT)
+        self.lost = False
+        self._first_collective()
+
+    def _first_collective(self) -> None:
+        """Connect everything now: gloo's pairs and NCCL's communicator are otherwise made by the first user."""
+        ones = torch.ones(1)
+        dist.all_reduce(ones)
+        if self.device.type == "cuda":
+            on_device = ones.to(self.device)
+            dist.all_reduce(on_device)
+            torch.cuda.synchronize()
+
+
+def _store(group: GroupSpec) -> Any:
+    if group.store.startswith("tcp://"):
+        host, _, port = group.store.removeprefix("tcp://").rpartition(":")
+        return dist.PrefixStore(f"labkit-{group.generation}", dist.TCPStore(host, int(port), is_master=False))
+    return dist.FileStore(group.store, group.world_size)

@@ -1,0 +1,155 @@
+"""The IPython shell of a rank: it compiles and runs cells as a notebook's own kernel would.
+
+The rank's namespace is the module ``__main__`` itself, so classes from cells pickle by name and DataLoader workers find
+them. History, profile folders and prompts are switched off: a rank has no person at its keyboard.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+import types
+from typing import Any
+
+from IPython.core.history import HistoryManager
+from IPython.core.interactiveshell import InteractiveShell
+from traitlets import Type
+from traitlets.config import Config
+
+from labkit.wire.messages import Display
+from labkit.worker.capture import Emit
+from labkit.worker.display import RankDisplayHook, RankDisplayPublisher
+
+_CONFIG = Config(
+    {
+        "HistoryManager": {"enabled": False, "hist_file": ":memory:"},
+        "InteractiveShell": {"cache_size": 0, "colors": "nocolor", "history_length": 0, "history_load_length": 0},
+    }
+)
+
+
+class RankShell(InteractiveShell):
+    """Runs cells; keeps what went wrong instead of printing it."""
+
+    displayhook_class = Type(RankDisplayHook)
+    display_pub_class = Type(RankDisplayPublisher)
+    display_pub: RankDisplayPublisher
+    displayhook: RankDisplayHook
+
+    @classmethod
+    def create(cls, emit: Emit, variables: dict[str, Any]) -> RankShell:
+        """Make the process's shell.
+
+        Args:
+            emit: Sends what the rank displays.
+            variables: The first names in its namespace.
+        """
+        HistoryManager.enabled = False
+        module = types.ModuleType("__main__", "The namespace of this rank.")
+        module.__dict__.update(variables)
+        shell = cls.instance(config=_CONFIG, user_module=module)
+        shell.display_pub.emit = emit
+        return shell
+
+    # A rank makes no folders of its own in the user's home and starts no interactive machinery.
+    def init_ipython_dir(self, ipython_dir: Any) -> None:
+        """Do without: a rank keeps no profile."""
+        self.ipython_dir = ""
+
+    def init_profile_dir(self, profile_dir: Any) -> None:
+        """Do without: a rank keeps no profile."""
+        self.profile_dir = None
+
+    def init_virtualenv(self) -> None:
+        """Do without: the fork server runs in the kernel's own environment."""
+
+    def init_pdb(self) -> None:
+        """Do without: nobody can type at a rank."""
+
+    def ask_exit(self) -> None:
+        """``exit()`` in a cell ends the cell, not the rank."""
+        raise SystemExit
+
+    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
+        """Print nothing: the run's Failed message carries the traceback."""
+
+    def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
+        """Print nothing: the run's Failed message carries the traceback."""
+
+    def run_source(self, source: str, cell_number: int | None) -> tuple[Any, Display | None]:
+        """Run a cell.
+
+        Args:
+            source: The cell, with magics, ``!`` and top-level ``await`` as in a notebook.
+            cell_number: The kernel's number for it.
+
+        Returns:
+            The last expression's value and its display, or (None, None).
+
+        Raises:
+            BaseException: Whatever the cell raised.
+        """
+        if cell_number is not None:
+            self.execution_count = cell_number
+        self.displayhook.source = source
+        self.displayhook.take()
+        result = self.run_cell(source, store_history=False)
+        # The shell would keep the exception, and through its frames every local tensor, until the next cell.
+        self.last_execution_result = None
+        error = result.error_before_exec or result.error_in_exec
+        if error is not None:
+            self.displayhook.take()
+            raise error
+        return self.displayhook.take()
+
+    def format_error(self, error: BaseException) -> str:
+        """The error's traceback as text, as this shell would show it, without labkit's own frames."""
+        trace = _without_own_frames(error.__traceback__)
+        if isinstance(error, SyntaxError) and _is_bare(error.__traceback__):
+            lines = self.SyntaxTB.structured_traceback(type(error), error, [])
+        elif isinstance(error, BaseExceptionGroup):
+            lines = traceback.format_exception(type(error), error, trace)
+            return "".join(lines)
+        else:
+            lines = self.InteractiveTB.structured_traceback(type(error), error, trace, tb_offset=0)
+        return "\n".join(lines)
+
+
+_OWN_PLACES = ("labkit/worker/", "IPython/core/interactiveshell.py", "IPython/core/async_helpers.py")
+
+
+def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
+    """Skip the outermost frames that belong to the machinery around a cell."""
+    while trace is not None and any(place in trace.tb_frame.f_code.co_filename.replace("\\", "/") for place in _OWN_PLACES):
+        trace = trace.tb_next
+    return trace
+
+
+def _is_bare(trace: types.TracebackType | None) -> bool:
+    """Whether a SyntaxError is the cell's own, found while parsing it."""
+    return _without_own_frames(trace) is None
+
+
+def type_name(error: BaseException) -> str:
+    """``ValueError``, or ``package.module.Name`` for what is not a builtin and not from a cell."""
+    kind = type(error)
+    if kind.__module__ in ("builtins", "__main__"):
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def register_sources(shell: RankShell, sources: dict[str, tuple[list[str], int | None]]) -> None:
+    """Make the source of functions from notebook cells known here, so that tracebacks can show their lines."""
+    import linecache
+
+    for filename, (lines, number) in sources.items():
+        linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
+        if number is not None:
+            shell.compile._filename_map[filename] = number
+
+
+def forget_last_error() -> None:
+    """Drop Python's own record of the last exception: its frames keep tensors alive."""
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        if hasattr(sys, name):
+            delattr(sys, name)
