@@ -254,6 +254,8 @@ class _Reader(pickle.Unpickler):
         self.unknown: set[str] = set()
 
     def find_class(self, module: str, name: str) -> Any:
+        # Protocols up to 2, torch.save's among them, write the Python 2 name of this module.
+        module = "builtins" if module == "__builtin__" else module
         found = _FUNCTIONS.get((module, name))
         if found is not None:
             return found
