@@ -4,7 +4,7 @@
 # One folder of tests:    make test ARGS="tests/unit -x"
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run lint bench soak clean
+.PHONY: help lab test run lint bench soak strip clean
 
 BIN := .venv/bin
 READY := .venv/.installed
@@ -46,6 +46,9 @@ soak: $(READY) ## run the slow tests, then the process tests SOAK_ROUNDS times
 	$(BIN)/python -m pytest -m slow $(ARGS)
 	round=1; while [ $$round -le $(SOAK_ROUNDS) ]; do echo "round $$round of $(SOAK_ROUNDS)"; \
 	$(BIN)/python -m pytest -x -q tests/process $(ARGS) || exit 1; round=$$((round + 1)); done
+
+strip: $(READY) ## bring edited notebooks into the form in which they are committed
+	$(BIN)/python .ci/strip notebooks/*.ipynb
 
 clean: ## remove build outputs and caches; .venv stays
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.machinery
-import importlib.util
+import itertools
 import json
 import re
 import subprocess
@@ -16,6 +15,8 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+
+from tests import scripts
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -66,7 +67,7 @@ def test_what_conda_installs_holds_every_package_that_the_notebooks_need() -> No
     assert installed >= USER_PACKAGES
 
 
-@pytest.mark.parametrize("requirement", [*PROJECT["dependencies"], *sum(PROJECT["optional-dependencies"].values(), [])])
+@pytest.mark.parametrize("requirement", [*PROJECT["dependencies"], *itertools.chain(*PROJECT["optional-dependencies"].values())])
 def test_every_requirement_has_a_lower_and_an_upper_bound(requirement: str) -> None:
     operators = {specifier.operator for specifier in Requirement(requirement).specifier}
     assert operators == {">=", "<"}
@@ -93,10 +94,7 @@ def test_make_names_the_way_out_when_there_is_no_python(tmp_path: Path) -> None:
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The install script as a module whose pip calls are recorded instead of run."""
-    loader = importlib.machinery.SourceFileLoader("ci_install", str(ROOT / ".ci" / "install"))
-    spec = importlib.util.spec_from_loader("ci_install", loader)
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
+    module = scripts.load("install")
     module.calls = []
     module.pip = lambda *arguments: module.calls.append(arguments) or 0
     monkeypatch.setattr(module, "_pip_version", lambda: (26, 0))
