@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -74,7 +75,8 @@ class BatchSampler:
 
     def global_batch(self, position: int) -> Tensor:
         """The whole batch at a position: int64, (batch_size, seq_len + 1), on the CPU."""
-        generator = torch.Generator().manual_seed((self.seed << 32) + position)
+        # Hashed, because torch's CPU generator looks at the lower 32 bits of a seed only.
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{position}".encode()))
         starts = torch.randint(len(self.text) - self.seq_len, (self.batch_size, 1), generator=generator)
         return self.text[starts + torch.arange(self.seq_len + 1)].long()
 

@@ -30,5 +30,5 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def path_text(path: Path) -> str:
-    """Write a path for people: FQNs as they are, parts joined by ``/``, keys that are no text in their repr."""
-    return "/".join(part if isinstance(part, str) else repr(part) for part in path) or "(the value itself)"
+    """Write a path for people: parts joined by ``/``, text as it is, but ``'0'`` in quotes to tell it from the integer 0."""
+    return "/".join(part if isinstance(part, str) and not part.isdigit() else repr(part) for part in path) or "(the value itself)"
