@@ -274,9 +274,14 @@ class WorkerWire:
 
     def close(self) -> None:
         """Send what is queued, for at most a second, and close."""
-        for socket in (self._main, self._control, self._events):
-            socket.close()
+        self._main.close()
+        self._events.close()
+        # The control thread sits in its socket, which no other thread may close: term() gets it out and waits for it to close.
         self._context.term()
+
+    def close_control(self) -> None:
+        """Close the control thread's socket; only that thread calls this, once :meth:`receive_control` has raised."""
+        self._control.close(0)
 
 
 def _identity(rank: int, channel: Channel) -> bytes:

@@ -6,7 +6,7 @@ import threading
 
 import zmq
 
-from labkit.wire.messages import Abort, Aborted, Inspect, Inspection, Interrupt, Release
+from labkit.wire.messages import Abort, Aborted, Inspect, Inspection, Interrupt, Release, ToControl
 from labkit.wire.payload import Packed
 from labkit.wire.transport import WorkerWire
 from labkit.worker import introspection
@@ -40,19 +40,21 @@ class ControlThread:
             self._held[run_id] = packed
 
     def _serve(self) -> None:
-        while True:
-            try:
-                message = self._wire.receive_control()
-            except zmq.ZMQError:
-                return  # the worker is ending and has closed its sockets
-            if isinstance(message, Interrupt):
-                self._state.interrupt(message.run_id)
-            elif isinstance(message, Abort):
-                self._wire.announce("control", Aborted(self._rank, message.run_id, self._groups.abort(message.run_id)))
-            elif isinstance(message, Inspect):
-                report = introspection.report(self._state)
-                self._wire.announce("control", Inspection(self._rank, message.request_id, report))
-            elif isinstance(message, Release):
-                packed = self._held.pop(message.run_id, None)
-                if packed is not None:
-                    packed.close()
+        try:
+            while True:
+                self._handle(self._wire.receive_control())
+        except zmq.ZMQError:
+            self._wire.close_control()  # the worker is ending and waits for this in close()
+
+    def _handle(self, message: ToControl) -> None:
+        if isinstance(message, Interrupt):
+            self._state.interrupt(message.run_id)
+        elif isinstance(message, Abort):
+            self._wire.announce("control", Aborted(self._rank, message.run_id, self._groups.abort(message.run_id)))
+        elif isinstance(message, Inspect):
+            report = introspection.report(self._state)
+            self._wire.announce("control", Inspection(self._rank, message.request_id, report))
+        elif isinstance(message, Release):
+            packed = self._held.pop(message.run_id, None)
+            if packed is not None:
+                packed.close()
