@@ -204,6 +204,13 @@ def _copied(kind: type) -> _Inert:
     return _Inert(build)
 
 
+def _member(kind: Any, name: str) -> type[Record]:
+    # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Both become a record class.
+    if not (isinstance(kind, type) and issubclass(kind, Record)) or not isinstance(name, str):
+        raise pickle.UnpicklingError("an attribute of something that is no record")
+    return type("Record", (kind,), {"__slots__": (), "name": f"{kind.name}.{name}"})
+
+
 def _array(kind: Any, shape: Any, typecode: Any) -> _NumpyArray:
     return _NumpyArray()
 
@@ -233,6 +240,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _copied(tuple),
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _Inert(_encode),
+    ("builtins", "getattr"): _Inert(_member),
     ("builtins", "set"): _copied(set),
     ("builtins", "frozenset"): _copied(frozenset),
     ("builtins", "bytearray"): _copied(bytearray),
