@@ -27,6 +27,7 @@ GIB = 2**30
 MIN_SHM_BYTES = GIB
 MIN_MEMORY_BYTES = 3 * GIB
 MIN_OPEN_FILES = 1024
+GOOD_OPEN_FILES = 4096
 
 Level = Literal["ok", "problem", "fatal"]
 
@@ -197,7 +198,7 @@ def _open_files() -> Iterator[Finding]:
         if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES
         else ""
     )
-    advice = f"ulimit -n {MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, 4 * MIN_OPEN_FILES)}"
+    advice = f"ulimit -n {GOOD_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, GOOD_OPEN_FILES)}"
     yield Finding("open files", "no limit" if soft == resource.RLIM_INFINITY else f"at most {soft}", few, advice)
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before anything imports torch: several ranks on few cores, each with a thread pool of its own, only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import nbformat
 import pytest
 from hypothesis import settings
+from nbformat.v4 import new_code_cell, new_notebook
 
 from labkit import machine
 from tests import leaks
@@ -20,6 +22,7 @@ from tests import leaks
 TESTS = Path(__file__).parent
 # Cheap tests first: they fail in seconds.
 ORDER = ("unit", "checkpoint", "process", "notebooks", "browser", "gpu")
+MakeNotebook = Callable[..., Path]
 MARKED_FOLDERS = ("process", "gpu", "browser", "notebooks")
 
 settings.register_profile("labkit", deadline=None, derandomize=True)
@@ -77,3 +80,17 @@ def _leak_guard(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     with leaks.guard():
         yield
+
+
+@pytest.fixture
+def make_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNotebook:
+    """Write a notebook with these cells after a parameters cell; the current directory is its folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(name: str, *cells: str, parameters: str = "size = 1\nlabel = 'none'") -> Path:
+        notebook = new_notebook(cells=[new_code_cell(parameters, metadata={"tags": ["parameters"]}), *map(new_code_cell, cells)])
+        path = tmp_path / f"{name}.ipynb"
+        nbformat.write(notebook, path)
+        return path
+
+    return write

@@ -29,6 +29,7 @@ START_TIMEOUT_S = 120
 INTERRUPT_GRACE_S = 15.0
 # nbclient looks once a second whether the kernel lives.
 KILL_GRACE_S = 15.0
+LAST_WORDS_LINES = 15
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 # nbclient reports a dead kernel through papermill's logger as well, onto stderr when nobody listens.
@@ -150,7 +151,7 @@ class Attempt:
                 try:
                     self._papermill(Path(folder))
                 finally:
-                    self.last_words = _tail(Path(folder, "output.txt"))
+                    self.last_words = _last_words(Path(folder, "output.txt"))
         except BaseException as error:
             self.error = error
         self.seconds = time.monotonic() - self.started
@@ -168,7 +169,9 @@ class Attempt:
             str(self.notebook),
             str(self.executed),
             parameters=self.parameters,
+            # Whatever kernel its author saved it with: labkit is installed in this one.
             kernel_name="python3",
+            language="python",
             progress_bar=False,
             start_timeout=START_TIMEOUT_S,
             autosave_cell_every=0,
@@ -206,10 +209,13 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _tail(path: Path, num_lines: int = 20) -> str:
-    """The end of what the kernel's process wrote past the notebook, such as the report of a segmentation fault."""
+def _last_words(path: Path) -> str:
+    """What the kernel's process wrote past the notebook, such as the report of a segmentation fault; long ones shortened."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return ""
-    return "\nIts last words:\n" + "\n".join(lines[-num_lines:]) if lines else ""
+    if len(lines) > 2 * LAST_WORDS_LINES:
+        # A crash report has its cause at the top and its place at the end.
+        lines = [*lines[:LAST_WORDS_LINES], "...", *lines[-LAST_WORDS_LINES:]]
+    return "\nIts last words:\n" + "\n".join(lines) if lines else ""

@@ -1,0 +1,38 @@
+"""Every notebook runs from top to bottom, solutions included, on several numbers of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from labkit.course.runner import known_parameters, run_notebooks
+from tests.notebooks.conventions import NOTEBOOKS, ROOT
+
+WORLD_SIZES = (2, 4)
+# One rank, where nothing is sharded, and three, which divide nothing evenly.
+UNEVEN_WORLD_SIZES = (1, 3)
+UNEVEN_LABS = ("00", "01")
+# The slowest takes about a minute on two free cores.
+TIMEOUT_S = 400
+
+RUNS = [
+    pytest.param(path, world_size, id=f"{path.stem}-{world_size}-ranks")
+    for path in NOTEBOOKS
+    for world_size in (*WORLD_SIZES, *(UNEVEN_WORLD_SIZES if path.stem.startswith(UNEVEN_LABS) else ()))
+]
+
+
+@pytest.mark.process
+@pytest.mark.timeout(2 * TIMEOUT_S + 100)
+@pytest.mark.parametrize(("path", "world_size"), RUNS)
+def test_notebook_runs_from_top_to_bottom(path: Path, world_size: int) -> None:
+    # The executed copies stay, for whoever wants to see what a failed run showed.
+    out = ROOT / "build" / "tests" / f"{world_size}-ranks"
+    (result,) = run_notebooks([path], out, parameters={"world_size": world_size}, timeout_s=TIMEOUT_S)
+    assert result.passed, f"{path.name} with {world_size} ranks {result.status}; executed copy: {result.executed}\n{result.error}"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_has_the_parameter_that_these_tests_set(path: Path) -> None:
+    assert "world_size" in known_parameters(path)
