@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, SupportsIndex, TypeVar
 
 from labkit.errors import RankSpecError
 
 T = TypeVar("T")
 
-RankSpec = int | str | Iterable[int] | None
+RankSpec = SupportsIndex | str | Iterable[SupportsIndex] | None
 
 
 def parse_ranks(spec: RankSpec, world_size: int) -> tuple[int, ...]:
@@ -26,16 +26,16 @@ def parse_ranks(spec: RankSpec, world_size: int) -> tuple[int, ...]:
     Raises:
         RankSpecError: The text cannot be read, the set is empty, or a rank lies outside the world.
     """
-    if spec is None or spec == "all":
+    if spec is None or (isinstance(spec, str) and spec.strip() == "all"):
         return tuple(range(world_size))
-    if isinstance(spec, bool):
+    if isinstance(spec, str):
+        ranks = _parse_text(spec, world_size)
+    elif isinstance(spec, Iterable):
+        ranks = {_parse_item(item) for item in spec}
+    elif isinstance(spec, bool) or not isinstance(spec, SupportsIndex):
         raise RankSpecError(f"{spec!r} is not a rank set. Write a rank such as 0, a list such as [0, 2], or text such as '0-3,6'.")
-    if isinstance(spec, int):
-        ranks = {spec}
-    elif isinstance(spec, str):
-        ranks = _parse_text(spec)
     else:
-        ranks = _parse_iterable(spec)
+        ranks = {spec.__index__()}
     if not ranks:
         raise RankSpecError(f"{spec!r} names no rank. Leave the ranks out to mean all of them.")
     outside = sorted(rank for rank in ranks if not 0 <= rank < world_size)
@@ -48,16 +48,13 @@ def parse_ranks(spec: RankSpec, world_size: int) -> tuple[int, ...]:
     return tuple(sorted(ranks))
 
 
-def _parse_iterable(spec: Iterable[int]) -> set[int]:
-    ranks = set()
-    for item in spec:
-        if isinstance(item, bool) or not isinstance(item, int):
-            raise RankSpecError(f"{item!r} is not a rank. Ranks are integers counted from 0.")
-        ranks.add(item)
-    return ranks
+def _parse_item(item: Any) -> int:
+    if isinstance(item, bool) or not isinstance(item, SupportsIndex):
+        raise RankSpecError(f"{item!r} is not a rank. Ranks are integers counted from 0.")
+    return item.__index__()
 
 
-def _parse_text(text: str) -> set[int]:
+def _parse_text(text: str, world_size: int) -> set[int]:
     ranks: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
@@ -68,7 +65,8 @@ def _parse_text(text: str) -> set[int]:
             raise RankSpecError(f"cannot read the rank set {text!r} at {part.strip()!r}. Write it like '0-3,6' or 'all'.") from None
         if high < low:
             raise RankSpecError(f"the range {part.strip()!r} in {text!r} runs backwards. Write the lower rank first.")
-        ranks.update(range(low, high + 1))
+        # A slip such as 0-99999999 is out of range at its first rank outside; it is not written out rank by rank.
+        ranks.update(range(low, min(high, max(low, world_size)) + 1))
     return ranks
 
 
@@ -116,7 +114,8 @@ class RankResults(Mapping[int, T], Generic[T]):
         """The one value that every rank returned.
 
         Raises:
-            ValueError: The ranks returned different values, compared by ``==`` (tensors by ``torch.equal``).
+            ValueError: The ranks returned different values, compared by ``==``; tensors and arrays by shape, dtype and
+                every element, also inside lists, tuples and dicts.
         """
         first, *others = self._values.items()
         for rank, value in others:
@@ -143,10 +142,16 @@ class RankResults(Mapping[int, T], Generic[T]):
 
 
 def _equal(left: Any, right: Any) -> bool:
-    verdict = left == right
-    if hasattr(verdict, "all"):
-        return getattr(left, "shape", None) == getattr(right, "shape", None) and bool(verdict.all())
-    return bool(verdict)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_equal(value, right[key]) for key, value in left.items())
+    if isinstance(left, list | tuple) and type(left) is type(right):
+        return len(left) == len(right) and all(map(_equal, left, right))
+    if not (hasattr(left, "shape") or hasattr(right, "shape")):
+        return bool(left == right)
+    if any(getattr(left, name, None) != getattr(right, name, None) for name in ("shape", "dtype")):
+        return False
+    # Tensors and arrays answer == with one verdict per element, tables only where their labels agree.
+    return bool(left.equals(right) if hasattr(left, "equals") else (left == right).all())
 
 
 def _short(value: Any) -> str:
