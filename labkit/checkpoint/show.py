@@ -1,0 +1,274 @@
+"""What is in a checkpoint, for people (a table) and for programs (a dict that goes into JSON)."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry, ValueEntry, writer_rank
+from labkit.checkpoint.names import wrappers_in
+from labkit.ranks import format_ranks
+
+KINDS = {
+    "dcp": "DCP directory",
+    "torch": "torch.save",
+    "torch_ranks": "torch.save, one file per rank",
+    "safetensors": "safetensors",
+}
+SECTIONS: tuple[Section, ...] = ("model", "optimizer", "other")
+DEFAULT_ROWS = 200
+
+
+def bytes_text(size: int) -> str:
+    """A size for people: ``1.5 MiB``."""
+    value, unit = float(size), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def printable(text: str) -> Text:
+    """Text from a file, without markup and with control characters spelled out: a name cannot drive the terminal."""
+    return Text("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorEntry]:
+    """The tensors whose name matches one of the patterns (``*`` and ``?``), all of them for no pattern."""
+    entries = list(checkpoint.tensors.values())
+    if not patterns:
+        return entries
+    return [entry for entry in entries if any(fnmatch.fnmatchcase(entry.key, pattern) for pattern in patterns)]
+
+
+def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bool = False) -> dict[str, Any]:
+    """A checkpoint as plain data, ready for JSON.
+
+    Args:
+        checkpoint: An opened checkpoint.
+        patterns: Only tensors whose name matches; the totals are of all.
+        chunks: Whether to list each chunk with its file, byte range, box and writing rank.
+
+    Ranks: local.
+    """
+    return {
+        "path": str(checkpoint.path),
+        "kind": checkpoint.kind,
+        "step": checkpoint.step,
+        "metadata": checkpoint.metadata,
+        "totals": totals(checkpoint),
+        "wrappers": wrappers_in(checkpoint.tensors),
+        "tied": ties(checkpoint),
+        "notes": checkpoint.notes,
+        "opaque": list(checkpoint.opaque),
+        "files": checkpoint.files,
+        "tensors": [_tensor(entry, chunks) for entry in select(checkpoint, patterns)],
+        "values": [_value(entry) for entry in checkpoint.values.values()],
+    }
+
+
+def totals(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Counts and bytes, in all and per section."""
+    result: dict[str, Any] = {
+        "num_tensors": len(checkpoint.tensors),
+        "num_values": len(checkpoint.values),
+        "num_chunks": checkpoint.num_chunks,
+        "num_files": len(checkpoint.files),
+        "size_bytes": checkpoint.size_bytes,
+        "file_bytes": sum(size for size in checkpoint.files.values() if size > 0),
+    }
+    for section in SECTIONS:
+        entries = [entry for entry in checkpoint.section(section) if entry.tied_to is None]
+        result[section] = {
+            "num_tensors": len(entries),
+            "num_elements": sum(entry.numel for entry in entries),
+            "size_bytes": sum(entry.size_bytes for entry in entries),
+        }
+    return result
+
+
+def ties(checkpoint: Checkpoint) -> list[list[str]]:
+    """Groups of names that share their bytes in the file."""
+    groups: dict[str, list[str]] = {}
+    for entry in checkpoint.tensors.values():
+        if entry.tied_to is not None:
+            groups.setdefault(entry.tied_to, [entry.tied_to]).append(entry.key)
+    return list(groups.values())
+
+
+def _tensor(entry: TensorEntry, chunks: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "key": entry.key,
+        "shape": list(entry.shape),
+        "dtype": dtype_text(entry.dtype),
+        "size_bytes": entry.size_bytes,
+        "section": entry.section,
+        "num_chunks": len(entry.chunks),
+        "files": entry.chunks.file_names(),
+    }
+    if entry.tied_to is not None:
+        result["tied_to"] = entry.tied_to
+    if entry.replicas:
+        result["num_replicas"] = len(entry.replicas)
+    if entry.flat:
+        result["flat"] = True
+    if chunks:
+        result["chunks"] = [_chunk(chunk) for chunk in entry.chunks]
+    return result
+
+
+def _chunk(chunk: Chunk) -> dict[str, Any]:
+    return {
+        "offsets": list(chunk.offsets),
+        "sizes": list(chunk.sizes),
+        "file": chunk.file,
+        "start": chunk.start,
+        "length": chunk.length,
+        "writer": chunk.writer,
+    }
+
+
+def _value(entry: ValueEntry) -> dict[str, Any]:
+    result: dict[str, Any] = {"key": entry.key, "section": entry.section, "file": entry.file}
+    if entry.length:
+        result["length"] = entry.length
+    elif isinstance(entry.inline, str | int | float | bool) or entry.inline is None:
+        result["value"] = entry.inline
+    else:
+        result["repr"] = _short(entry.inline)
+    return result
+
+
+def _short(value: Any, limit: int = 60) -> str:
+    if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > 20:
+        return f"{type(value).__name__} of {len(value)} items"
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def render(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False) -> RenderableType:
+    """A checkpoint as a rich table with a summary above it.
+
+    Args:
+        checkpoint: An opened checkpoint.
+        patterns: Only tensors and values whose name matches.
+        rows: At most this many rows; None for all.
+        chunks: Whether to list each chunk under its tensor.
+    """
+    entries = select(checkpoint, patterns)
+    shown = entries if rows is None else entries[:rows]
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("name", overflow="fold")
+    for column in ("shape", "dtype", "size", "shards", "rows per shard", "files", "part of"):
+        table.add_column(column, justify="right" if column in ("size", "shards") else "left", no_wrap=column in ("dtype", "size"))
+    for entry in shown:
+        table.add_row(*map(printable, _row(entry)))
+        if chunks:
+            for chunk in entry.chunks:
+                table.add_row(*map(printable, _chunk_row(chunk)), style="dim")
+    parts: list[RenderableType] = [_summary(checkpoint), table]
+    if len(shown) < len(entries):
+        parts.append(Text(f"and {len(entries) - len(shown):,} more tensors (--all lists them)", style="italic"))
+    parts.extend(_values_table(checkpoint.values.values(), patterns, rows))
+    return Group(*parts)
+
+
+def _row(entry: TensorEntry) -> list[str]:
+    name = entry.key
+    if entry.tied_to is not None:
+        name += f"  = {entry.tied_to}"
+    if entry.flat:
+        name += "  (flat)"
+    shards = f"{len(entry.chunks):,}" + (f" x{len(entry.replicas) + 1}" if entry.replicas else "")
+    return [
+        name,
+        "x".join(map(str, entry.shape)) or "scalar",
+        dtype_text(entry.dtype),
+        bytes_text(entry.size_bytes),
+        shards,
+        _extent(entry),
+        _file_text(entry.chunks.file_names()),
+        entry.section,
+    ]
+
+
+def _extent(entry: TensorEntry) -> str:
+    """How the chunks cut the tensor: ``4 on dim 0``, ``4x2`` on several dims, ``whole``."""
+    if len(entry.chunks) <= 1 or not entry.shape:
+        return "whole" if len(entry.chunks) else "none"
+    sizes = entry.chunks.sizes
+    cut = [dim for dim in range(len(entry.shape)) if bool((sizes[:, dim] != entry.shape[dim]).any())]
+    if not cut:
+        return "whole"
+    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ((int(sizes[:, d].min()), int(sizes[:, d].max())) for d in cut)]
+    return f"{' x '.join(texts)} on dim {', '.join(map(str, cut))}"
+
+
+def _file_text(files: Sequence[str]) -> str:
+    if len(files) <= 2:
+        return ", ".join(files)
+    return f"{files[0]} ... ({len(files):,} files)"
+
+
+def _chunk_row(chunk: Chunk) -> list[str]:
+    box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+    writer = "" if chunk.writer is None else f"rank {chunk.writer}"
+    return [f"  [{box}]", "x".join(map(str, chunk.sizes)), "", bytes_text(chunk.length), writer, "", f"{chunk.file} @ {chunk.start}", ""]
+
+
+def _summary(checkpoint: Checkpoint) -> Text:
+    numbers = totals(checkpoint)
+    step = "" if checkpoint.step is None else f", step {checkpoint.step}"
+    lines = [
+        f"{checkpoint.path}: {KINDS[checkpoint.kind]}{step}",
+        f"{numbers['num_tensors']:,} tensors, {bytes_text(numbers['size_bytes'])}, in {numbers['num_chunks']:,} chunks; "
+        f"{numbers['num_values']:,} other values; {numbers['num_files']:,} files, {bytes_text(numbers['file_bytes'])}",
+    ]
+    for section in SECTIONS:
+        part = numbers[section]
+        if part["num_tensors"]:
+            lines.append(f"  {section}: {part['num_tensors']:,} tensors, {part['num_elements']:,} elements, {bytes_text(part['size_bytes'])}")
+    writers = sorted({rank for file in checkpoint.files for rank in [writer_rank(file)] if rank is not None})
+    if writers:
+        lines.append(f"written by ranks {format_ranks(writers)}" if len(writers) > 1 else f"written by rank {writers[0]}")
+    wrappers = wrappers_in(checkpoint.tensors)
+    if wrappers:
+        lines.append("wrappers in names: " + ", ".join(f"{name} ({count})" for name, count in wrappers.items()))
+    for group in ties(checkpoint):
+        lines.append("tied: " + " = ".join(group))
+    lines.extend(f"note: {note}" for note in checkpoint.notes)
+    if checkpoint.opaque:
+        lines.append("names outside the allow-list, not run and not read: " + ", ".join(checkpoint.opaque))
+    return Text("\n".join(printable(line).plain for line in lines) + "\n")
+
+
+def _values_table(values: Iterable[ValueEntry], patterns: Sequence[str], rows: int | None) -> list[RenderableType]:
+    chosen = [value for value in values if not patterns or any(fnmatch.fnmatchcase(value.key, pattern) for pattern in patterns)]
+    if not chosen:
+        return []
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("value", "content", "file", "part of"):
+        table.add_column(column, overflow="fold")
+    shown = chosen if rows is None else chosen[:rows]
+    for value in shown:
+        content = f"{value.length} bytes, not read" if value.length else _short(value.inline)
+        table.add_row(*map(printable, (value.key, content, value.file, value.section)))
+    rest: list[RenderableType] = [Text(f"and {len(chosen) - len(shown):,} more values", style="italic")] if len(shown) < len(chosen) else []
+    return [Text(""), table, *rest]
+
+
+def show(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False) -> None:
+    """Write a checkpoint's table to the terminal or the notebook cell."""
+    Console().print(render(checkpoint, patterns=patterns, rows=rows, chunks=chunks))
