@@ -54,6 +54,11 @@ class Members:
         """Every rank that lives."""
         return tuple(rank for rank in range(self._plan.world_size) if rank not in self.deaths)
 
+    @property
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Every rank whose process has ended."""
+        return tuple(sorted(self.deaths))
+
     # ---- start and end -------------------------------------------------------------------------------------------
 
     def start(self, timeout_s: float) -> None:

@@ -10,10 +10,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from labkit.controller import plan, sending
+from labkit.controller.diagnosis import Diagnosis, judge
 from labkit.controller.launchers import fork_server
 from labkit.controller.launchers.launcher import Launcher
 from labkit.controller.members import Members
@@ -29,7 +31,7 @@ from labkit.errors import (
     WorkerDiedError,
 )
 from labkit.ranks import RankResults, RankSpec, format_ranks, parse_ranks
-from labkit.wire.messages import Execute, Output, Release
+from labkit.wire.messages import Execute, Output, RankReport, Release
 from labkit.wire.payload import Packed, pack, unpack
 
 T = TypeVar("T")
@@ -86,6 +88,7 @@ class WorkerPool:
         self._launcher: Launcher = launcher
         self._start_timeout_s = start_timeout_s
         self._busy = threading.Lock()
+        self._waiting: RunWait | None = None
         self._run_count = 0
         self._start()
         _current = weakref.ref(self)
@@ -244,6 +247,44 @@ class WorkerPool:
         compile(name, "<pull>", "eval")
         return self._values(self._execute("pull", chosen, timeout_s, source=name))
 
+    def diagnose(self) -> Diagnosis:
+        """Look at what every rank does now and say what holds up the present run.
+
+        It also shows by itself when a run hangs, and stands in the error of a run that was stopped. While a run is in
+        progress this can be called from another thread.
+
+        Ranks: controller. Blocks for about 0.5 s at most.
+
+        Returns:
+            A sentence and a table; both show in a notebook and as text.
+
+        Raises:
+            PoolStateError: The pool is closed.
+        """
+        if self._closed:
+            raise PoolStateError("the pool is closed. Start it again with pool.restart().")
+        waiting = self._waiting
+        if waiting is not None:
+            request: Future[Diagnosis] = Future()
+            waiting.watch.requests.put(request)
+            with contextlib.suppress(TimeoutError):
+                return request.result(2.0)
+        self._members.note_deaths()
+        idle = {rank: RankReport(None) for rank in self._members.all_ranks}
+        return judge((), range(self.world_size), (), (), self.dead_ranks, {}, idle, 0.0)
+
+    def interrupt(self) -> None:
+        """Interrupt the present run, as Kernel > Interrupt does. Callable from another thread; returns at once.
+
+        The ranks get KeyboardInterrupt; those that sit in a collective are freed from it. Every rank keeps its
+        variables. A second call hurries.
+
+        Ranks: controller. Does nothing when no run is in progress.
+        """
+        waiting = self._waiting
+        if waiting is not None:
+            waiting.request_stop()
+
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
@@ -313,7 +354,9 @@ class WorkerPool:
             raise PoolStateError(f"rank {dead} is dead ({first.message}). pool.restart() gives fresh ranks.")
         return chosen
 
-    def _execute(self, kind: Any, ranks: tuple[int, ...], timeout_s: float | None, *, packed: Packed | None = None, **fields: Any) -> Run:
+    def _execute(
+        self, kind: Any, ranks: tuple[int, ...], timeout_s: float | None, *, packed: Packed | None = None, **fields: Any
+    ) -> Run:
         """Send one piece of work, wait for every rank, and raise if it did not finish everywhere."""
         if not self._busy.acquire(blocking=False):
             if packed is not None:
@@ -342,9 +385,15 @@ class WorkerPool:
         def show(message: Output) -> None:
             output.feed(message.rank, message.items)
 
+        def show_hang(diagnosis: Diagnosis) -> None:
+            data = {"text/plain": str(diagnosis), "text/html": diagnosis._repr_html_()}
+            screen.display(data, {}, None, False)
+
+        self._waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
         try:
-            RunWait(run, self._members, timeout_s, show, lambda waited: output.tick(), lambda inspection: None).wait()
+            self._waiting.wait()
         finally:
+            self._waiting = None
             output.finish()
 
     def _mend(self, run: Run) -> None:
@@ -358,29 +407,34 @@ class WorkerPool:
         self._members.begin(rebuild)
         for rank in rebuild.ranks:
             self._members.send_work(rank, message)
-        RunWait(rebuild, self._members, 30.0, lambda output: None, lambda waited: None, lambda inspection: None).wait()
+        RunWait(rebuild, self._members, 30.0, lambda output: None).wait()
         if rebuild.failures:
             first = next(iter(rebuild.failures.values()))
-            run.steps.append(f"the process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
+            run.steps.append(f"The process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
             return
-        run.steps.append(f"the process groups were rebuilt in {time.monotonic() - began:.1f} s; every rank keeps its variables.")
+        freed = f"labkit released {_subject(run.released)} and" if run.released else "labkit"
+        took = time.monotonic() - began
+        run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
 
     def _raise_for(self, run: Run, timeout_s: float | None) -> None:
         if not run.failures and run.stopped is None:
             return
         if not run.failures:
             return  # it finished while it was being stopped
-        failures = [run.failures[rank] for rank in sorted(run.failures)]
+        failures = run.judged_failures()
         finished = sorted(run.results)
+        notes = list(run.steps)
+        if run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working"):
+            notes.insert(0, run.diagnosis.verdict)
         report: RunReport
         if any(failure.kind == "died" for failure in failures):
-            report = WorkerDiedError(failures, finished, [*run.steps, "pool.restart() gives fresh ranks."])
+            report = WorkerDiedError(failures, finished, [*notes, "pool.restart() gives fresh ranks."])
         elif run.stopped == "timeout":
-            report = RunTimeoutError(failures, finished, run.steps, timeout_s=timeout_s or 0.0)
+            report = RunTimeoutError(failures, finished, notes, timeout_s=timeout_s or 0.0)
         elif run.stopped == "interrupted":
-            report = RunInterrupted(failures, finished, run.steps)
+            report = RunInterrupted(failures, finished, notes)
         else:
-            report = RankFailedError(failures, finished, run.steps)
+            report = RankFailedError(failures, finished, notes)
         raise report
 
     def _values(self, run: Run) -> RankResults[Any]:
@@ -399,6 +453,10 @@ class WorkerPool:
         if problem is not None:
             raise problem
         return RankResults(values)
+
+
+def _subject(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
 
 
 def _clear_the_way(replace: bool) -> None:

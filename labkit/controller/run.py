@@ -18,16 +18,18 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from labkit.controller.diagnosis import Diagnosis
+from labkit.controller.watch import Watch
 from labkit.errors import RankFailure
-from labkit.ranks import format_ranks
 from labkit.wire.messages import Abort, Aborted, Failed, FromWorker, Inspection, Interrupt, Output, Result, ToControl
 
 # How long the other ranks may go on after one has failed: they may be about to fail with the same error.
 GRACE_S = 1.0
-# SIGINT ends Python code within milliseconds; what has not ended then sits in native code.
+# SIGINT ends Python code within milliseconds; what has not ended then sits in native code. Ranks that report that they
+# wait in a collective are freed at once.
 ABORT_AFTER_S = 0.4
 # Aborting NCCL took 0.5 s on 2 H200; freeing gloo takes milliseconds. What has not ended then is stuck elsewhere.
 KILL_AFTER_S = 6.0
@@ -55,6 +57,10 @@ class Ranks(Protocol):
     def all_ranks(self) -> tuple[int, ...]:
         """Every living rank of the pool, in the run or not."""
 
+    @property
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks whose process is gone."""
+
 
 @dataclass
 class Run:
@@ -67,6 +73,9 @@ class Run:
         failures: Failures by rank.
         stopped: Why the run was stopped before all ranks had ended, if it was.
         steps: What had to be done, a sentence each.
+        diagnosis: What held it up when it was stopped.
+        released: Ranks that had to be freed from native code.
+        cut_off: Ranks whose error only says that another rank has left a collective.
         group_lost: Process groups were aborted; all ranks need new ones.
     """
 
@@ -76,6 +85,9 @@ class Run:
     failures: dict[int, RankFailure] = field(default_factory=dict)
     stopped: StopReason | None = None
     steps: list[str] = field(default_factory=list)
+    diagnosis: Diagnosis | None = None
+    released: tuple[int, ...] = ()
+    cut_off: set[int] = field(default_factory=set)
     group_lost: bool = False
     started: float = field(default_factory=time.monotonic)
 
@@ -83,6 +95,14 @@ class Run:
     def pending(self) -> list[int]:
         """Ranks that have not ended, ascending."""
         return [rank for rank in self.ranks if rank not in self.results and rank not in self.failures]
+
+    def judged_failures(self) -> list[RankFailure]:
+        """The failures in rank order. Where there is a cause, ranks that were only cut off count as interrupted."""
+        caused = self.stopped is not None or any(rank not in self.cut_off for rank in self.failures)
+        return [
+            replace(failure, kind="interrupted", traceback="") if caused and rank in self.cut_off else failure
+            for rank, failure in sorted(self.failures.items())
+        ]
 
 
 class RunWait:
@@ -93,8 +113,8 @@ class RunWait:
         pool: Its pool.
         timeout_s: Its time limit, or None.
         on_output: Called with each Output.
-        on_idle: Called a few times a second while waiting, with the seconds waited.
-        on_inspection: Called with each Inspection.
+        on_tick: Called a few times a second while waiting.
+        on_hang: Called with the diagnosis when the run hangs.
     """
 
     def __init__(
@@ -103,11 +123,12 @@ class RunWait:
         pool: Ranks,
         timeout_s: float | None,
         on_output: Callable[[Output], None],
-        on_idle: Callable[[float], None],
-        on_inspection: Callable[[Inspection], None],
+        on_tick: Callable[[], None] = lambda: None,
+        on_hang: Callable[[Diagnosis], None] = lambda diagnosis: None,
     ) -> None:
         self.run, self._pool = run, pool
-        self._on_output, self._on_idle, self._on_inspection = on_output, on_idle, on_inspection
+        self._on_output, self._on_tick = on_output, on_tick
+        self.watch = Watch(pool, run.ranks, lambda: (set(run.results), set(run.failures)), on_hang)
         self._limit = None if timeout_s is None else run.started + timeout_s
         self._grace_ends: float | None = None
         self._stop_began: float | None = None
@@ -126,6 +147,10 @@ class RunWait:
         return self.run
 
     def _on_sigint(self) -> None:
+        self.request_stop()
+
+    def request_stop(self) -> None:
+        """Stop the run, or take the stop one step further. Safe from signal handlers and other threads."""
         self._sigints += 1
         self._pool.wake()
 
@@ -136,6 +161,8 @@ class RunWait:
             self._sigints -= 1
             self._interrupt()
         if not self.run.pending and not self._waits_for_aborts():
+            if self._stop_began is not None:
+                self.run.diagnosis = self.watch.present()
             return True
         now = time.monotonic()
         if self._stop_began is not None:
@@ -144,7 +171,8 @@ class RunWait:
             self._stop("timeout")
         elif self._grace_ends is not None and now >= self._grace_ends:
             self._stop("failed")
-        self._on_idle(now - self.run.started)
+        self.watch.tick(now - self.run.started)
+        self._on_tick()
         return False
 
     def take(self, message: FromWorker, frames: list[bytes]) -> None:
@@ -152,7 +180,7 @@ class RunWait:
         if isinstance(message, Output):
             self._on_output(message)
         elif isinstance(message, Inspection):
-            self._on_inspection(message)
+            self.watch.take(message)
         elif isinstance(message, Aborted) and message.run_id == self.run.run_id:
             self._abort_answers.add(message.rank)
         elif isinstance(message, Result) and message.run_id == self.run.run_id:
@@ -160,6 +188,8 @@ class RunWait:
         elif isinstance(message, Failed) and message.run_id == self.run.run_id:
             self.run.failures[message.rank] = message.failure
             self.run.group_lost |= message.group_lost
+            if message.cut_off:
+                self.run.cut_off.add(message.rank)
             if message.failure.kind != "interrupted" or self._stop_began is None:
                 self._failed()
 
@@ -182,6 +212,8 @@ class RunWait:
     def _stop(self, reason: StopReason) -> None:
         self.run.stopped = reason
         self._stop_began = time.monotonic()
+        # The control threads answer in order, so the answers tell what held the ranks up before the interrupt.
+        self.watch.look_last()
         self._push_on(self._stop_began)
 
     def _push_on(self, now: float) -> None:
@@ -192,7 +224,7 @@ class RunWait:
             self._next_signal = now + RESEND_S
             for rank in self.run.pending:
                 self._pool.send_control(rank, Interrupt(self.run.run_id))
-        if waited >= ABORT_AFTER_S and self.run.pending:
+        if self.run.pending and (waited >= ABORT_AFTER_S or self.watch.sees_waiting(self.run.pending)):
             self._abort()
         if waited >= KILL_AFTER_S:
             for rank in self.run.pending:
@@ -212,9 +244,7 @@ class RunWait:
         self._aborted = True
         self._next_abort = time.monotonic() + RESEND_S
         self.run.group_lost = True
-        stuck = self.run.pending
-        who = f"rank {stuck[0]} was" if len(stuck) == 1 else f"ranks {format_ranks(stuck)} were"
-        self.run.steps.append(f"{who} stuck in native code; the process groups were aborted to free them.")
+        self.run.released = tuple(self.run.pending)
         # Every rank of the pool, also those that have finished: a group lives on all of its ranks or on none.
         for rank in self._pool.all_ranks:
             self._pool.send_control(rank, Abort(self.run.run_id))

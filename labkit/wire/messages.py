@@ -163,13 +163,15 @@ class Failed:
 
     Attributes:
         failure: What happened, for people.
-        group_lost: This rank's process groups were aborted and must be rebuilt before the next collective.
+        group_lost: This rank's process groups are broken and must be rebuilt before the next collective.
+        cut_off: The error says only that another rank has left the collective; it is a consequence, not a cause.
     """
 
     rank: int
     run_id: int
     failure: RankFailure
     group_lost: bool = False
+    cut_off: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,9 +237,11 @@ class RankReport:
         function: The function's name at that frame.
         code: The source line there.
         innermost: The innermost Python frame of all, ``file:line function``; it tells waiting in a library from work.
-        in_collective: The main thread waits inside a collective.
+        in_collective: The main thread waits inside a collective, or for the device behind one.
+        waits_in: The torch function it waits in, for example ``all_reduce``; empty when it does not.
         cpu_s: CPU seconds of the process so far; two inspections tell a computing rank from a waiting one.
         collectives: The most recent collectives, oldest first.
+        groups: Global ranks of each process group by the group's name.
         threads: Number of Python threads.
     """
 
@@ -248,8 +252,10 @@ class RankReport:
     code: str = ""
     innermost: str = ""
     in_collective: bool = False
+    waits_in: str = ""
     cpu_s: float = 0.0
     collectives: tuple[Collective, ...] = ()
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     threads: int = 1
 
 

@@ -59,7 +59,9 @@ class Payload:
     @property
     def size_bytes(self) -> int:
         """Size of the value without the frames."""
-        return len(self.data) + sum(item.size if isinstance(item, FileSlice) else len(item) for item in self.buffers if not isinstance(item, int))
+        return len(self.data) + sum(
+            item.size if isinstance(item, FileSlice) else len(item) for item in self.buffers if not isinstance(item, int)
+        )
 
 
 class MemoryFile:

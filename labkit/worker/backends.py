@@ -12,10 +12,12 @@ BackendType number of its own. The numbers are 8 bit; what torch itself uses lie
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Set
 from datetime import timedelta
 from typing import Any
 
@@ -25,6 +27,15 @@ from torch.distributed import distributed_c10d as c10d
 
 FIRST_TYPE = 32
 LAST_TYPE = 255
+
+_CUT_OFF = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Application timeout caused pair closure",
+    "NCCL communicator was aborted",
+    "NCCL communicator encountered error set by ProcessGroupNCCL",
+)
 
 
 class NoMoreGenerationsError(RuntimeError):
@@ -47,7 +58,7 @@ def group_ranks(group: Any) -> tuple[int, ...]:
 
 
 def group_count() -> int:
-    """torch's counter for the names of new groups. It must be equal on all ranks before the next new group."""
+    """Torch's counter for the names of new groups. It must be equal on all ranks before the next new group."""
     return int(c10d._world.group_count)
 
 
@@ -84,6 +95,9 @@ def replace_backends(group: Any, store: Any, generation: int, timeout: timedelta
     for offset, (device, backend_name) in enumerate(config.get_device_backend_map().items()):
         backend = _make_backend(group, backend_name, dist.PrefixStore(f"{device}/", group_store), timeout)
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number + offset), backend)
+    # Again, so that the new backends know it: the flight recorder files their collectives under the group's name.
+    group._set_group_name(name)
+    group._set_group_desc(group.group_desc)
     c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], group_store)
 
 
@@ -137,7 +151,15 @@ def _nccl_backend(group: Any) -> Any:
     return backend if isinstance(backend, c10d.ProcessGroupNCCL) else None
 
 
-def cut_gloo(keep: frozenset[int] = frozenset()) -> int:
+def is_cut_off(error: BaseException) -> bool:
+    """Whether an error only says that another rank has left a collective, by dying, failing or being freed."""
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    return any(part in text for part in _CUT_OFF)
+
+
+def cut_gloo(known: Set[tuple[int, int]]) -> int:
     """Shut down the connected sockets of gloo, which frees a thread that waits in a gloo collective within milliseconds.
 
     No call that torch offers does this: abort, destroy and signals all wait for the group's time-out. Gloo's sockets
@@ -145,54 +167,51 @@ def cut_gloo(keep: frozenset[int] = frozenset()) -> int:
     objects. Listening sockets are left alone: shutting gloo's listener down ends the process.
 
     Args:
-        keep: File descriptors to leave alone.
+        known: Sockets that are gloo's without doubt, from :func:`peer_sockets` around the forming of a group. Others
+            (of groups made later) are cut after a search for Python's own sockets, which takes some 50 ms.
 
     Returns:
         The number of sockets shut down.
     """
+    present = peer_sockets()
+    doubtful = present - known
+    owned = _python_sockets() if doubtful else set()
     count = 0
-    for fd in _tcp_sockets():
-        if fd in keep:
+    for fd, inode in present:
+        if (fd, inode) in doubtful and fd in owned:
             continue
-        try:
-            duplicate = socket.socket(fileno=os.dup(fd))
-        except OSError:
-            continue
-        with duplicate:
-            try:
-                if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    continue
-                if duplicate.getpeername()[0] != duplicate.getsockname()[0]:
-                    continue
-                duplicate.shutdown(socket.SHUT_RDWR)
-                count += 1
-            except OSError:
-                continue
+        with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
+            duplicate.shutdown(socket.SHUT_RDWR)
+            count += 1
     return count
 
 
-def _tcp_sockets() -> Iterator[int]:
-    owned = _python_sockets()
+def peer_sockets() -> set[tuple[int, int]]:
+    """Connected TCP sockets of this process between addresses of this machine, as (descriptor, inode)."""
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
+    found = set()
     for name in os.listdir(folder):
         fd = int(name)
-        try:
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode) or fd in owned:
-                continue
-            probe = socket.socket(fileno=os.dup(fd))
-        except OSError:
-            continue
-        with probe:
-            if probe.family in (socket.AF_INET, socket.AF_INET6) and probe.type == socket.SOCK_STREAM:
-                yield fd
+        with contextlib.suppress(OSError):
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode) and _is_peer(fd):
+                found.add((fd, status.st_ino))
+    return found
+
+
+def _is_peer(fd: int) -> bool:
+    with _duplicate(fd) as probe:
+        if probe.family not in (socket.AF_INET, socket.AF_INET6) or probe.type != socket.SOCK_STREAM:
+            return False
+        if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return False
+        return bool(probe.getpeername()[0] == probe.getsockname()[0])
+
+
+def _duplicate(fd: int) -> socket.socket:
+    return socket.socket(fileno=os.dup(fd))
 
 
 def _python_sockets() -> set[int]:
-    import gc
-
-    owned = set()
-    for item in gc.get_objects():
-        # type() and not isinstance(): a lazy proxy object may run code of its own when asked for its class.
-        if issubclass(type(item), socket.socket):
-            owned.add(item.fileno())
-    return owned
+    # type() and not isinstance(): a lazy proxy object may run code of its own when asked for its class.
+    return {item.fileno() for item in gc.get_objects() if issubclass(type(item), socket.socket)}

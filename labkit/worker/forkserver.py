@@ -34,10 +34,11 @@ FIRST_IMPORTS = (
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",  # an optimizer's first step imports it, on every rank
     "labkit.worker.loop",
 )
-# What most labs use soon after; imported while nobody asks for anything.
-IDLE_IMPORTS = ("torch._dynamo", "matplotlib_inline.backend_inline")
+# Imported while nobody asks for anything and no worker lives: a death must not wait for an import to be reported.
+IDLE_IMPORTS = ("matplotlib_inline.backend_inline",)
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -78,7 +79,7 @@ class Server:
         poller.register(wake_read, select.POLLIN)
         # A child that the controller's process forked could hold the connection open, so the parent is watched as well.
         while os.getppid() == parent:
-            ready = {fd for fd, _ in poller.poll(20 if idle_imports else 500)}
+            ready = {fd for fd, _ in poller.poll(20 if idle_imports and not self.children else 500)}
             if wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     while os.read(wake_read, 4096):
@@ -91,7 +92,7 @@ class Server:
                     break
                 if not self.handle(request):
                     break
-            elif not ready and idle_imports:
+            elif not ready and idle_imports and not self.children:
                 with contextlib.suppress(ImportError):
                     importlib.import_module(idle_imports.pop(0))
         self.end()

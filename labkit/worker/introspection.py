@@ -14,9 +14,9 @@ from typing import Any
 
 from labkit.wire.messages import Collective, RankReport
 from labkit.worker.run_state import RunState
+from labkit.worker.tracebacks import is_library
 
 LAST_COLLECTIVES = 20
-_LIBRARIES = ("/torch/", "/labkit/", "/IPython/", "site-packages/", "/lib/python3", "<frozen", "<string>")
 
 
 def report(state: RunState) -> RankReport:
@@ -33,9 +33,10 @@ def report(state: RunState) -> RankReport:
     run_id, started = state.run_id, state.started
     collectives = recent_collectives()
     if run_id is None:
-        return RankReport(None, cpu_s=cpu_s, collectives=collectives, threads=threading.active_count())
+        return RankReport(None, cpu_s=cpu_s, collectives=collectives, groups=_groups(), threads=threading.active_count())
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     user = _user_frame(innermost)
+    waits_in = _waits_in(innermost)
     return RankReport(
         run_id,
         busy_s=time.monotonic() - started,
@@ -43,21 +44,20 @@ def report(state: RunState) -> RankReport:
         function=user.f_code.co_name if user else "",
         code=linecache.getline(user.f_code.co_filename, user.f_lineno).strip() if user else "",
         innermost=f"{innermost.f_code.co_filename}:{innermost.f_lineno} {innermost.f_code.co_name}" if innermost else "",
-        in_collective=_in_collective(innermost),
+        in_collective=bool(waits_in),
+        waits_in=waits_in,
         cpu_s=cpu_s,
         collectives=collectives,
+        groups=_groups(),
         threads=threading.active_count(),
     )
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:
     """The innermost frame that is neither a library's nor labkit's."""
-    while frame is not None:
-        name = frame.f_code.co_filename.replace(os.sep, "/")
-        if name.startswith("<ipython-input") or "ipykernel_" in name or not any(part in name for part in _LIBRARIES):
-            return frame
+    while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return None
+    return frame
 
 
 def _place(frame: FrameType) -> str:
@@ -68,14 +68,29 @@ def _place(frame: FrameType) -> str:
     return f"Cell In[{number}], line {frame.f_lineno}" if number is not None else f"{os.path.basename(name)}, line {frame.f_lineno}"
 
 
-def _in_collective(frame: FrameType | None) -> bool:
-    """Whether the innermost Python frame waits for a collective or for the device behind one."""
+def _waits_in(frame: FrameType | None) -> str:
+    """The function of torch.distributed that the main thread waits in, or ``synchronize`` for the device behind it."""
     if frame is None:
-        return False
+        return ""
     name, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
-    if "/torch/distributed/" in name or "/torch/_ops.py" in name:
-        return True
-    return function in ("synchronize", "wait") and "/torch/" in name
+    if function in ("synchronize", "wait", "wait_stream") and "/torch/" in name:
+        return function
+    if "/torch/distributed/" not in name and "/torch/_ops.py" not in name:
+        return ""
+    while frame is not None and "/torch/" in frame.f_code.co_filename.replace(os.sep, "/"):
+        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
+            return frame.f_code.co_name
+        frame = frame.f_back
+    return function
+
+
+def _groups() -> dict[str, tuple[int, ...]]:
+    from labkit.worker import backends
+
+    try:
+        return {backends.group_name(group): backends.group_ranks(group) for group in backends.groups()}
+    except Exception:
+        return {}  # read while the main thread changes them
 
 
 def recent_collectives() -> tuple[Collective, ...]:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import sys
-import traceback
 from typing import Any
 
 from labkit.errors import RankFailure, WireError
 from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack
+from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import WorkerWire
+from labkit.worker import backends, tracebacks
 from labkit.worker import shell as rank_shell
 from labkit.worker.capture import Capture
 from labkit.worker.control import ControlThread
 from labkit.worker.process_group import ProcessGroups
 from labkit.worker.run_state import RunState
-from labkit.wire.spec import WorkerSpec
 
 
 class Worker:
@@ -71,6 +70,7 @@ class Worker:
         self._state.begin(message.run_id)
         packed: Packed | None = None
         failure: RankFailure | None = None
+        cut_off = False
         try:
             try:
                 self._state.enter_user_code()
@@ -81,17 +81,17 @@ class Worker:
                 packed = pack(value, share_memory=self._wire.same_machine)
         except BaseException as error:
             failure = self._failure(error)
+            cut_off = backends.is_cut_off(error)
+            tracebacks.release_frames(error)
         self._state.end()
         self._capture.flush()
-        self._answer(message.run_id, packed, failure)
-
-    def _answer(self, run_id: int, packed: Packed | None, failure: RankFailure | None) -> None:
         if failure is not None:
-            # The exception's frames are gone now; what they held goes back before the next cell.
-            rank_shell.forget_last_error()
-            gc.collect()
-            self._wire.send_event(Failed(self._spec.rank, run_id, failure, group_lost=self._groups.lost))
-            return
+            lost = self._groups.lost or cut_off
+            self._wire.send_event(Failed(self._spec.rank, message.run_id, failure, group_lost=lost, cut_off=cut_off))
+        else:
+            self._answer(message.run_id, packed)
+
+    def _answer(self, run_id: int, packed: Packed | None) -> None:
         if packed is not None:
             self._control.hold(run_id, packed)
         payload = packed.payload if packed is not None else None
@@ -136,10 +136,9 @@ class Worker:
         message = str(error)
         if kind == "exited":
             message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"
-        try:
-            trace = "" if isinstance(error, WireError) else self._shell.format_error(error)
-        except Exception:
-            trace = "".join(traceback.format_exception(error))
+        # Nobody reads where an interrupted rank was interrupted (the diagnosis says it), and its interrupter waits.
+        quiet = kind == "interrupted" or isinstance(error, WireError)
+        trace = "" if quiet else tracebacks.format_error(error, self._shell.number_of)
         return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace)
 
 

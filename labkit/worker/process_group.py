@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from labkit.wire.messages import GroupSpec
-from labkit.worker import backends
 from labkit.wire.spec import WorkerSpec
+from labkit.worker import backends
 
 # labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
 # the process with NCCL, which would lose the rank's state while its reader is still thinking.
@@ -32,6 +32,7 @@ class ProcessGroups:
         self.device = torch.device("cuda", spec.local_rank) if spec.device == "cuda" else torch.device("cpu")
         self._lock = threading.Lock()
         self._renewed_by = 0
+        self._gloo_sockets: set[tuple[int, int]] = set()
         self.lost = False
 
     def form(self) -> None:
@@ -53,6 +54,7 @@ class ProcessGroups:
             **bound,
         )
         self._first_collective()
+        self._gloo_sockets = backends.peer_sockets()
 
     def abort(self, run_id: int) -> str:
         """Free the main thread from any collective. Called from the control thread, at any time, more than once.
@@ -68,7 +70,7 @@ class ProcessGroups:
                 return "too late: the groups have been renewed"
             self.lost = True
             communicators = backends.abort_nccl() if self.device.type == "cuda" else 0
-            sockets = backends.cut_gloo()
+            sockets = backends.cut_gloo(self._gloo_sockets)
         return f"{communicators} NCCL communicators aborted, {sockets} gloo sockets shut down"
 
     def renew(self, group: GroupSpec, run_id: int) -> None:
@@ -80,11 +82,13 @@ class ProcessGroups:
         """
         with self._lock:
             self._renewed_by = run_id
+        others = backends.peer_sockets()
         store = _store(group)
         for process_group in backends.groups():
             backends.replace_backends(process_group, store, group.generation, TIMEOUT)
         self.lost = False
         self._first_collective()
+        self._gloo_sockets = backends.peer_sockets() - others
 
     def _first_collective(self) -> None:
         """Connect everything now: gloo's pairs and NCCL's communicator are otherwise made by the first user."""

@@ -6,8 +6,6 @@ them. History, profile folders and prompts are switched off: a rank has no perso
 
 from __future__ import annotations
 
-import sys
-import traceback
 import types
 from typing import Any
 
@@ -102,32 +100,9 @@ class RankShell(InteractiveShell):
             raise error
         return self.displayhook.take()
 
-    def format_error(self, error: BaseException) -> str:
-        """The error's traceback as text, as this shell would show it, without labkit's own frames."""
-        trace = _without_own_frames(error.__traceback__)
-        if isinstance(error, SyntaxError) and _is_bare(error.__traceback__):
-            lines = self.SyntaxTB.structured_traceback(type(error), error, [])
-        elif isinstance(error, BaseExceptionGroup):
-            lines = traceback.format_exception(type(error), error, trace)
-            return "".join(lines)
-        else:
-            lines = self.InteractiveTB.structured_traceback(type(error), error, trace, tb_offset=0)
-        return "\n".join(lines)
-
-
-_OWN_PLACES = ("labkit/worker/", "IPython/core/interactiveshell.py", "IPython/core/async_helpers.py")
-
-
-def _without_own_frames(trace: types.TracebackType | None) -> types.TracebackType | None:
-    """Skip the outermost frames that belong to the machinery around a cell."""
-    while trace is not None and any(place in trace.tb_frame.f_code.co_filename.replace("\\", "/") for place in _OWN_PLACES):
-        trace = trace.tb_next
-    return trace
-
-
-def _is_bare(trace: types.TracebackType | None) -> bool:
-    """Whether a SyntaxError is the cell's own, found while parsing it."""
-    return _without_own_frames(trace) is None
+    def number_of(self, filename: str) -> int | None:
+        """The notebook's number of the cell that a code object's file name stands for; None for real files."""
+        return self.compile._filename_map.get(filename)
 
 
 def type_name(error: BaseException) -> str:
@@ -146,10 +121,3 @@ def register_sources(shell: RankShell, sources: dict[str, tuple[list[str], int |
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
         if number is not None:
             shell.compile._filename_map[filename] = number
-
-
-def forget_last_error() -> None:
-    """Drop Python's own record of the last exception: its frames keep tensors alive."""
-    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
-        if hasattr(sys, name):
-            delattr(sys, name)

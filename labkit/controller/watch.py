@@ -1,0 +1,131 @@
+"""Looks at the ranks while a run waits, and says when waiting longer cannot help."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Protocol
+
+from labkit.controller.diagnosis import Diagnosis, judge
+from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
+
+# A cell that lasts this long is looked at once a second; two looks in a row that find a hang show it.
+FIRST_LOOK_S = 2.0
+LOOK_EVERY_S = 1.0
+# A control thread answers within milliseconds unless native code holds Python's lock.
+ANSWER_S = 0.5
+
+
+class Watched(Protocol):
+    """What the watch needs of a pool."""
+
+    @property
+    def all_ranks(self) -> tuple[int, ...]:
+        """Every living rank."""
+
+    @property
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks whose process is gone."""
+
+    def send_control(self, rank: int, message: ToControl) -> None:
+        """Speak to a rank's control thread."""
+
+
+class Watch:
+    """Gathers reports of one run and judges them.
+
+    Args:
+        pool: Whom to ask.
+        ranks: The ranks of the run.
+        ended: Gives the ranks that have ended the run, and of these the ones that failed.
+        on_hang: Called once for each hang that is found.
+    """
+
+    def __init__(
+        self,
+        pool: Watched,
+        ranks: tuple[int, ...],
+        ended: Callable[[], tuple[set[int], set[int]]],
+        on_hang: Callable[[Diagnosis], None],
+    ) -> None:
+        self._pool, self._ranks, self._ended, self._on_hang = pool, ranks, ended, on_hang
+        self._number = 0
+        self._asked_at = 0.0
+        self._open = False
+        self._previous: dict[int, RankReport] = {}
+        self._previous_at = 0.0
+        self._reports: dict[int, RankReport] = {}
+        self._next_look = FIRST_LOOK_S
+        self._suspected = False
+        self._shown = ""
+        self._ended_then: tuple[set[int], set[int]] = (set(), set())
+        self.latest: Diagnosis | None = None
+        self.requests: queue.SimpleQueue[Future[Diagnosis]] = queue.SimpleQueue()
+        self._waiting: list[Future[Diagnosis]] = []
+        self._last = False
+
+    def look_last(self) -> None:
+        """Ask once more, for the report of a run that is being stopped; what the ranks do afterwards is labkit's doing."""
+        self.ask()
+        self._last = True
+
+    def tick(self, waited_s: float) -> None:
+        """To be called a few times a second with the seconds that the run has lasted."""
+        if self._open and time.monotonic() - self._asked_at >= ANSWER_S:
+            self._conclude()
+        if self._open or self._last:
+            return
+        while not self.requests.empty():
+            self._waiting.append(self.requests.get())
+        if self._waiting or waited_s >= self._next_look:
+            self._next_look = waited_s + LOOK_EVERY_S
+            self.ask()
+
+    def ask(self) -> None:
+        """Ask every living rank what it does."""
+        if self._reports:
+            self._previous, self._previous_at = self._reports, self._asked_at
+        self._reports = {}
+        self._number += 1
+        self._asked_at = time.monotonic()
+        self._ended_then = tuple(map(set, self._ended()))  # type: ignore[assignment]
+        self._open = True
+        for rank in self._pool.all_ranks:
+            self._pool.send_control(rank, Inspect(self._number))
+
+    def take(self, message: Inspection) -> None:
+        """A rank has answered."""
+        if message.request_id != self._number:
+            return
+        self._reports[message.rank] = message.report
+        if self._open and set(self._reports) >= set(self._pool.all_ranks):
+            self._conclude()
+
+    def sees_waiting(self, ranks: Iterable[int]) -> bool:
+        """Whether one of these ranks has just reported that it waits in a collective."""
+        return any(rank in self._reports and self._reports[rank].in_collective for rank in ranks)
+
+    def present(self) -> Diagnosis:
+        """Judge what is known now."""
+        finished, failed = self._ended_then
+        apart = self._asked_at - self._previous_at if self._previous else 0.0
+        return judge(self._ranks, self._all(), finished, failed, self._pool.dead_ranks, self._previous, self._reports, apart)
+
+    def _all(self) -> tuple[int, ...]:
+        return tuple(sorted({*self._pool.all_ranks, *self._pool.dead_ranks}))
+
+    def _conclude(self) -> None:
+        self._open = False
+        self.latest = diagnosis = self.present()
+        for waiting in self._waiting:
+            waiting.set_result(diagnosis)
+        self._waiting.clear()
+        if not diagnosis.hangs:
+            self._suspected = False
+        elif not self._suspected:
+            self._suspected = True
+        elif diagnosis.verdict != self._shown:
+            self._shown = diagnosis.verdict
+            self._on_hang(diagnosis)
