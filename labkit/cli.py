@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import signal
 import sys
@@ -20,7 +21,37 @@ INTERRUPTED_EXIT_CODE = 130
 _ERROR_LINES = 40
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+# Commands that live beside what they do: where, and the line that `labkit --help` shows without importing them.
+ELSEWHERE = {
+    "checkpoint": ("labkit.checkpoint.cli:checkpoint", "Look into checkpoints, verify, migrate and reshard them."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group that imports the commands of :data:`ELSEWHERE` when they are used: some of them import torch."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, imported or not."""
+        return sorted([*super().list_commands(ctx), *ELSEWHERE])
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported now if it lives elsewhere."""
+        if cmd_name not in ELSEWHERE:
+            return super().get_command(ctx, cmd_name)
+        module, _, attribute = ELSEWHERE[cmd_name][0].partition(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in the help text, made without importing anything."""
+        own = {name: command.get_short_help_str(limit=80) for name, command in self.commands.items()}
+        rows = own | {name: text for name, (_, text) in ELSEWHERE.items()}
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="torch-labkit", prog_name="labkit")
 def main() -> None:
     """Ranks inside a notebook: a tutorial and lab kit for PyTorch's distributed state."""

@@ -234,7 +234,7 @@ def _pools() -> Iterator[Finding]:
         yield _pool(torch.cuda.device_count(), "cuda")
 
 
-def _pool(world_size: int, device: str) -> Finding:
+def _pool(world_size: int, device: Literal["cpu", "cuda"]) -> Finding:
     import labkit
 
     name = f"pool on {device}"

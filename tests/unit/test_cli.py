@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
+import click
 import nbformat
 import pytest
 from click.testing import CliRunner, Result
 
 from labkit import machine
-from labkit.cli import main, parse_value
+from labkit.cli import ELSEWHERE, main, parse_value
 from labkit.course import runner
 from labkit.course.runner import UnknownParameterError, run_notebooks
 from tests.conftest import MakeNotebook
@@ -27,9 +31,9 @@ def _labkit(*arguments: object) -> Result:
 
 
 def test_an_unknown_parameter_runs_nothing_and_lists_the_known_ones(make_notebook: MakeNotebook, tmp_path: Path) -> None:
-    result = _labkit("run", make_notebook("good", "1"), "--out", "out", "-p", "sise", "2")
+    result = _labkit("run", make_notebook("good", "1"), "--out", "out", "-p", "siz", "2")
     assert result.exit_code == 2
-    assert "has no parameter 'sise'. Did you mean 'size'? It knows: size, label." in result.output
+    assert "has no parameter 'siz'. Did you mean 'size'? It knows: size, label." in result.output
     assert not (tmp_path / "out").exists()
 
 
@@ -91,3 +95,26 @@ def test_the_command_without_the_lab_extra_says_how_to_get_it(make_notebook: Mak
     assert result.exit_code == 1
     assert "pip install 'torch-labkit[lab]'" in result.output
     assert os.listdir() == ["good.ipynb"]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_command_that_lives_elsewhere_is_listed_with_its_own_words(name: str) -> None:
+    context = click.Context(main)
+    command = main.get_command(context, name)
+    assert isinstance(command, click.Command)
+    assert command.help.startswith(ELSEWHERE[name][1])
+    assert _labkit(name, "--help").exit_code == 0
+
+
+def test_the_list_of_commands_imports_none_of_them() -> None:
+    program = """
+        import sys
+        from labkit.cli import main
+        try:
+            main(["--help"])
+        finally:
+            print([name for name in ("torch", "papermill") if name in sys.modules])
+    """
+    shown = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, check=True).stdout
+    assert shown.endswith("[]\n")
+    assert all(re.search(rf"^  {name} ", shown, flags=re.MULTILINE) for name in ("run", "doctor", *ELSEWHERE))
