@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from labkit.controller.launchers.fork_server import ForkServer
 from labkit.controller.launchers.launcher import Launcher, WorkerExit
 from labkit.controller.plan import PoolPlan
 from labkit.controller.run import Run
 from labkit.errors import RankFailure, WorkerStartError
-from labkit.wire.messages import Aborted, Bye, Failed, FromWorker, GroupSpec, Output, Ready, Shutdown, Stream, ToControl, ToMain
+from labkit.wire.messages import (
+    Aborted,
+    Bye,
+    Failed,
+    FromWorker,
+    GroupSpec,
+    Output,
+    Ready,
+    Shutdown,
+    Stream,
+    StreamName,
+    ToControl,
+    ToMain,
+)
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import ControllerWire, Keys
 
@@ -29,12 +45,12 @@ class Members:
     Args:
         plan: What to start.
         launcher: Starts the processes.
-        directory: The pool's private directory.
     """
 
-    def __init__(self, plan: PoolPlan, launcher: Launcher, directory: str) -> None:
-        self._plan, self._launcher, self._directory = plan, launcher, directory
-        self._wire = ControllerWire(f"ipc://{directory}", Keys.generate())
+    def __init__(self, plan: PoolPlan, launcher: Launcher) -> None:
+        self._plan, self._launcher = plan, launcher
+        self._directory = self._make_directory()
+        self._wire = ControllerWire(f"ipc://{self._directory}", Keys.generate())
         self._generation = 0
         self._exits: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._ranks_by_pid: dict[int, int] = {}
@@ -43,6 +59,20 @@ class Members:
         self._left: set[int] = set()
         self.pids: dict[int, int] = {}
         self.deaths: dict[int, RankFailure] = {}
+
+    def _make_directory(self) -> str:
+        """The pool's private directory (mode 0700): its sockets and the ranks' meeting places."""
+        base = tempfile.gettempdir()
+        # Unix socket paths have at most 108 bytes.
+        directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
+        if isinstance(self._launcher, ForkServer):
+            self._launcher.guard_directory(directory)
+        return directory
+
+    def _remove_directory(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if isinstance(self._launcher, ForkServer) and self._launcher.alive:
+            self._launcher.forget_directory(self._directory)
 
     @property
     def share_memory(self) -> bool:
@@ -137,6 +167,7 @@ class Members:
             self._wire.receive(0.02)
             self._drain_exits()
         self._wire.close()
+        self._remove_directory()
 
     def _alive(self) -> list[int]:
         return list(self._ranks_by_pid)
@@ -199,11 +230,10 @@ class Members:
         told: list[FromWorker] = []
         for rank, event in self._drain_exits():
             run_id = self._run.run_id if self._run is not None else 0
-            items = tuple(
-                Stream(name, text) for name, text in (("stdout", event.stdout_tail), ("stderr", event.stderr_tail)) if text
-            )
+            tails: tuple[tuple[StreamName, str], ...] = (("stdout", event.stdout_tail), ("stderr", event.stderr_tail))
+            items = tuple(Stream(name, text) for name, text in tails if text)
             if items:
-                output = Output(rank, run_id, items)  # type: ignore[arg-type]
+                output = Output(rank, run_id, items)
                 self._remember(output)
                 told.append(output)
             self.deaths[rank] = self._death(rank, event)
@@ -230,7 +260,7 @@ def describe_exit(code: int) -> tuple[str, str]:
     except ValueError:
         return f"signal {-code}", f"its process was ended by signal {-code}"
     words = {
-        "SIGKILL": "killed from outside: by the system when memory ran out, by hand, or by labkit after an interrupt without answer",
+        "SIGKILL": "killed from outside: by the system when memory ran out, by hand, or by labkit when it did not answer",
         "SIGSEGV": "a native library touched memory that is not its own",
         "SIGABRT": "a native library gave up, often a failed check in C++; its last output says which",
         "SIGBUS": "bad memory access, often a full /dev/shm",

@@ -144,7 +144,7 @@ class RankOutput:
         if newline:
             self._show_lines(rank, item.name, body + "\n")
         if rest:
-            # What a carriage return has overwritten is gone on any terminal; keep the line's latest state.
+            rest = _settled(rest)
             self._open[key] = rest if len(rest) < LIMIT_CHARS else self._cut_line(rank, rest)
 
     def _cut_line(self, rank: int, rest: str) -> str:
@@ -152,6 +152,7 @@ class RankOutput:
         return rest[: LIMIT_CHARS // 2]
 
     def _show_lines(self, rank: int, name: StreamName, text: str) -> None:
+        text = "".join(f"{_overwritten(line)}\n" for line in text[:-1].split("\n"))
         room = LIMIT_CHARS - self._shown.get(rank, 0)
         if len(text) > room:
             self._cut[rank] = self._cut.get(rank, 0) + len(text) - max(room, 0)
@@ -161,13 +162,13 @@ class RankOutput:
             text = text if text.endswith("\n") else text + "\n"
         self._shown[rank] = self._shown.get(rank, 0) + len(text)
         prefix = self._prefix(rank)
-        self._screen.text(name, "".join(f"{prefix}{_overwritten(line)}\n" for line in text[:-1].split("\n")))
+        self._screen.text(name, "".join(f"{prefix}{line}\n" for line in text[:-1].split("\n")))
 
     def _close_lines(self, rank: int) -> None:
         for name in ("stdout", "stderr"):
-            text = self._open.pop((rank, name), "")  # type: ignore[call-overload]
+            text = self._open.pop((rank, name), "")
             if text:
-                self._show_lines(rank, name, text + "\n")  # type: ignore[arg-type]
+                self._show_lines(rank, name, text + "\n")
 
     def _feed_display(self, rank: int, item: Display) -> None:
         if item.action == "clear":
@@ -235,6 +236,12 @@ def _overwritten(line: str) -> str:
     for part in line.split("\r"):
         shown = part + shown[len(part) :]
     return shown
+
+
+def _settled(line: str) -> str:
+    """The unfinished line without what carriage returns have overwritten: a progress bar of hours stays one line long."""
+    head, returned, tail = line.rpartition("\r")
+    return f"{_overwritten(head)}\r{tail}" if returned else line
 
 
 def _heading(text: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -3,40 +3,22 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-import tempfile
-import threading
-import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from labkit.controller import plan, sending
-from labkit.controller.diagnosis import Diagnosis, judge
-from labkit.controller.launchers import fork_server
+from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.launchers.launcher import Launcher
 from labkit.controller.members import Members
-from labkit.controller.output import RankOutput, Screen, present_screen
-from labkit.controller.run import Run, RunWait
-from labkit.errors import (
-    PoolStateError,
-    RankFailedError,
-    RunInterrupted,
-    RunReport,
-    RunTimeoutError,
-    WireError,
-    WorkerDiedError,
-)
+from labkit.controller.runner import Runner
+from labkit.errors import PoolStateError
 from labkit.ranks import RankResults, RankSpec, format_ranks, parse_ranks
-from labkit.wire.messages import Execute, Output, RankReport, Release
-from labkit.wire.payload import Packed, pack, unpack
+from labkit.wire.payload import pack
 
 T = TypeVar("T")
-
-_current: weakref.ref[WorkerPool] | None = None
 
 
 def current_pool() -> WorkerPool:
@@ -45,8 +27,8 @@ def current_pool() -> WorkerPool:
     Raises:
         PoolStateError: No pool is open.
     """
-    pool = _current() if _current is not None else None
-    if pool is None or pool.closed:
+    pool = _open_pool()
+    if pool is None:
         raise PoolStateError("no pool is open. Start one with: pool = labkit.WorkerPool(world_size=4)")
     return pool
 
@@ -71,6 +53,8 @@ class WorkerPool:
         WorkerStartError: A rank did not come up; nothing is left running.
     """
 
+    _latest: ClassVar[weakref.ref[WorkerPool] | None] = None
+
     def __init__(
         self,
         world_size: int | None = None,
@@ -79,33 +63,34 @@ class WorkerPool:
         start_timeout_s: float = 180.0,
         replace: bool = False,
     ) -> None:
-        global _current
         self._closed = True
         plan.check_arguments(world_size, device)
-        _clear_the_way(replace)
+        self._clear_the_way(replace)
         launcher = plan.launcher()
         self._plan = plan.make_plan(world_size, device, launcher)
         self._launcher: Launcher = launcher
         self._start_timeout_s = start_timeout_s
-        self._busy = threading.Lock()
-        self._waiting: RunWait | None = None
-        self._run_count = 0
         self._start()
-        _current = weakref.ref(self)
+
+    @staticmethod
+    def _clear_the_way(replace: bool) -> None:
+        """Refuse or close a pool that is open already."""
+        other = _open_pool()
+        if other is None:
+            return
+        if not replace:
+            raise PoolStateError(
+                f"a pool is open already: {other!r}. Use it (labkit.current_pool()), close it (pool.close()), "
+                "or pass replace=True to close it and start this one."
+            )
+        other.close()
 
     def _start(self) -> None:
-        # Unix socket paths are short (108 bytes), so not below a long TMPDIR.
-        base = tempfile.gettempdir()
-        self._directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
-        if isinstance(self._launcher, fork_server.ForkServer):
-            self._launcher.guard_directory(self._directory)
-        try:
-            self._members = Members(self._plan, self._launcher, self._directory)
-            self._members.start(self._start_timeout_s)
-        except BaseException:
-            self._remove_directory()
-            raise
+        self._members = Members(self._plan, self._launcher)
+        self._members.start(self._start_timeout_s)
+        self._runner = Runner(self._members, self.world_size)
         self._closed = False
+        WorkerPool._latest = weakref.ref(self)
         atexit.register(self.close)
 
     # ---- what the pool is ----------------------------------------------------------------------------------------
@@ -172,7 +157,7 @@ class WorkerPool:
         """
         chosen = self._choose(ranks)
         packed = sending.pack_call(function, args, kwargs, share_memory=self._members.share_memory)
-        return self._values(self._execute("call", chosen, timeout_s, packed=packed))
+        return self._runner.values(self._runner.execute("call", chosen, timeout_s, packed=packed))
 
     def run_cell(
         self,
@@ -203,8 +188,8 @@ class WorkerPool:
         """
         chosen = self._choose(ranks)
         sending.check_syntax(source, f"<cell {cell_number}>" if cell_number else "<cell>")
-        run = self._execute("cell", chosen, timeout_s, source=source, want_value=want_value, cell_number=cell_number)
-        return self._values(run) if want_value else None
+        run = self._runner.execute("cell", chosen, timeout_s, source=source, want_value=want_value, cell_number=cell_number)
+        return self._runner.values(run) if want_value else None
 
     def push(self, *, ranks: RankSpec = None, timeout_s: float | None = None, **variables: Any) -> None:
         """Set variables in the ranks' namespaces.
@@ -224,7 +209,7 @@ class WorkerPool:
         """
         chosen = self._choose(ranks)
         packed = pack(variables, share_memory=self._members.share_memory)
-        self._execute("push", chosen, timeout_s, packed=packed)
+        self._runner.execute("push", chosen, timeout_s, packed=packed)
 
     def pull(self, name: str, *, ranks: RankSpec = None, timeout_s: float | None = None) -> RankResults[Any]:
         """Read a variable, or any expression, from the ranks' namespaces.
@@ -245,7 +230,7 @@ class WorkerPool:
         """
         chosen = self._choose(ranks)
         compile(name, "<pull>", "eval")
-        return self._values(self._execute("pull", chosen, timeout_s, source=name))
+        return self._runner.values(self._runner.execute("pull", chosen, timeout_s, source=name))
 
     def diagnose(self) -> Diagnosis:
         """Look at what every rank does now and say what holds up the present run.
@@ -263,15 +248,7 @@ class WorkerPool:
         """
         if self._closed:
             raise PoolStateError("the pool is closed. Start it again with pool.restart().")
-        waiting = self._waiting
-        if waiting is not None:
-            request: Future[Diagnosis] = Future()
-            waiting.watch.requests.put(request)
-            with contextlib.suppress(TimeoutError):
-                return request.result(2.0)
-        self._members.note_deaths()
-        idle = {rank: RankReport(None) for rank in self._members.all_ranks}
-        return judge((), range(self.world_size), (), (), self.dead_ranks, {}, idle, 0.0)
+        return self._runner.diagnose()
 
     def interrupt(self) -> None:
         """Interrupt the present run, as Kernel > Interrupt does. Callable from another thread; returns at once.
@@ -281,9 +258,8 @@ class WorkerPool:
 
         Ranks: controller. Does nothing when no run is in progress.
         """
-        waiting = self._waiting
-        if waiting is not None:
-            waiting.request_stop()
+        if not self._closed:
+            self._runner.interrupt()
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -298,13 +274,10 @@ class WorkerPool:
             PoolStateError: Another pool is open, or a run is in progress.
             WorkerStartError: A rank did not come up.
         """
-        global _current
-        other = _current() if _current is not None else None
-        if other is not None and other is not self and not other.closed:
-            raise PoolStateError(f"another pool is open: {other!r}. Close it first with its close().")
+        if self._closed:
+            self._clear_the_way(replace=False)
         self.close()
         self._start()
-        _current = weakref.ref(self)
 
     def close(self) -> None:
         """End every worker and all they started. Blocks for at most about 3 s; does nothing on a closed pool.
@@ -316,15 +289,10 @@ class WorkerPool:
         """
         if self._closed:
             return
-        if not self._busy.acquire(blocking=False):
-            raise PoolStateError("a run is in progress. Interrupt it first: Kernel > Interrupt, or Ctrl-C.")
-        try:
+        with self._runner.alone():
             self._closed = True
             atexit.unregister(self.close)
             self._members.close()
-            self._remove_directory()
-        finally:
-            self._busy.release()
 
     def __enter__(self) -> WorkerPool:
         """Use the pool as a context manager: it closes at the end."""
@@ -333,13 +301,6 @@ class WorkerPool:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the pool."""
         self.close()
-
-    def _remove_directory(self) -> None:
-        import shutil
-
-        shutil.rmtree(self._directory, ignore_errors=True)
-        if isinstance(self._launcher, fork_server.ForkServer) and self._launcher.alive:
-            self._launcher.forget_directory(self._directory)
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
@@ -354,133 +315,19 @@ class WorkerPool:
             raise PoolStateError(f"rank {dead} is dead ({first.message}). pool.restart() gives fresh ranks.")
         return chosen
 
-    def _execute(
-        self, kind: Any, ranks: tuple[int, ...], timeout_s: float | None, *, packed: Packed | None = None, **fields: Any
-    ) -> Run:
-        """Send one piece of work, wait for every rank, and raise if it did not finish everywhere."""
-        if not self._busy.acquire(blocking=False):
-            if packed is not None:
-                packed.close()
-            raise PoolStateError("a run is in progress on this pool; it takes one at a time.")
-        try:
-            self._run_count += 1
-            run = Run(self._run_count, ranks)
-            message = Execute(run.run_id, kind, payload=packed.payload if packed is not None else None, **fields)
-            frames = packed.frames if packed is not None else ()
-            screen = present_screen()
-            output = RankOutput(screen, run.run_id, label=self.world_size > 1)
-            self._members.begin(run)
-            for rank in ranks:
-                self._members.send_work(rank, message, frames)
-            self._wait(run, timeout_s, output, screen)
-            self._mend(run)
-        finally:
-            if packed is not None:
-                packed.close()
-            self._busy.release()
-        self._raise_for(run, timeout_s)
-        return run
 
-    def _wait(self, run: Run, timeout_s: float | None, output: RankOutput, screen: Screen) -> None:
-        def show(message: Output) -> None:
-            output.feed(message.rank, message.items)
-
-        def show_hang(diagnosis: Diagnosis) -> None:
-            data = {"text/plain": str(diagnosis), "text/html": diagnosis._repr_html_()}
-            screen.display(data, {}, None, False)
-
-        self._waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
-        try:
-            self._waiting.wait()
-        finally:
-            self._waiting = None
-            output.finish()
-
-    def _mend(self, run: Run) -> None:
-        """New process groups where they were aborted, if every rank still lives."""
-        if not run.group_lost or self._members.deaths:
-            return
-        began = time.monotonic()
-        self._run_count += 1
-        rebuild = Run(self._run_count, self._members.all_ranks)
-        message = Execute(rebuild.run_id, "rebuild", group=self._members.next_group())
-        self._members.begin(rebuild)
-        for rank in rebuild.ranks:
-            self._members.send_work(rank, message)
-        RunWait(rebuild, self._members, 30.0, lambda output: None).wait()
-        if rebuild.failures:
-            first = next(iter(rebuild.failures.values()))
-            run.steps.append(f"The process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
-            return
-        freed = f"labkit released {_subject(run.released)} and" if run.released else "labkit"
-        took = time.monotonic() - began
-        run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
-
-    def _raise_for(self, run: Run, timeout_s: float | None) -> None:
-        if not run.failures and run.stopped is None:
-            return
-        if not run.failures:
-            return  # it finished while it was being stopped
-        failures = run.judged_failures()
-        finished = sorted(run.results)
-        notes = list(run.steps)
-        if run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working"):
-            notes.insert(0, run.diagnosis.verdict)
-        report: RunReport
-        if any(failure.kind == "died" for failure in failures):
-            report = WorkerDiedError(failures, finished, [*notes, "pool.restart() gives fresh ranks."])
-        elif run.stopped == "timeout":
-            report = RunTimeoutError(failures, finished, notes, timeout_s=timeout_s or 0.0)
-        elif run.stopped == "interrupted":
-            report = RunInterrupted(failures, finished, notes)
-        else:
-            report = RankFailedError(failures, finished, notes)
-        raise report
-
-    def _values(self, run: Run) -> RankResults[Any]:
-        values: dict[int, Any] = {}
-        problem: Exception | None = None
-        for rank, (result, frames) in sorted(run.results.items()):
-            if result.payload is None:
-                values[rank] = None
-                continue
-            try:
-                values[rank] = unpack(result.payload, frames)
-            except Exception as error:
-                problem = problem or WireError(f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}")
-            if any(not isinstance(item, bytes) for item in result.payload.buffers):
-                self._members.send_control(rank, Release(run.run_id))
-        if problem is not None:
-            raise problem
-        return RankResults(values)
-
-
-def _subject(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
-
-
-def _clear_the_way(replace: bool) -> None:
-    """Refuse or close a pool that is open already."""
-    other = _current() if _current is not None else None
-    if other is None or other.closed:
-        return
-    if not replace:
-        raise PoolStateError(
-            f"a pool is open already: {other!r}. Use it (labkit.current_pool()), close it (pool.close()), "
-            "or pass replace=True to close it and start this one."
-        )
-    with contextlib.suppress(OSError):
-        other.close()
+def _open_pool() -> WorkerPool | None:
+    pool = WorkerPool._latest() if WorkerPool._latest is not None else None
+    return None if pool is None or pool.closed else pool
 
 
 def _after_fork() -> None:
     """A forked child of the kernel has no pool: the sockets and workers belong to its parent."""
-    global _current
-    pool = _current() if _current is not None else None
+    pool = _open_pool()
     if pool is not None:
         pool._closed = True
         atexit.unregister(pool.close)
-    _current = None
+    WorkerPool._latest = None
 
 
 os.register_at_fork(after_in_child=_after_fork)

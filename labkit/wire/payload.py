@@ -183,7 +183,7 @@ def _pages(size: int) -> int:
     return -(-size // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
 
 
-class _Pickler(cloudpickle.Pickler):
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensor storages as out-of-band buffers."""
 
     def reducer_override(self, obj: Any) -> Any:

@@ -13,6 +13,7 @@ A local pool adds a directory with mode 0700 and opens no port.
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import threading
@@ -178,7 +179,7 @@ class ControllerWire:
         try:
             ready = dict(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
         except zmq.ZMQError as error:
-            if error.errno == zmq.EINTR:
+            if error.errno == errno.EINTR:
                 return []
             raise
         if self._wake_read in ready:

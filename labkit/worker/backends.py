@@ -44,7 +44,8 @@ class NoMoreGenerationsError(RuntimeError):
 
 def groups() -> list[Any]:
     """The process groups this rank is a member of, in the order they were made; the default group first."""
-    return [group for group in c10d._world.pg_map if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    members: list[Any] = list(c10d._world.pg_map)
+    return [group for group in members if group is not dist.GroupMember.NON_GROUP_MEMBER]
 
 
 def group_name(group: Any) -> str:
@@ -91,9 +92,9 @@ def replace_backends(group: Any, store: Any, generation: int, timeout: timedelta
         raise NoMoreGenerationsError("this rank's process groups were rebuilt too often; pool.restart() gives new processes")
     name = group_name(group)
     config = c10d.BackendConfig(dist.Backend(c10d._world.pg_backend_config[group]))
-    group_store = dist.PrefixStore(f"{name}/", store)
+    group_store = c10d.PrefixStore(f"{name}/", store)
     for offset, (device, backend_name) in enumerate(config.get_device_backend_map().items()):
-        backend = _make_backend(group, backend_name, dist.PrefixStore(f"{device}/", group_store), timeout)
+        backend = _make_backend(group, backend_name, c10d.PrefixStore(f"{device}/", group_store), timeout)
         group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number + offset), backend)
     # Again, so that the new backends know it: the flight recorder files their collectives under the group's name.
     group._set_group_name(name)
@@ -103,21 +104,22 @@ def replace_backends(group: Any, store: Any, generation: int, timeout: timedelta
 
 def _make_backend(group: Any, backend_name: str, store: Any, timeout: timedelta) -> Any:
     rank, size = group.rank(), group.size()
+    backend: Any
     if backend_name == dist.Backend.GLOO:
         backend = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
         backend.options.global_ranks_in_group = list(group_ranks(group))
-        backend.options.group_name = group_name(group)
+        backend.options.group_name = c10d._world.pg_names[group]
     elif backend_name == dist.Backend.NCCL:
         options = c10d.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
         options._timeout = timeout
         options.global_ranks_in_group = list(group_ranks(group))
-        options.group_name = group_name(group)
+        options.group_name = c10d._world.pg_names[group]
         backend = c10d.ProcessGroupNCCL(store, rank, size, options)
     else:
         raise RuntimeError(f"a process group with backend {backend_name!r} cannot be rebuilt after an interrupt")
     backend._set_sequence_number_for_group()
-    if dist.get_debug_level() == dist.DebugLevel.DETAIL and c10d._GLOO_AVAILABLE:
+    if c10d.get_debug_level() == c10d.DebugLevel.DETAIL and c10d._GLOO_AVAILABLE:
         backend = c10d._create_process_group_wrapper(
             wrapped_pg=backend, store_prefix=group_name(group), store=store, rank=rank, world_size=size, timeout=timeout
         )

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-from labkit.errors import RankFailure, WireError
+from labkit.errors import FailureKind, RankFailure, WireError
 from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack
 from labkit.wire.spec import WorkerSpec
@@ -132,7 +132,7 @@ class Worker:
 
     def _failure(self, error: BaseException) -> RankFailure:
         interrupted = isinstance(error, KeyboardInterrupt) or self._state.interrupt_requested
-        kind = "interrupted" if interrupted else "exited" if isinstance(error, SystemExit) else "exception"
+        kind: FailureKind = "interrupted" if interrupted else "exited" if isinstance(error, SystemExit) else "exception"
         message = str(error)
         if kind == "exited":
             message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"

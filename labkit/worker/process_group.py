@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
 
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
@@ -103,5 +104,5 @@ class ProcessGroups:
 def _store(group: GroupSpec) -> Any:
     if group.store.startswith("tcp://"):
         host, _, port = group.store.removeprefix("tcp://").rpartition(":")
-        return dist.PrefixStore(f"labkit-{group.generation}", dist.TCPStore(host, int(port), is_master=False))
-    return dist.FileStore(group.store, group.world_size)
+        return _c10d.PrefixStore(f"labkit-{group.generation}", _c10d.TCPStore(host, int(port), is_master=False))
+    return _c10d.FileStore(group.store, group.world_size)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from IPython.core.history import HistoryManager
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
@@ -42,7 +41,6 @@ class RankShell(InteractiveShell):
             emit: Sends what the rank displays.
             variables: The first names in its namespace.
         """
-        HistoryManager.enabled = False
         module = types.ModuleType("__main__", "The namespace of this rank.")
         module.__dict__.update(variables)
         shell = cls.instance(config=_CONFIG, user_module=module)

@@ -30,7 +30,7 @@ class ForkServer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         # A file and not a pipe: nobody reads it until the end, and a full pipe would block the server.
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         environ = dict(os.environ)
         environ.setdefault("OMP_NUM_THREADS", "1")
         # The process takes no part in the kernel's process group: the notebook's interrupt button signals that group.
@@ -176,20 +176,28 @@ class ForkServer:
             on_exit(WorkerExit(pid, -9))
 
 
-_shared: ForkServer | None = None
+_shared: list[ForkServer] = []
 _shared_lock = threading.Lock()
 
 
 def shared() -> ForkServer:
     """This process's fork server, started if need be. Returns at once; the import of torch goes on in the server."""
-    global _shared
     with _shared_lock:
-        if _shared is None or not _shared.alive:
-            _shared = ForkServer()
-        return _shared
+        if not _shared or not _shared[0].alive:
+            _shared[:] = [ForkServer()]
+        return _shared[0]
+
+
+def _after_fork() -> None:
+    """A forked child of the kernel does not speak to its parent's server."""
+    _shared.clear()
 
 
 def available() -> bool:
     """Whether forking a process that has torch imported is safe on this system."""
     # On macOS system libraries that torch uses do not survive a fork.
     return hasattr(os, "fork") and sys.platform != "darwin"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,201 @@
+"""Sends work to the ranks, waits for it, mends what the wait has broken, and raises what went wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from labkit.controller.diagnosis import Diagnosis, judge
+from labkit.controller.members import Members
+from labkit.controller.output import RankOutput, Screen, present_screen
+from labkit.controller.run import Run, RunWait
+from labkit.errors import (
+    PoolStateError,
+    RankFailedError,
+    RunInterrupted,
+    RunReport,
+    RunTimeoutError,
+    WireError,
+    WorkerDiedError,
+)
+from labkit.ranks import RankResults, format_ranks
+from labkit.wire.messages import Execute, Output, RankReport, Release
+from labkit.wire.payload import Packed, unpack
+
+# Making new groups takes some 0.03 s on gloo and 1.3 s on NCCL.
+REBUILD_LIMIT_S = 60.0
+
+
+class Runner:
+    """Runs one piece of work at a time on the members of a pool.
+
+    Args:
+        members: The living ranks.
+        world_size: Number of ranks in the pool.
+    """
+
+    def __init__(self, members: Members, world_size: int) -> None:
+        self._members, self._world_size = members, world_size
+        self._busy = threading.Lock()
+        self._count = 0
+        self._waiting: RunWait | None = None
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep others from starting a run.
+
+        Raises:
+            PoolStateError: A run is in progress.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise PoolStateError("a run is in progress on this pool, and it takes one at a time. Wait, or call pool.interrupt().")
+        try:
+            yield
+        finally:
+            self._busy.release()
+
+    def execute(
+        self,
+        kind: Literal["cell", "call", "push", "pull"],
+        ranks: tuple[int, ...],
+        timeout_s: float | None,
+        *,
+        packed: Packed | None = None,
+        **fields: Any,
+    ) -> Run:
+        """Send one piece of work and wait until every rank has ended it.
+
+        Args:
+            kind: See :class:`labkit.wire.messages.Execute`.
+            ranks: Who runs it.
+            timeout_s: Interrupt it after this many seconds.
+            packed: Its payload; closed here.
+            **fields: Further fields of the message.
+
+        Returns:
+            The run, finished on every rank.
+
+        Raises:
+            RunReport: It did not finish on every rank.
+            PoolStateError: A run is in progress.
+        """
+        try:
+            with self.alone():
+                self._count += 1
+                run = Run(self._count, ranks)
+                message = Execute(run.run_id, kind, payload=packed.payload if packed is not None else None, **fields)
+                self._members.begin(run)
+                for rank in ranks:
+                    self._members.send_work(rank, message, packed.frames if packed is not None else ())
+                self._wait(run, timeout_s)
+                self._mend(run)
+        finally:
+            if packed is not None:
+                packed.close()
+        _raise_for(run, timeout_s)
+        return run
+
+    def _wait(self, run: Run, timeout_s: float | None) -> None:
+        screen: Screen = present_screen()
+        output = RankOutput(screen, run.run_id, label=self._world_size > 1)
+
+        def show(message: Output) -> None:
+            output.feed(message.rank, message.items)
+
+        def show_hang(diagnosis: Diagnosis) -> None:
+            screen.display({"text/plain": str(diagnosis), "text/html": diagnosis._repr_html_()}, {}, None, False)
+
+        self._waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
+        try:
+            self._waiting.wait()
+        finally:
+            self._waiting = None
+            output.finish()
+
+    def _mend(self, run: Run) -> None:
+        """New process groups where they were aborted, if every rank still lives."""
+        if not run.group_lost or self._members.deaths:
+            return
+        began = time.monotonic()
+        self._count += 1
+        rebuild = Run(self._count, self._members.all_ranks)
+        message = Execute(rebuild.run_id, "rebuild", group=self._members.next_group())
+        self._members.begin(rebuild)
+        for rank in rebuild.ranks:
+            self._members.send_work(rank, message)
+        RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None).wait()
+        if rebuild.failures:
+            first = next(iter(rebuild.failures.values()))
+            run.steps.append(f"The process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
+            return
+        freed = f"labkit released {_subject(run.released)} and" if run.released else "labkit"
+        took = time.monotonic() - began
+        run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
+
+    def values(self, run: Run) -> RankResults[Any]:
+        """The values that a finished run returned.
+
+        Raises:
+            WireError: A value cannot be read here.
+        """
+        values: dict[int, Any] = {}
+        problem: Exception | None = None
+        for rank, (result, frames) in sorted(run.results.items()):
+            if result.payload is None:
+                values[rank] = None
+                continue
+            try:
+                values[rank] = unpack(result.payload, frames)
+            except Exception as error:
+                problem = problem or WireError(f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}")
+            if any(not isinstance(item, bytes) for item in result.payload.buffers):
+                self._members.send_control(rank, Release(run.run_id))
+        if problem is not None:
+            raise problem
+        return RankResults(values)
+
+    def diagnose(self) -> Diagnosis:
+        """What holds up the present run; see :meth:`labkit.controller.pool.WorkerPool.diagnose`."""
+        waiting = self._waiting
+        if waiting is not None:
+            request: Future[Diagnosis] = Future()
+            waiting.watch.requests.put(request)
+            with contextlib.suppress(TimeoutError):
+                return request.result(2.0)
+        self._members.note_deaths()
+        idle = {rank: RankReport(None) for rank in self._members.all_ranks}
+        return judge((), range(self._world_size), (), (), self._members.dead_ranks, {}, idle, 0.0)
+
+    def interrupt(self) -> None:
+        """Stop the present run, or hurry its stop. Safe from any thread."""
+        waiting = self._waiting
+        if waiting is not None:
+            waiting.request_stop()
+
+
+def _raise_for(run: Run, timeout_s: float | None) -> None:
+    if not run.failures:
+        return  # it may have been stopped and finished all the same
+    failures = run.judged_failures()
+    finished = sorted(run.results)
+    notes = list(run.steps)
+    if run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working"):
+        notes.insert(0, run.diagnosis.verdict)
+    report: RunReport
+    if any(failure.kind == "died" for failure in failures):
+        report = WorkerDiedError(failures, finished, [*notes, "pool.restart() gives fresh ranks."])
+    elif run.stopped == "timeout":
+        report = RunTimeoutError(failures, finished, notes, timeout_s=timeout_s or 0.0)
+    elif run.stopped == "interrupted":
+        report = RunInterrupted(failures, finished, notes)
+    else:
+        report = RankFailedError(failures, finished, notes)
+    raise report
+
+
+def _subject(ranks: tuple[int, ...]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
