@@ -162,7 +162,8 @@ class Attempt:
         def on_notebook_start(notebook: Any) -> None:
             self.events.put((self, 0, num_cells))
 
-        def on_cell_complete(cell: Any, cell_index: int) -> None:
+        # nbclient's on_cell_complete comes when a cell has been sent.
+        def on_cell_executed(cell: Any, cell_index: int, execute_reply: Any) -> None:
             self.events.put((self, cell_index + 1, num_cells))
 
         papermill.execute_notebook(
@@ -181,7 +182,7 @@ class Attempt:
             # Not papermill's cwd: that changes the directory of this whole process, under every other thread.
             resources={"metadata": {"path": str(self.notebook.resolve().parent)}},
             on_notebook_start=on_notebook_start,
-            on_cell_complete=on_cell_complete,
+            on_cell_executed=on_cell_executed,
         )
 
 

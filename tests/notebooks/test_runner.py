@@ -122,8 +122,10 @@ def test_a_kernel_that_stopped_answering_gets_a_second_attempt(make_notebook: Ma
 @pytest.mark.usefixtures("impatient")
 def test_a_kernel_that_never_answers_is_killed_twice_and_reported(make_notebook: MakeNotebook, tmp_path: Path) -> None:
     notebook = make_notebook("stubborn", STUBBORN, parameters="always = True")
-    (result,) = run_notebooks([notebook], tmp_path / "out", timeout_s=3)
+    finished: list[int] = []
+    (result,) = run_notebooks([notebook], tmp_path / "out", timeout_s=3, on_cell=lambda path, done, total: finished.append(done))
     assert (result.status, result.attempts) == ("timed out", 2)
+    assert max(finished) == 1, "the cell that hangs was counted as finished"
     assert "did not answer the interrupt and was killed" in result.error
 
 
