@@ -10,6 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# Jupyter and terminals show these; nbconvert turns them into colours of the page.
+_BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[1;31m", "\x1b[0m"
+
 FailureKind = Literal["exception", "interrupted", "died", "exited"]
 
 
@@ -57,6 +60,8 @@ class RankFailure:
     def headline(self) -> str:
         """One line: the exception's type and the first line of its text."""
         first = self.message.strip().split("\n", 1)[0]
+        if self.kind == "died":
+            return f"died ({self.type_name}): {first}"
         return f"{self.type_name}: {first}" if first else self.type_name
 
 
@@ -97,12 +102,21 @@ class RunReport(BaseException):
         failures: One RankFailure per rank that did not finish, in rank order; the cause comes before its victims.
         finished: The ranks that finished the run normally.
         notes: What labkit had to do about it, a sentence each (interrupted ranks, rebuilt groups).
+        diagnosis: What held the run up when it was stopped, in a sentence; empty when nothing did.
     """
 
-    def __init__(self, failures: Sequence[RankFailure], finished: Sequence[int] = (), notes: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        failures: Sequence[RankFailure],
+        finished: Sequence[int] = (),
+        notes: Sequence[str] = (),
+        *,
+        diagnosis: str = "",
+    ) -> None:
         self.failures = tuple(failures)
         self.finished = tuple(finished)
         self.notes = tuple(notes)
+        self.diagnosis = diagnosis
         super().__init__(self._message())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -123,15 +137,16 @@ class RunReport(BaseException):
 
     def _message(self) -> str:
         lines = [self._headline()]
-        if self.interrupted_ranks:
-            lines.append(f"{_subject(self.interrupted_ranks)} did not finish and had to be interrupted.")
-        if self.finished:
-            lines.append(f"{_subject(self.finished)} finished.")
+        if self.diagnosis:
+            lines.append(self.diagnosis)
+        elif self.interrupted_ranks:
+            rest = f"; {_subject(self.finished)} finished" if self.finished else ""
+            lines.append(f"{_subject(self.interrupted_ranks)} did not finish and had to be interrupted{rest}.")
         return "\n".join([*lines, *self.notes])
 
     def _headline(self) -> str:
         parts = [f"{_subject(ranks)}: {text}" for text, ranks in self._by_headline().items()]
-        return "; ".join(parts) or "the run failed"
+        return "; ".join(parts) or f"{_subject(self.interrupted_ranks)}: interrupted"
 
     def _by_headline(self) -> Mapping[str, list[int]]:
         groups: dict[str, list[int]] = {}
@@ -155,12 +170,12 @@ class RunReport(BaseException):
         for ranks, failure in self.grouped():
             if failure.kind == "interrupted":
                 continue
-            lines.append(f"--- {_subject(ranks)} ---")
+            lines.append(f"{_BOLD}{_subject(ranks)}{_PLAIN}")
             lines.append(failure.traceback or failure.headline())
             if failure.last_output:
-                lines.append("last output:\n" + indent(failure.last_output))
-        lines.append("")
-        lines.append(f"{type(self).__name__}: {self}")
+                lines.append("Its last output in this run:\n" + indent(failure.last_output))
+            lines.append("")
+        lines.append(f"{_RED}{type(self).__name__}{_PLAIN}: {self}")
         return lines
 
 
@@ -184,10 +199,16 @@ class RunTimeoutError(RunError):
     """
 
     def __init__(
-        self, failures: Sequence[RankFailure], finished: Sequence[int] = (), notes: Sequence[str] = (), *, timeout_s: float = 0.0
+        self,
+        failures: Sequence[RankFailure],
+        finished: Sequence[int] = (),
+        notes: Sequence[str] = (),
+        *,
+        diagnosis: str = "",
+        timeout_s: float = 0.0,
     ) -> None:
         self.timeout_s = timeout_s
-        super().__init__(failures, finished, notes)
+        super().__init__(failures, finished, notes, diagnosis=diagnosis)
 
     def _headline(self) -> str:
         raised = super()._headline() if self._by_headline() else ""

@@ -55,6 +55,7 @@ class Members:
         self._exits: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._ranks_by_pid: dict[int, int] = {}
         self._last_text: dict[int, deque[str]] = {rank: deque(maxlen=64) for rank in range(plan.world_size)}
+        self._killed: set[int] = set()
         self._run: Run | None = None
         self._left: set[int] = set()
         self.pids: dict[int, int] = {}
@@ -189,8 +190,10 @@ class Members:
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def begin(self, run: Run) -> None:
-        """A run begins; deaths from now on are failures of it."""
+        """A run begins; deaths from now on are failures of it, and what a rank writes from now on is its last output."""
         self._run = run
+        for lines in self._last_text.values():
+            lines.clear()
 
     def next_group(self) -> GroupSpec:
         """Where the ranks meet to form new process groups."""
@@ -206,7 +209,8 @@ class Members:
         self._wire.send(rank, "control", message)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank with all that it started."""
+        """Kill a rank that does not answer, with all that it started."""
+        self._killed.add(rank)
         self._launcher.kill(self.pids[rank])
 
     def wake(self) -> None:
@@ -243,6 +247,8 @@ class Members:
     def _death(self, rank: int, event: WorkerExit) -> RankFailure:
         last = "".join(self._last_text[rank]).splitlines()[-LAST_LINES:]
         name, message = describe_exit(event.exitcode)
+        if rank in self._killed:
+            message = "labkit killed it because it did not answer"
         return RankFailure(rank, "died", name, message, exitcode=event.exitcode, last_output="\n".join(last))
 
     def _remember(self, message: Output) -> None:
@@ -252,20 +258,21 @@ class Members:
 
 
 def describe_exit(code: int) -> tuple[str, str]:
-    """A process's end in words: (short name, sentence)."""
+    """A process's end in words: (signal or exit code, what that usually means)."""
     if code >= 0:
-        return f"exit code {code}", f"its process ended with exit code {code}"
+        meaning = "it ended itself, for example by os._exit" if code else "it ended itself"
+        return f"exit code {code}", meaning
     try:
         name = signal.Signals(-code).name
     except ValueError:
-        return f"signal {-code}", f"its process was ended by signal {-code}"
-    words = {
-        "SIGKILL": "killed from outside: by the system when memory ran out, by hand, or by labkit when it did not answer",
-        "SIGSEGV": "a native library touched memory that is not its own",
-        "SIGABRT": "a native library gave up, often a failed check in C++; its last output says which",
+        return f"signal {-code}", "a signal ended it"
+    meanings = {
+        "SIGKILL": "killed from outside, by the system when memory ran out or by hand",
+        "SIGSEGV": "native code touched memory that is not its own",
+        "SIGABRT": "native code gave up, often a failed check in C++; its last output says which",
         "SIGBUS": "bad memory access, often a full /dev/shm",
         "SIGTERM": "asked to end from outside",
         "SIGFPE": "an arithmetic error in native code",
         "SIGILL": "an instruction that this processor does not have",
     }
-    return name, f"its process was ended by {name}: {words[name]}" if name in words else f"its process was ended by {name}"
+    return name, meanings.get(name, "a signal ended it")

@@ -183,17 +183,17 @@ def _raise_for(run: Run, timeout_s: float | None) -> None:
     failures = run.judged_failures()
     finished = sorted(run.results)
     notes = list(run.steps)
-    if run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working"):
-        notes.insert(0, run.diagnosis.verdict)
+    judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
+    verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else ""
     report: RunReport
     if any(failure.kind == "died" for failure in failures):
-        report = WorkerDiedError(failures, finished, [*notes, "pool.restart() gives fresh ranks."])
+        report = WorkerDiedError(failures, finished, [*notes, "pool.restart() gives fresh ranks."], diagnosis=verdict)
     elif run.stopped == "timeout":
-        report = RunTimeoutError(failures, finished, notes, timeout_s=timeout_s or 0.0)
+        report = RunTimeoutError(failures, finished, notes, diagnosis=verdict, timeout_s=timeout_s or 0.0)
     elif run.stopped == "interrupted":
-        report = RunInterrupted(failures, finished, notes)
+        report = RunInterrupted(failures, finished, notes, diagnosis=verdict)
     else:
-        report = RankFailedError(failures, finished, notes)
+        report = RankFailedError(failures, finished, notes, diagnosis=verdict)
     raise report
 
 

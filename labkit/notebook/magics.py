@@ -78,7 +78,7 @@ class LabkitMagics(Magics):
             ranks=options.ranks,
             timeout_s=options.timeout,
             want_value=options.out is not None,
-            cell_number=self.shell.execution_count,
+            cell_number=_present_number(self.shell),
         )
         if options.out is not None:
             self.shell.user_ns[options.out] = values
@@ -111,6 +111,13 @@ class LabkitMagics(Magics):
         from IPython.display import publish_display_data
 
         publish_display_data({"text/plain": text})
+
+
+def _present_number(shell: Any) -> int:
+    """The number of the cell that runs now. IPython 9 counts execution_count up at a cell's start, IPython 8 at its end."""
+    result = getattr(shell.displayhook, "exec_result", None)
+    number = getattr(result, "execution_count", None)
+    return int(shell.execution_count if number is None else number)
 
 
 def _parse(parser: _Parser, line: str) -> argparse.Namespace:
