@@ -200,12 +200,36 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                     "a DTensor lives on its device mesh and cannot leave its rank. Send its shard with .to_local(), "
                     "or the whole tensor with .full_tensor() (collective: call it on every rank of the mesh)."
                 )
+            if type(obj) is torch.Tensor and _has_no_typed_storage(torch, obj):
+                return _reduce_as_integers(torch, obj)
         return super().reducer_override(obj)
 
 
 def _is_dtensor(tensor: Any) -> bool:
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+# The dtypes that torch pickles by way of a TypedStorage. The others (float8, uint16, complex32, ...) it can only write
+# with torch.save.
+_TYPED = frozenset(
+    ["float64", "float32", "float16", "bfloat16", "complex128", "complex64", "int64", "int32", "int16", "int8", "uint8", "bool"]
+)
+
+
+def _has_no_typed_storage(torch: Any, tensor: Any) -> bool:
+    plain = tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized and not tensor.is_nested
+    return plain and str(tensor.dtype).removeprefix("torch.") not in _TYPED
+
+
+def _reduce_as_integers(torch: Any, tensor: Any) -> Any:
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().resolve_conj().resolve_neg().view(integers)
+    return _tensor_from_integers, (bits, tensor.dtype, tensor.requires_grad)
+
+
+def _tensor_from_integers(bits: Any, dtype: Any, requires_grad: bool) -> Any:
+    return bits.view(dtype).requires_grad_(requires_grad)
 
 
 def _reduce_storage(torch: Any, storage: Any) -> Any:
