@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from labkit.errors import ExerciseError, RunTimeoutError
+from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
+from labkit.errors import RunTimeoutError
 from labkit.ranks import format_ranks
-
-if TYPE_CHECKING:
-    from labkit.controller.pool import WorkerPool
 
 _NUMBERS_PER_PIECE = 3
 
 
-def check_mean_loss(pool: WorkerPool) -> str:
+def check_mean_loss(pool: Pool) -> str:
     """Exercise 1: ``mean_loss`` is the mean over all losses of all ranks, on every rank.
 
     Returns:
@@ -30,23 +27,28 @@ def check_mean_loss(pool: WorkerPool) -> str:
 
     Ranks: controller.
     """
+    require_on_ranks(pool, "mean_loss")
     values = pool.run(_mean_loss)
     num_losses = sum(rank + 1 for rank in values)
     target = sum(rank * (rank + 1) for rank in values) / num_losses
-    wrong = [rank for rank, value in values.items() if not math.isclose(value, target, rel_tol=1e-5, abs_tol=1e-6)]
-    if not wrong:
-        return f"Solved: mean_loss is {target:.4g} on {_subject(values)}, the mean of {num_losses} losses."
-    value = values[wrong[0]]
-    side = "large" if value > target else "small"
-    message = f"mean_loss is {value:.4g} on rank {wrong[0]}, the target is {target:.4g}: {abs(value - target):.4g} too {side}."
-    if len(wrong) < len(values):
-        message += f" Only {_subject(wrong)} miss{'es' if len(wrong) == 1 else ''}: every rank needs the value."
-    elif math.isclose(value, sum(range(len(values))) / len(values), rel_tol=1e-5):
-        message += " It is the mean of the ranks' means. A rank with more losses has to count for more."
-    raise ExerciseError(message)
+    mean_of_means = sum(values.ranks) / len(values)  # each loss of rank r is r
+    wrong = [rank for rank, value in values.items() if not _close(value, target)]
+    if wrong:
+        value = values[wrong[0]]
+        hint = hint_for(
+            value,
+            [
+                (lambda _: len(wrong) < len(values), "Every rank needs the value, so every rank has to compute it."),
+                (lambda value: _close(value, mean_of_means), "This is the mean of the ranks' means. More losses count for more."),
+                (lambda value: _close(value, target * num_losses), "This is the sum of all losses. How many are there?"),
+            ],
+        )
+        distance = f"{abs(value - target):.4g} too {'large' if value > target else 'small'}"
+        refuse(f"mean_loss is {value:.4g} on rank {wrong[0]}, {distance}.", f"{target:.4g} on {_subject(values)}.", hint)
+    return f"Solved: mean_loss is {target:.4g} on {_subject(values)}, the mean of {num_losses} losses."
 
 
-def check_my_all_reduce(pool: WorkerPool) -> str:
+def check_my_all_reduce(pool: Pool) -> str:
     """Exercise 2: ``my_all_reduce`` sums over the ranks with one reduce-scatter and one all-gather.
 
     Whole numbers go in, so the sums have to be exact.
@@ -59,23 +61,26 @@ def check_my_all_reduce(pool: WorkerPool) -> str:
 
     Ranks: controller.
     """
+    require_on_ranks(pool, "my_all_reduce")
     trials = pool.run(_try_my_all_reduce, _NUMBERS_PER_PIECE)
     target = [sum(column) for column in zip(*(trial.given for trial in trials.values()), strict=True)]
     for rank, trial in trials.items():
         if trial.result != target:
-            difference = _first_difference(trial.result, target)
-            raise ExerciseError(
-                f"my_all_reduce returned {_numbers(trial.result)} on rank {rank}; the sum is {_numbers(target)}. {difference}"
+            refuse(
+                f"my_all_reduce returned {_numbers(trial.result)} on rank {rank}.",
+                f"{_numbers(target)}, the sum over the ranks.",
+                _first_difference(trial.result, target),
             )
-        _check_kept(rank, trial)
+        _require_kept(rank, trial)
         if trial.calls != {"reduce-scatter": 1, "all-gather": 1}:
             counted = ", ".join(f"{count} {name}" for name, count in sorted(trial.calls.items())) or "none"
-            called = f"rank {rank} called these collectives: {counted}"
-            raise ExerciseError(f"the result is right, but {called}. The target is 1 reduce-scatter and 1 all-gather.")
+            refuse(
+                f"The result is right, but rank {rank} called these collectives: {counted}.", "1 reduce-scatter and 1 all-gather."
+            )
     return f"Solved: {_subject(trials)} got {_numbers(target)}, with one reduce-scatter and one all-gather each."
 
 
-def check_log_mean(pool: WorkerPool, *, timeout_s: float) -> str:
+def check_log_mean(pool: Pool, *, timeout_s: float) -> str:
     """Exercise 3: ``log_mean`` comes back on every rank, with the mean on rank 0 only.
 
     Args:
@@ -90,25 +95,26 @@ def check_log_mean(pool: WorkerPool, *, timeout_s: float) -> str:
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
+    require_on_ranks(pool, "log_mean")
     try:
         trials = pool.run(_try_log_mean, timeout_s=timeout_s)
     except RunTimeoutError as error:
-        raise ExerciseError(f"log_mean hangs. {error}\nEvery rank has to make the collective call.") from None
+        refuse(f"log_mean hangs. {error}", "it comes back on every rank.", "Every rank has to make the collective call.")
     target = sum(trial.given[0] for trial in trials.values()) / len(trials)
     for rank, trial in trials.items():
         wanted = target if rank == 0 else None
-        close = isinstance(trial.result, float) and wanted is not None and math.isclose(trial.result, wanted, rel_tol=1e-5)
-        if not close and (trial.result is not None or wanted is not None):
-            raise ExerciseError(f"log_mean returned {trial.result} on rank {rank}; the target is {wanted}.")
-        _check_kept(rank, trial)
+        if not (trial.result is None if wanted is None else isinstance(trial.result, float) and _close(trial.result, wanted)):
+            refuse(f"log_mean returned {trial.result} on rank {rank}.", f"{wanted} there.")
+        _require_kept(rank, trial)
     others = "the others got None" if len(trials) > 1 else "there are no others"
     return f"Solved: rank 0 got {target:g}, {others}, and nobody waits."
 
 
-def _check_kept(rank: int, trial: Trial) -> None:
+def _require_kept(rank: int, trial: Trial) -> None:
     if trial.kept != trial.given:
-        raise ExerciseError(
-            f"the result is right, but on rank {rank} the input has become {trial.kept}; before the call it was {trial.given}."
+        refuse(
+            f"The result is right, but on rank {rank} the input has become {_numbers(trial.kept)}.",
+            f"it stays {_numbers(trial.given)}.",
         )
 
 
@@ -133,7 +139,7 @@ class Trial:
 
 
 def _mean_loss() -> float:
-    return float(_from_cell("mean_loss"))
+    return float(from_cell("mean_loss"))
 
 
 def _try_my_all_reduce(numbers_per_piece: int) -> Trial:
@@ -155,18 +161,10 @@ def _try_log_mean() -> Trial:
 def _try(name: str, numbers: Any) -> Trial:
     import torch
 
-    function, given, tensor = _from_cell(name), numbers.tolist(), numbers.to(_from_cell("device"))
+    function, given, tensor = from_cell(name), numbers.tolist(), numbers.to(from_cell("device"))
     with _counted() as calls:
         result = function(tensor)
     return Trial(given, tensor.tolist(), result.tolist() if isinstance(result, torch.Tensor) else result, dict(calls))
-
-
-def _from_cell(name: str) -> Any:
-    """A name from the rank's own namespace, which is ``__main__`` there."""
-    try:
-        return getattr(sys.modules["__main__"], name)
-    except AttributeError:
-        raise ExerciseError(f"no {name} yet: run the exercise's cell first, on all ranks.") from None
 
 
 @contextmanager
@@ -205,7 +203,11 @@ def _counted() -> Iterator[Counter[str]]:
             setattr(dist, name, original)
 
 
-# Words ---------------------------------------------------------------------------------------------------------------
+# Words and numbers ---------------------------------------------------------------------------------------------------------------
+
+
+def _close(value: float, target: float) -> bool:
+    return math.isclose(value, target, rel_tol=1e-5, abs_tol=1e-6)
 
 
 def _subject(ranks: Any) -> str:
