@@ -28,6 +28,7 @@ from labkit.wire.messages import Abort, Aborted, Failed, FromWorker, Inspection,
 
 # How long the other ranks may go on after one has failed: they may be about to fail with the same error.
 GRACE_S = 1.0
+DEATH_GRACE_S = 0.1
 # SIGINT ends Python code within milliseconds; what has not ended then sits in native code. Ranks that report that they
 # wait in a collective are freed at once.
 ABORT_AFTER_S = 0.4
@@ -190,12 +191,11 @@ class RunWait:
             self.run.group_lost |= message.group_lost
             if message.cut_off:
                 self.run.cut_off.add(message.rank)
-            if message.failure.kind != "interrupted" or self._stop_began is None:
-                self._failed()
-
-    def _failed(self) -> None:
-        if self._grace_ends is None:
-            self._grace_ends = time.monotonic() + GRACE_S
+            if self._stop_began is None:
+                # The dead cannot be waited for; what died says nothing that another rank would say again.
+                patience = DEATH_GRACE_S if message.failure.kind == "died" else GRACE_S
+                ends = time.monotonic() + patience
+                self._grace_ends = ends if self._grace_ends is None else min(ends, self._grace_ends)
 
     def _patience(self) -> float:
         moments = [time.monotonic() + 0.1]

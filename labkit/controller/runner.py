@@ -87,7 +87,7 @@ class Runner:
             with self.alone():
                 self._count += 1
                 run = Run(self._count, ranks)
-                message = Execute(run.run_id, kind, payload=packed.payload if packed is not None else None, **fields)
+                message = Execute(run.run_id, ranks, kind, payload=packed.payload if packed is not None else None, **fields)
                 self._members.begin(run)
                 for rank in ranks:
                     self._members.send_work(rank, message, packed.frames if packed is not None else ())
@@ -123,7 +123,7 @@ class Runner:
         began = time.monotonic()
         self._count += 1
         rebuild = Run(self._count, self._members.all_ranks)
-        message = Execute(rebuild.run_id, "rebuild", group=self._members.next_group())
+        message = Execute(rebuild.run_id, rebuild.ranks, "rebuild", group=self._members.next_group())
         self._members.begin(rebuild)
         for rank in rebuild.ranks:
             self._members.send_work(rank, message)

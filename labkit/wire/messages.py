@@ -28,6 +28,7 @@ class Execute:
 
     Attributes:
         run_id: Counts the pool's runs from 1.
+        ranks: All the ranks of the run.
         kind: ``cell`` runs ``source``; ``call`` runs the packed ``(function, args, kwargs)``; ``push`` stores the
             packed dict of variables; ``pull`` returns the value of the expression in ``source``; ``rebuild`` makes new
             process groups and mends what stood on the old ones.
@@ -39,6 +40,7 @@ class Execute:
     """
 
     run_id: int
+    ranks: tuple[int, ...]
     kind: Literal["cell", "call", "push", "pull", "rebuild"]
     source: str = ""
     payload: Payload | None = None

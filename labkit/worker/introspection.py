@@ -81,7 +81,7 @@ def _waits_in(frame: FrameType | None) -> str:
         if frame.f_code.co_filename.endswith("distributed_c10d.py"):
             return frame.f_code.co_name
         frame = frame.f_back
-    return function
+    return "wait"
 
 
 def _groups() -> dict[str, tuple[int, ...]]:

@@ -11,7 +11,7 @@ from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, S
 from labkit.wire.payload import Packed, pack, unpack
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import WorkerWire
-from labkit.worker import backends, tracebacks
+from labkit.worker import backends, guard, tracebacks
 from labkit.worker import shell as rank_shell
 from labkit.worker.capture import Capture
 from labkit.worker.control import ControlThread
@@ -74,7 +74,8 @@ class Worker:
         try:
             try:
                 self._state.enter_user_code()
-                value = self._execute(message, frames)
+                with guard.guarded(message.ranks, self._spec.world_size):
+                    value = self._execute(message, frames)
             finally:
                 self._state.leave_user_code()
             if value is not _NOTHING:

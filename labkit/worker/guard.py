@@ -1,0 +1,92 @@
+"""A warning before damage: a cell on some ranks is about to call a collective that needs all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labkit.ranks import format_ranks
+from labkit.worker import backends
+from labkit.worker.tracebacks import is_library
+
+# The operators' names where they differ from the functions that readers call.
+_NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+
+
+class PartialRunWarning(UserWarning):
+    """A cell that runs on some ranks calls a collective that other ranks would have to join."""
+
+
+class _Guard(TorchDispatchMode):
+    """Looks at each collective before it is called. Collectives are operators, and their group is an argument.
+
+    Args:
+        ranks: The ranks that the cell runs on.
+    """
+
+    def __init__(self, ranks: frozenset[int]) -> None:
+        super().__init__()
+        self._ranks = ranks
+        self._warned: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._look(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _look(self, func: Any, args: tuple[Any, ...]) -> None:
+        for argument in args:
+            group = _group(argument)
+            if group is None:
+                continue
+            others = set(backends.group_ranks(group)) - self._ranks
+            name = func._schema.name.split("::")[-1].strip("_")
+            if others and name not in self._warned:
+                self._warned.add(name)
+                place, line = _user_place()
+                warnings.warn_explicit(
+                    f"this cell runs on ranks {format_ranks(self._ranks)} only, and calls {_NAMES.get(name, name)} on a group "
+                    f"with ranks {format_ranks(others)} in it as well. It will wait for them: run the cell on all ranks, "
+                    "or make a group of these ranks with dist.new_group.",
+                    PartialRunWarning,
+                    place,
+                    line,
+                )
+
+
+def _group(argument: Any) -> Any:
+    """The ProcessGroup that an operator's argument stands for, or None."""
+    import torch
+    import torch.distributed as dist
+
+    if isinstance(argument, torch.ScriptObject):
+        with contextlib.suppress(Exception):
+            found = dist.ProcessGroup.unbox(argument)
+            return next((group for group in backends.groups() if group == found), None)
+    if isinstance(argument, str):
+        return next((group for group in backends.groups() if backends.group_name(group) == argument), None)
+    return None
+
+
+def _user_place() -> tuple[str, int]:
+    """File and line of the innermost frame that is the reader's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<cell>", 1)
+
+
+@contextlib.contextmanager
+def guarded(ranks: tuple[int, ...], world_size: int) -> Iterator[None]:
+    """Warn about collectives of larger groups while a run is on some ranks only. Costs nothing when it is on all."""
+    if len(ranks) == world_size:
+        yield
+        return
+    with _Guard(frozenset(ranks)):
+        yield
