@@ -96,10 +96,13 @@ def check_log_mean(pool: Pool, *, timeout_s: float) -> str:
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "log_mean")
+    hang = ""
     try:
         trials = pool.run(_try_log_mean, timeout_s=timeout_s)
     except RunTimeoutError as error:
-        refuse(f"log_mean hangs. {error}", "it comes back on every rank.", "Every rank has to make the collective call.")
+        hang = str(error)
+    if hang:
+        refuse(f"log_mean hangs. {hang}", "it comes back on every rank.", "Every rank has to make the collective call.")
     target = sum(trial.given[0] for trial in trials.values()) / len(trials)
     for rank, trial in trials.items():
         wanted = target if rank == 0 else None
