@@ -22,6 +22,15 @@ class LabkitError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
 
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the reader's own lines and the message, without labkit's frames, which tell a reader nothing."""
+        from IPython import get_ipython  # only IPython calls this
+
+        from labkit.tracebacks import format_error
+
+        compiled = get_ipython().compile
+        return [format_error(self, compiled._filename_map.get, own_lines_only=True)]
+
 
 def _reduce(error: BaseException) -> tuple[Any, ...]:
     # Exceptions pickle as cls(*args), and args holds the built message here, so rebuild from the fields instead.

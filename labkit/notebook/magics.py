@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -17,6 +18,22 @@ from labkit.notebook.expect import error_class, expect_error
 
 class MagicUsageError(LabkitError, ValueError):
     """The line of a magic cannot be read."""
+
+
+class CellSyntaxError(LabkitError):
+    """A ``%%spmd`` cell cannot be parsed; nothing was sent to the ranks.
+
+    Not a SyntaxError, because IPython shows one of those, when it comes out of a magic, with the magic's own frames.
+
+    Attributes:
+        lineno: The line in the cell, counted from 1 with the magic's line.
+    """
+
+    def __init__(self, error: SyntaxError) -> None:
+        self.lineno = error.lineno
+        lines = "".join(traceback.format_exception_only(error)).rstrip("\n").split("\n")
+        place = f"line {error.lineno} of the cell; nothing was sent to the ranks."
+        super().__init__("\n".join([place, *lines[1:-1], lines[-1]]))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -73,13 +90,16 @@ class LabkitMagics(Magics):
 
     def _run(self, pool: WorkerPool, options: argparse.Namespace, line: str, cell: str) -> None:
         assert self.shell is not None
-        values = pool.run_cell(
-            _with_first_line(line, cell),
-            ranks=options.ranks,
-            timeout_s=options.timeout,
-            want_value=options.out is not None,
-            cell_number=_present_number(self.shell),
-        )
+        try:
+            values = pool.run_cell(
+                _with_first_line(line, cell),
+                ranks=options.ranks,
+                timeout_s=options.timeout,
+                want_value=options.out is not None,
+                cell_number=_present_number(self.shell),
+            )
+        except SyntaxError as error:
+            raise CellSyntaxError(error) from None
         if options.out is not None:
             self.shell.user_ns[options.out] = values
 

@@ -12,8 +12,8 @@ from typing import Any
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.ranks import format_ranks
+from labkit.tracebacks import is_library
 from labkit.worker import backends
-from labkit.worker.tracebacks import is_library
 
 # The operators' names where they differ from the functions that readers call.
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}

@@ -12,9 +12,9 @@ import time
 from types import FrameType
 from typing import Any
 
+from labkit.tracebacks import is_library
 from labkit.wire.messages import Collective, RankReport
 from labkit.worker.run_state import RunState
-from labkit.worker.tracebacks import is_library
 
 LAST_COLLECTIVES = 20
 

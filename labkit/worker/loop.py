@@ -6,12 +6,13 @@ import os
 import sys
 from typing import Any
 
+from labkit import tracebacks
 from labkit.errors import FailureKind, RankFailure, WireError
 from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import WorkerWire
-from labkit.worker import backends, guard, tracebacks
+from labkit.worker import backends, guard
 from labkit.worker import shell as rank_shell
 from labkit.worker.capture import Capture
 from labkit.worker.control import ControlThread

@@ -24,17 +24,22 @@ _CONTEXT = "During handling of the above exception, another exception occurred:"
 CellNumber = Callable[[str], int | None]
 
 
-def format_error(error: BaseException, cell_number: CellNumber) -> str:
+def format_error(error: BaseException, cell_number: CellNumber, *, own_lines_only: bool = False) -> str:
     """The error's traceback as text, innermost frame last, with the errors that led to it.
 
     Args:
         error: The error.
         cell_number: Gives the notebook's number of a cell's file name, None for other files.
+        own_lines_only: Leave out library frames and the errors that led to this one: for errors whose message says all.
 
     Returns:
         Text without a newline at its end.
     """
-    return "\n".join(_lines(traceback.TracebackException.from_exception(error), cell_number))
+    told = traceback.TracebackException.from_exception(error)
+    if own_lines_only:
+        frames = [line for frame in told.stack if not is_library(frame.filename) for line in _frame(frame, cell_number)]
+        return "\n".join([*frames, f"{type(error).__name__}: {error}"])
+    return "\n".join(_lines(told, cell_number))
 
 
 def _lines(error: traceback.TracebackException, cell_number: CellNumber) -> Iterator[str]:
