@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import itertools
 import json
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +18,7 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from tests import scripts
 
@@ -71,6 +75,44 @@ def test_what_conda_installs_holds_every_package_that_the_notebooks_need() -> No
 def test_every_requirement_has_a_lower_and_an_upper_bound(requirement: str) -> None:
     operators = {specifier.operator for specifier in Requirement(requirement).specifier}
     assert operators == {">=", "<"}
+
+
+# Packages that come with a declared one and are that one's public side.
+COMES_WITH = {
+    "nbclient": "papermill",
+    "jupyter_client": "ipykernel",
+    "jupyter_core": "ipykernel",
+    "traitlets": "ipykernel",
+    "comm": "ipykernel",
+    "PIL": "matplotlib",
+}
+
+
+def _imported(*files: Path) -> dict[str, str]:
+    """The top-level packages that the files import, with a file that does."""
+    found = {}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.split(".")[0]: file.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                found[node.module.split(".")[0]] = file.name
+    return {name: file for name, file in found.items() if name not in {*sys.stdlib_module_names, "labkit", "tests"}}
+
+
+@pytest.mark.parametrize(
+    ("folder", "extras"), [("labkit", ["lab"]), ("tests", ["lab", "dev"])], ids=["labkit needs no dev extra", "tests"]
+)
+def test_everything_imported_is_declared(folder: str, extras: list[str]) -> None:
+    requirements = PROJECT["dependencies"] + [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
+    declared = {canonicalize_name(Requirement(text).name) for text in requirements}
+    distributions = importlib.metadata.packages_distributions()
+    undeclared = [
+        f"{name} (in {file})"
+        for name, file in _imported(*(ROOT / folder).rglob("*.py")).items()
+        if not declared & {canonicalize_name(text) for text in [*distributions.get(name, []), COMES_WITH.get(name, name)]}
+    ]
+    assert undeclared == []
 
 
 def test_the_commands_of_the_readme_are_targets_of_the_makefile() -> None:
