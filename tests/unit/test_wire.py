@@ -234,7 +234,7 @@ def test_refused_value_leaves_no_memory_file_open() -> None:
 def test_every_message_is_frozen_and_survives_pickling() -> None:
     group = messages.GroupSpec("/tmp/store", 1, 2)
     examples: list[Any] = [
-        Execute(1, "call", payload=Payload(b"x", (b"y", 0)), group=group),
+        Execute(1, (0, 1), "call", payload=Payload(b"x", (b"y", 0)), group=group),
         Shutdown(),
         Interrupt(3),
         messages.Abort(3),
@@ -308,14 +308,14 @@ def receive(controller: ControllerWire, count: int) -> list[tuple[Any, list[byte
 
 
 def test_work_reaches_the_main_thread_with_its_frames(controller: ControllerWire, worker: Peer) -> None:
-    assert controller.send(3, "main", Execute(1, "cell", "1 + 1"), (memoryview(b"frame"),))
+    assert controller.send(3, "main", Execute(1, (3,), "cell", "1 + 1"), (memoryview(b"frame"),))
     message, frames = worker.receive_main()
-    assert message == Execute(1, "cell", "1 + 1")
+    assert message == Execute(1, (3,), "cell", "1 + 1")
     assert frames == [b"frame"]
 
 
 def test_control_message_reaches_the_control_thread_while_the_main_thread_is_busy(controller: ControllerWire, worker: Peer) -> None:
-    controller.send(3, "main", Execute(1, "cell", "while True: pass"))
+    controller.send(3, "main", Execute(1, (3,), "cell", "while True: pass"))
     controller.send(3, "control", Interrupt(1))
     deadline = time.monotonic() + 10
     while not worker.heard and time.monotonic() < deadline:
