@@ -116,7 +116,9 @@ class LessonText:
         return (
             '<div style="border-left: 4px solid #d55e00; padding: 2px 0 2px 12px; margin: 4px 0">'
             f"<div><b>Expected error</b>, {html.escape(self.title)}:</div>"
-            '<pre style="white-space: pre-wrap; overflow-wrap: anywhere; margin: 4px 0 0 0">'
+            # All of it is said here because the pages around it set other fonts and break words anywhere.
+            '<pre style="font-family: monospace; white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; '
+            'margin: 4px 0 0 0">'
             f"{html.escape(self.text)}</pre></div>"
         )
 
