@@ -6,8 +6,30 @@ Usable without a notebook and without a pool; ``labkit checkpoint`` is the same 
 from __future__ import annotations
 
 from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.load import LoadReport, load
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry
 from labkit.checkpoint.names import canonical_fqn
 from labkit.checkpoint.read import Reader
+from labkit.checkpoint.save import PendingSave, save, save_async
+from labkit.checkpoint.show import show
+from labkit.checkpoint.state import PerRank, Rng, module_state, optimizer_state
 
-__all__ = ["Checkpoint", "Chunk", "Reader", "TensorEntry", "ValueEntry", "canonical_fqn", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "Chunk",
+    "LoadReport",
+    "PendingSave",
+    "PerRank",
+    "Reader",
+    "Rng",
+    "TensorEntry",
+    "ValueEntry",
+    "canonical_fqn",
+    "load",
+    "module_state",
+    "open_checkpoint",
+    "optimizer_state",
+    "save",
+    "save_async",
+    "show",
+]

@@ -74,7 +74,7 @@ class TorchArchive:
     def __init__(self, file: io.BufferedReader, path: Path, start: int, length: int) -> None:
         self._file, self._path, self._start, self._length = file, path, start, length
         try:
-            self._zip = zipfile.ZipFile(io.BufferedReader(FileView(file, start, length)))  # type: ignore[arg-type]
+            self._zip = zipfile.ZipFile(io.BufferedReader(FileView(file, start, length)))
             self._infos = {info.filename: info for info in self._zip.infolist()}
         except (zipfile.BadZipFile, EOFError, ValueError, OSError, struct.error, NotImplementedError) as error:
             raise IncompleteCheckpointError(

@@ -136,7 +136,7 @@ class ChunkTable(Sequence[Chunk]):
         low = np.asarray(offsets, dtype=np.int64)
         high = low + np.asarray(sizes, dtype=np.int64)
         touching = (self.offsets < high) & (self.offsets + self.sizes > low) & (self.sizes > 0)
-        return np.nonzero(touching.all(axis=1))[0].tolist()  # type: ignore[no-any-return]
+        return np.nonzero(touching.all(axis=1))[0].tolist()
 
 
 @dataclass(slots=True)

@@ -182,7 +182,7 @@ class Reader:
     def _read(self, file: str, start: int, length: int, entry: TensorEntry | ValueEntry) -> torch.Tensor:
         data = torch.empty(length, dtype=torch.uint8)
         if length:
-            got = read_into(self.open(file).fileno(), memoryview(data.numpy()), start)
+            got = read_into(self.open(file).fileno(), data.numpy().data, start)
             if got != length:
                 raise IncompleteCheckpointError(
                     self.checkpoint.root / file,

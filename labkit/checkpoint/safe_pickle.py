@@ -330,7 +330,7 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
 def _check_memo(data: bytes) -> None:
     # A single LONG_BINPUT with a large index makes the C unpickler fill gigabytes with a memo of null pointers.
     for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("LONG_BINPUT", "PUT") and argument > len(data):
+        if opcode.name in ("LONG_BINPUT", "PUT") and argument is not None and argument > len(data):
             raise pickle.UnpicklingError("a memo index larger than the file")
 
 

@@ -16,22 +16,24 @@ CPU = torch.device("cpu")
 
 
 class Net(nn.Module):
-    """Uneven dims (1, 2, 3, 5, 7), a buffer, a frozen parameter and a tied pair."""
+    """Uneven dims (1, 2, 3, 5, 6, 7), a buffer, a frozen parameter and a tied pair."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(7, 5)
-        self.block = nn.Sequential(nn.Linear(5, 3), nn.ReLU(), nn.Linear(3, 5))
+        self.block = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 5))
         self.frozen = nn.Linear(5, 5)
         self.norm = nn.LayerNorm(5)
         self.head = nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
+        self.odd = nn.Parameter(torch.randn(3, 2))
+        self.one = nn.Parameter(torch.randn(1))
         self.register_buffer("scale", torch.tensor([1.5, 2.0, 0.5, 1.0, 1.0]))
         self.frozen.requires_grad_(requires_grad=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(tokens)
+        hidden = self.embed(tokens) + self.odd.sum() * self.one
         hidden = hidden + self.block(hidden * self.scale)
         return self.head(self.norm(self.frozen(hidden)))
 

@@ -1,0 +1,257 @@
+"""A storage writer and a planner for :func:`torch.distributed.checkpoint.save`.
+
+The files are DCP's own: what they hold, :func:`torch.distributed.checkpoint.load` reads. Three things differ from
+:class:`torch.distributed.checkpoint.FileSystemWriter`: every file is hashed while it is written, an error in any writer
+thread fails the save, and ``.metadata`` never replaces that of an earlier save, because a step directory is new.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, BinaryIO, cast
+
+import torch
+import xxhash
+from torch.distributed.checkpoint import DefaultSavePlanner, StorageWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from labkit.checkpoint.dcp_format import METADATA_FILE
+from labkit.checkpoint.manifest import FileSum
+from labkit.checkpoint.model import Path_
+from labkit.checkpoint.shards import to_cpu
+
+DCP_VERSION = "1.0.0"
+
+
+class HashedFile(io.RawIOBase):
+    """A new file that hashes what is written to it. Refuses to replace a file; syncs to disk on close."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO = path.open("xb", buffering=1 << 20)
+        self._digest, self._size = xxhash.xxh3_128(), 0
+        self._error: OSError | None = None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        # torch's zip writer buries a failed write under a complaint of its own ("unexpected pos 704 vs 598").
+        try:
+            super().__exit__(kind, error, trace)
+        except OSError as late:
+            self._error = self._error or late
+        if self._error is not None:
+            raise self._error
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            self._file.write(view)
+        except OSError as error:
+            self._error = self._error or error
+            raise
+        self._digest.update(view)
+        self._size += len(view)
+        return len(view)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        """Nothing: the file is flushed and synced once, on close."""
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
+                super().close()
+
+    def total(self) -> FileSum:
+        """The size and hash of what was written so far."""
+        return FileSum(self._size, self._digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value to save, as this rank sees it.
+
+    Attributes:
+        key: The flat name.
+        path: The nested keys.
+        shape, dtype: Of the full tensor; None for a value that is no tensor.
+        shards: Offsets, sizes and data of what this rank holds of a tensor.
+        value: What is no tensor.
+        own: True when only this rank has the key (per-rank values); else every rank has it and one of them writes it.
+    """
+
+    key: str
+    path: Path_
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+    shards: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.Tensor], ...] = ()
+    value: Any = None
+    own: bool = False
+
+
+class LeafPlanner(DefaultSavePlanner):
+    """Plans the saving of leaves that are taken apart already; global planning and its checks are DCP's.
+
+    Args:
+        leaves: This rank's leaves by key.
+    """
+
+    def __init__(self, leaves: Mapping[str, Leaf]) -> None:
+        # No plan caching: DCP's cache outlives a change of dtype and then writes the old one into .metadata.
+        super().__init__(flatten_state_dict=True, enable_plan_caching=False)
+        self._leaves = leaves
+        self._data: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+
+    def set_up_planner(self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False) -> None:
+        self.state_dict: dict[str, Any] = {}
+        self.is_coordinator = is_coordinator
+        self.mappings = {leaf.key: leaf.path for leaf in self._leaves.values()}
+
+    def create_local_plan(self) -> SavePlan:
+        items: list[WriteItem] = []
+        for leaf in self._leaves.values():
+            if leaf.shape is not None:
+                items.extend(self._tensor_items(leaf))
+            elif leaf.own or self.is_coordinator:
+                items.append(WriteItem(MetadataIndex(leaf.key), WriteItemType.BYTE_IO))
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        return self.plan
+
+    def _tensor_items(self, leaf: Leaf) -> Iterator[WriteItem]:
+        assert leaf.shape is not None
+        assert leaf.dtype is not None
+        for offsets, sizes, data in leaf.shards:
+            self._data[leaf.key, offsets] = data
+            chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+            written = TensorWriteData(chunk, TensorProperties(dtype=leaf.dtype), torch.Size(leaf.shape))
+            yield WriteItem(MetadataIndex(leaf.key, offsets), WriteItemType.SHARD, tensor_data=written)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        index = write_item.index
+        if write_item.type == WriteItemType.BYTE_IO:
+            buffer = io.BytesIO()
+            torch.save(self._leaves[index.fqn].value, buffer)
+            return buffer
+        assert index.offset is not None
+        return self._data[index.fqn, tuple(index.offset)]
+
+
+class DirectoryWriter(StorageWriter):
+    """Writes a DCP checkpoint into a new directory and keeps the hash of every file that this rank wrote.
+
+    Args:
+        directory: An existing directory without a checkpoint in it.
+        threads: Files that a rank writes at the same time.
+    """
+
+    def __init__(self, directory: Path, *, threads: int = 1) -> None:
+        self.directory, self.threads = directory, threads
+        self.sums: dict[str, FileSum] = {}
+
+    @property
+    def checkpoint_id(self) -> Path:
+        """The directory, for DCP's log."""
+        return self.directory
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=str(self.directory))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self.sums = {}
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        bins = [items for items in balanced(plan.items, self.threads) if items]
+        names = [f"__{plan.storage_data}_{index}.distcp" for index in range(len(bins))]
+        if len(bins) <= 1:
+            written = [self._write_file(name, items, planner) for name, items in zip(names, bins, strict=True)]
+        else:
+            with ThreadPoolExecutor(len(bins), thread_name_prefix="labkit-checkpoint") as pool:
+                # map() raises the first thread's error here, after all of them have ended.
+                written = list(pool.map(lambda job: self._write_file(job[0], job[1], planner), zip(names, bins, strict=True)))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result for results in written for result in results])
+        return future
+
+    def _write_file(self, name: str, items: Sequence[WriteItem], planner: SavePlanner) -> list[WriteResult]:
+        results = []
+        with HashedFile(self.directory / name) as file:
+            for item in items:
+                start = file.tell()
+                write_item(file, planner.resolve_data(item))
+                length = file.tell() - start
+                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+        self.sums[name] = file.total()
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.version = DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
+        metadata.storage_meta = self.storage_meta()
+        self.sums[METADATA_FILE] = write_metadata(self.directory, metadata)
+
+
+def write_item(file: HashedFile, data: torch.Tensor | io.BytesIO) -> None:
+    """Append one item the way DCP does: a torch.save archive."""
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+    else:
+        torch.save(to_cpu(data, copy=False), cast(IO[bytes], file))
+
+
+def write_metadata(directory: Path, metadata: Metadata) -> FileSum:
+    """Write ``.metadata``, by a rename after it is on disk."""
+    temporary = directory / (METADATA_FILE + ".tmp")
+    with HashedFile(temporary) as file:
+        pickle.dump(metadata, file)
+    temporary.rename(directory / METADATA_FILE)
+    return file.total()
+
+
+def item_bytes(item: WriteItem) -> int:
+    """A plan item's data in bytes; 1 for a value, whose size is not known yet."""
+    if item.tensor_data is None:
+        return 1
+    return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize
+
+
+def balanced(items: Sequence[WriteItem], bins: int) -> list[list[WriteItem]]:
+    """Distribute items over files so that the files are about equally large."""
+    if bins <= 1:
+        return [list(items)]
+    result: list[list[WriteItem]] = [[] for _ in range(bins)]
+    loads = [0] * bins
+    for item in sorted(items, key=item_bytes, reverse=True):
+        index = loads.index(min(loads))
+        result[index].append(item)
+        loads[index] += item_bytes(item)
+    return result

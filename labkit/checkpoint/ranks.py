@@ -1,0 +1,70 @@
+"""Small collectives on objects, with one rule: a rank that fails takes the others along with its error, so nobody hangs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from labkit.checkpoint.errors import CheckpointError, CheckpointWriteError
+
+T = TypeVar("T")
+
+
+class Comm:
+    """The ranks that save or load together; one rank on its own when no process group exists.
+
+    Args:
+        group: A process group; None for the default group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.active = dist.is_available() and dist.is_initialized()
+        self.group = group
+        self.rank = dist.get_rank(group) if self.active else 0
+        self.size = dist.get_world_size(group) if self.active else 1
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, on every rank.
+
+        Ranks: collective. Blocks until all ranks call it, at most the group's time-out.
+        """
+        if self.size == 1:
+            return [value]
+        result: list[T | None] = [None] * self.size
+        dist.all_gather_object(result, value, group=self.group)
+        return result  # type: ignore[return-value]
+
+    def everywhere(self, function: Callable[[], T], path: object) -> list[T]:
+        """Call a function on every rank; every rank's results, or on every rank the first rank's error.
+
+        Raises:
+            CheckpointError: The function raised one on some rank; its own type is kept.
+            CheckpointWriteError: It raised something else; the message names the rank and the exception.
+
+        Ranks: collective.
+        """
+        outcome: tuple[T | None, Exception | None]
+        try:
+            outcome = function(), None
+        except Exception as error:
+            outcome = None, _portable(error, self.rank, path)
+        outcomes = self.gather(outcome)
+        for _, failure in outcomes:
+            if failure is not None:
+                raise failure
+        return [value for value, _ in outcomes]  # type: ignore[misc]
+
+    def on_first(self, function: Callable[[], T], path: object) -> T:
+        """Call a function on rank 0 only; every rank gets its result or its error.
+
+        Ranks: collective; the function runs on rank 0.
+        """
+        return self.everywhere(lambda: function() if self.rank == 0 else None, path)[0]  # type: ignore[return-value]
+
+
+def _portable(error: Exception, rank: int, path: object) -> Exception:
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointWriteError(path, f"rank {rank} failed with {type(error).__name__}: {error}")

@@ -1,0 +1,267 @@
+"""A save that cannot lose the last good checkpoint.
+
+A step is written into a directory of its own, by DCP. After every rank has written, read back and hashed its files, rank 0
+publishes ``manifest.json`` by an atomic rename; only then does the step count, and only then are older steps removed. A
+crash at any moment leaves the previous steps as they were and a directory without a manifest.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from labkit.checkpoint import manifest
+from labkit.checkpoint.dcp_writer import DirectoryWriter, Leaf, LeafPlanner
+from labkit.checkpoint.divergence import refuse_divergence
+from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
+from labkit.checkpoint.manifest import FileSum, Manifest
+from labkit.checkpoint.ranks import Comm
+from labkit.checkpoint.shards import to_cpu
+from labkit.checkpoint.state import Captured, capture
+
+
+def save(
+    store: str | Path,
+    state: Mapping[str, Any],
+    step: int,
+    *,
+    keep: int | None = None,
+    threads: int = 1,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Save a training state as a step of a store.
+
+    Args:
+        store: A directory that all ranks see; made if needed.
+        state: Nested dicts of modules, optimizers, objects with ``state_dict``, tensors, DTensors, plain values, and
+            :class:`labkit.checkpoint.PerRank` for what each rank has its own of. Optimizer state goes by FQN, so the module
+            that an optimizer trains belongs into the state too. Schedulers and counters need entries of their own.
+        step: The training step; it names the directory ``step_00000010``.
+        keep: After publishing, remove complete steps beyond the newest ``keep``, and what unfinished saves of earlier steps
+            left. None removes nothing.
+        threads: Files that each rank writes at the same time.
+        group: The ranks that save; None for all of them. Without a process group this process saves alone.
+
+    Returns:
+        The step's directory. It is a DCP checkpoint with a manifest.
+
+    Raises:
+        CheckpointExistsError: The step is there already, complete.
+        RankDivergenceError: Ranks hold different values under one key that is not per rank.
+        FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
+        CheckpointWriteError: A rank could not write, or what it wrote does not read back. All ranks raise it; the step is
+            not published.
+
+    Ranks: collective. Blocks until every rank's files are on disk and read back.
+    """
+    comm = Comm(group)
+    captured = _capture(state, comm)
+    return _Save(Path(store), step, captured, comm, keep=keep, threads=threads).run()
+
+
+class PendingSave:
+    """An asynchronous save on its way.
+
+    Attributes:
+        step: The step that is being saved.
+    """
+
+    def __init__(self, work: _Save) -> None:
+        self.step = work.step
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._collected = False
+        # No daemon: a process that ends normally finishes its save first.
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"labkit-save-{work.step}")
+        self._thread.start()
+
+    def _run(self, work: _Save) -> None:
+        try:
+            self._path = work.run()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> Path:
+        """Wait for the save and return the step's directory.
+
+        Raises:
+            TimeoutError: It is still running after ``timeout_s`` seconds.
+            CheckpointError: Whatever the save raised; the step is then not published.
+
+        Ranks: local, but the save itself is collective, so every rank should wait at the same place.
+        """
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the save of step {self.step} is still running")
+        self._collected = True
+        if self._error is not None:
+            raise self._error
+        assert self._path is not None
+        return self._path
+
+
+_pending: PendingSave | None = None
+_groups: dict[int, dist.ProcessGroup] = {}
+
+
+def save_async(
+    store: str | Path, state: Mapping[str, Any], step: int, *, keep: int | None = None, threads: int = 1
+) -> PendingSave:
+    """Save in the background: copy everything to CPU memory, return, and write from a thread.
+
+    What the training loop does to its tensors afterwards does not reach the checkpoint. One save runs at a time: a second
+    call first waits for the one before and raises its error if nobody has. The arguments are those of :func:`save`; all ranks
+    of the default group take part, over a gloo group of their own.
+
+    Returns:
+        The pending save. Call ``wait()`` before relying on it; the step counts only once it is published.
+
+    Raises:
+        CheckpointError: As :func:`save`, for what is found before writing begins; and the previous save's error.
+
+    Ranks: collective. Blocks for the copy to CPU memory, and for a save that is still running.
+    """
+    global _pending  # noqa: PLW0603
+    previous, _pending = _pending, None
+    if previous is not None and not previous._collected:
+        previous.wait()
+    comm = Comm(_own_group())
+    captured = _capture(state, comm)
+    staged = replace(captured, leaves={key: _stage(leaf) for key, leaf in captured.leaves.items()})
+    _pending = PendingSave(_Save(Path(store), step, staged, comm, keep=keep, threads=threads))
+    return _pending
+
+
+def _own_group() -> dist.ProcessGroup | None:
+    """A gloo group for the background thread: two threads may not use one group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    default = dist.distributed_c10d._get_default_group()
+    if id(default) not in _groups:
+        _groups.clear()
+        _groups[id(default)] = dist.new_group(backend="gloo")
+    return _groups[id(default)]
+
+
+def _stage(leaf: Leaf) -> Leaf:
+    shards = tuple((offsets, sizes, to_cpu(data, copy=True)) for offsets, sizes, data in leaf.shards)
+    return replace(leaf, shards=shards, value=_copied(leaf.value))
+
+
+def _copied(value: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(value)
+
+
+def _capture(state: Mapping[str, Any], comm: Comm) -> Captured:
+    captured: list[Captured] = []
+    # capture() is collective for FSDP1; a rank that fails there alone is the time-out of the group, as in FSDP1 itself.
+    comm.everywhere(lambda: captured.append(capture(state, comm.rank)), "the state")
+    refuse_divergence(captured[0], comm)
+    return captured[0]
+
+
+class _Save:
+    """One save, from the directory to retention."""
+
+    def __init__(self, store: Path, step: int, captured: Captured, comm: Comm, *, keep: int | None, threads: int) -> None:
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep={keep} would remove the checkpoint that was just written; use 1 or more")
+        self.store, self.step, self.captured, self.comm = store, step, captured, comm
+        self.keep, self.threads = keep, threads
+        self.directory = manifest.step_directory(store, step)
+
+    def run(self) -> Path:
+        self.comm.on_first(self._prepare, self.directory)
+        writer = DirectoryWriter(self.directory, threads=self.threads)
+        self._write(writer)
+        # The metadata file exists on rank 0 only after every rank has written, so this is a barrier too.
+        sums = self.comm.everywhere(lambda: self._read_back(writer.sums), self.directory)
+        self.comm.on_first(lambda: self._publish(sums), self.directory)
+        if self.keep is not None:
+            self.comm.on_first(self._retain, self.directory)
+        return self.directory
+
+    def _prepare(self) -> None:
+        if (self.directory / manifest.MANIFEST_FILE).exists():
+            raise CheckpointExistsError(self.directory, f"step {self.step} is there already, complete. Save another step, or remove this one.")
+        if self.directory.exists():
+            shutil.rmtree(self.directory)  # what an unfinished save left; it never counted
+        self.directory.mkdir(parents=True)
+        manifest.sync_directory(self.store)
+
+    def _write(self, writer: DirectoryWriter) -> None:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable|uninitialized)")
+                dcp.save(
+                    {},
+                    storage_writer=writer,
+                    planner=LeafPlanner(self.captured.leaves),
+                    process_group=self.comm.group,
+                    no_dist=not self.comm.active,
+                )
+        except CheckpointException as error:  # derives from BaseException, so "except Exception" misses it
+            raise CheckpointWriteError(self.directory, f"{_causes(error)}. The step is not published; earlier steps are untouched.") from error
+
+    def _read_back(self, sums: Mapping[str, FileSum]) -> dict[str, FileSum]:
+        for name, expected in sums.items():
+            try:
+                manifest.check_file(self.directory, name, expected, drop_cache=True)
+            except CheckpointError as error:
+                raise CheckpointWriteError(self.directory / name, f"what was just written does not read back ({error})") from None
+        return dict(sums)
+
+    def _publish(self, sums: list[dict[str, FileSum]]) -> None:
+        files = {name: total for part in sums for name, total in part.items()}
+        about = {"torch": torch.__version__, "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        manifest.publish(self.directory, Manifest(files, self.step, self.comm.size, about))
+
+    def _retain(self) -> None:
+        assert self.keep is not None
+        retain(self.store, self.keep, newest=self.step)
+
+
+def retain(store: Path, keep: int, *, newest: int) -> list[Path]:
+    """Remove complete steps beyond the newest ``keep``, and unfinished steps below ``newest``.
+
+    A step's manifest goes first, so a crash in the middle leaves an unfinished step and never a damaged complete one.
+
+    Returns:
+        The removed directories.
+
+    Ranks: rank 0.
+    """
+    complete = manifest.complete_steps(store)
+    doomed = [manifest.step_directory(store, step) for step in complete[:-keep]]
+    for child in sorted(store.iterdir()):
+        step = manifest.step_of(child)
+        if step is not None and step < newest and step not in complete:
+            doomed.append(child)
+    for directory in doomed:
+        (directory / manifest.MANIFEST_FILE).unlink(missing_ok=True)
+        manifest.sync_directory(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+    return doomed
+
+
+def _causes(error: CheckpointException) -> str:
+    # A failure is the exception with its traceback.
+    causes = {rank: failure[0] for rank, failure in error.failures.items()}
+    return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()) or str(error)

@@ -1,0 +1,100 @@
+"""What one rank holds of a tensor: its local boxes, for plain tensors, DTensor and FSDP1's ShardedTensor alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from labkit.checkpoint.errors import CheckpointMismatchError
+
+
+@dataclass(frozen=True, slots=True)
+class LocalShard:
+    """A box of a tensor and this rank's data for it; ``data`` shares memory with the live tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor as one rank sees it.
+
+    Attributes:
+        shape: The full shape.
+        dtype: The dtype.
+        shards: What this rank holds; empty boxes are left out unless the whole tensor is empty.
+        replica_of: None when no other rank holds the same boxes; else a label that ranks with equal boxes share. Ranks
+            with one label must hold equal values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: tuple[LocalShard, ...]
+    replica_of: str | None
+
+
+def local_tensor(tensor: torch.Tensor) -> LocalTensor:
+    """This rank's part of a tensor.
+
+    Raises:
+        CheckpointMismatchError: A DTensor is an unreduced partial sum, or the tensor is sparse, quantized or on meta.
+
+    Ranks: local.
+    """
+    if isinstance(tensor, DTensor):
+        return _of_dtensor(tensor)
+    if isinstance(tensor, ShardedTensor):
+        shards = [
+            LocalShard(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes), shard.tensor.detach())
+            for shard in tensor.local_shards()
+        ]
+        return LocalTensor(tuple(tensor.size()), tensor.dtype, _kept(tuple(tensor.size()), shards), None)
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        kind = "meta" if tensor.device.type == "meta" else str(tensor.layout)
+        raise CheckpointMismatchError("the state", [f"a {kind} tensor of shape {tuple(tensor.shape)} has no data that can be saved"])
+    shape = tuple(tensor.shape)
+    return LocalTensor(shape, tensor.dtype, (LocalShard((0,) * len(shape), shape, tensor.detach()),), "all")
+
+
+def _of_dtensor(tensor: DTensor) -> LocalTensor:
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointMismatchError("the state", [f"a DTensor with placements {tensor.placements} is an unreduced sum; redistribute it first"])
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return LocalTensor(shape, tensor.dtype, (), None)
+    local = tensor.to_local().detach()
+    # DCP's own protocol for tensor-like objects: the boxes of the local shard, strided placements included.
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise CheckpointMismatchError("the state", [f"a DTensor with placements {tensor.placements} has {len(chunks)} local boxes, not one"])
+    shard = LocalShard(tuple(chunks[0].offsets), tuple(chunks[0].sizes), local)
+    label = None
+    if any(isinstance(placement, Replicate) for placement in tensor.placements):
+        place = tuple(at for at, placement in zip(coordinate, tensor.placements, strict=True) if not isinstance(placement, Replicate))
+        label = f"mesh {sorted(mesh.mesh.reshape(-1).tolist())} {mesh.mesh.shape} {tensor.placements} at {place}"
+    return LocalTensor(shape, tensor.dtype, _kept(shape, [shard]), label)
+
+
+def _kept(shape: tuple[int, ...], shards: list[LocalShard]) -> tuple[LocalShard, ...]:
+    whole_is_empty = 0 in shape
+    return tuple(shard for shard in shards if whole_is_empty or 0 not in shard.sizes)
+
+
+def to_cpu(data: torch.Tensor, *, copy: bool) -> torch.Tensor:
+    """A shard's data as a CPU tensor whose storage holds nothing else; ``copy`` makes it independent of the live one."""
+    on_cpu = data.detach().to("cpu", copy=copy)
+    if on_cpu.untyped_storage().nbytes() != on_cpu.nbytes:
+        on_cpu = on_cpu.clone()
+    return on_cpu
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of any of the kinds that :func:`local_tensor` takes."""
+    return isinstance(value, torch.Tensor | ShardedTensor)

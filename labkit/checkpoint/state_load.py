@@ -1,0 +1,206 @@
+"""Hand loaded values back: nested dicts, values in place, and optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from torch.optim import Optimizer
+
+from labkit.checkpoint.errors import FQNMismatchError
+from labkit.checkpoint.model import Path_
+from labkit.checkpoint.names import canonical_fqn
+from labkit.checkpoint.read import Reader
+from labkit.checkpoint.state import PerRank, flat_key, has_fsdp1, match_groups, parameter_names, state_like
+
+
+def nest(leaves: Mapping[Path_, Any]) -> dict[str, Any]:
+    """Nested dicts and lists from leaves by path; integers in a path are list positions."""
+    root: dict[str, Any] = {}
+    for path, value in leaves.items():
+        here: Any = root
+        for index, step in enumerate(path[:-1]):
+            follower: Any = [] if isinstance(path[index + 1], int) else {}
+            here = _step_into(here, step, follower)
+        _set(here, path[-1], value)
+    return root
+
+
+def _step_into(here: Any, step: Any, follower: Any) -> Any:
+    if isinstance(here, list):
+        _set(here, step, here[step] if step < len(here) and here[step] is not None else follower)
+        return here[step]
+    return here.setdefault(step, follower)
+
+
+def _set(here: Any, step: Any, value: Any) -> None:
+    if isinstance(here, list):
+        here.extend([None] * (step + 1 - len(here)))
+    here[step] = value
+
+
+def put_value(state: Any, path: Path_, value: Any) -> None:
+    """Replace the value at nested keys of a state, in its dict or list, or inside its :class:`PerRank`."""
+    here, owner = state, None
+    for index, step in enumerate(path):
+        if isinstance(here, PerRank):
+            owner = here
+            here = here.value
+            if index == len(path) - 1:
+                owner.value = value
+            continue
+        key = next((k for k in here if str(k) == str(step)), step) if isinstance(here, dict) else int(step)
+        if index == len(path) - 1:
+            here[key] = value
+        else:
+            here = here[key]
+
+
+@dataclass
+class OptimizerTarget:
+    """An optimizer and what will be read for it.
+
+    Attributes:
+        optimizer: The optimizer.
+        tensors: Flat key to the tensor that the piece is read into, sharded as its parameter is.
+        keys: All keys of the checkpoint that belong to it.
+        states: FQN to its state, holding those tensors and values that are no tensors.
+        groups: The saved options for each of the optimizer's groups, in its order.
+        parameters: FQN to parameter.
+    """
+
+    optimizer: Optimizer
+    module: nn.Module
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    def apply(self) -> None:
+        """Give the optimizer its state and options.
+
+        Ranks: collective for FSDP1, else local.
+        """
+        if has_fsdp1(self.module):
+            saved = {"state": self.states, "param_groups": self.groups}
+            self.optimizer.load_state_dict(FSDP.optim_state_dict_to_load(self.module, self.optimizer, saved))
+            return
+        self.optimizer.state.clear()
+        for name, parameter in self.parameters.items():
+            if name in self.states:
+                self.optimizer.state[parameter] = self.states[name]
+        for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_, nn.Module], reader: Reader) -> OptimizerTarget:
+    """Plan the loading of an optimizer: match groups and parameters by FQN, and make a tensor for each piece of state.
+
+    The optimizer itself is not touched.
+
+    Raises:
+        FQNMismatchError: The checkpoint's groups or state do not fit the optimizer's parameters.
+
+    Ranks: collective for FSDP1, else local.
+    """
+    checkpoint = reader.checkpoint
+    prefix = flat_key(path) + "."
+    module = next(iter(modules.values()))
+    target = OptimizerTarget(optimizer, module)
+    target.keys = {key for key in (*checkpoint.tensors, *checkpoint.values) if key.startswith(prefix)}
+    saved = _saved_groups(reader, path, target.keys)
+    names = parameter_names(optimizer, modules)
+    target.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
+    if has_fsdp1(module):
+        # Flat parameters have no FQN of their own; FSDP matches groups itself, from the names of what is in them.
+        _fsdp1_targets(target, path, optimizer, modules, reader)
+        target.groups = saved
+        return target
+    target.groups = match_groups(optimizer, names, saved, checkpoint.path)
+    groups = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
+    strangers = set()
+    for key in sorted(target.keys):
+        entry = checkpoint.tensors.get(key) or checkpoint.values[key]
+        split = _state_key(entry.path[len(path) :])
+        if split is None:
+            continue
+        name, piece = split
+        if name not in target.parameters:
+            strangers.add(name)
+            continue
+        state = target.states.setdefault(name, {})
+        if key in checkpoint.values:
+            state[piece] = reader.value(key)
+        else:
+            tensor = checkpoint.tensors[key]
+            made = state_like(target.parameters[name], tensor.shape, tensor.dtype, piece, groups[name])
+            state[piece] = target.tensors[key] = made
+    if strangers:
+        raise FQNMismatchError(checkpoint.path, unexpected=[f"optimizer state of {name}" for name in sorted(strangers)])
+    return target
+
+
+def _fsdp1_targets(
+    target: OptimizerTarget, path: Path_, optimizer: Optimizer, modules: Mapping[Path_, nn.Module], reader: Reader
+) -> None:
+    like = {canonical_fqn(name): p for name, p in module_parameters(modules)}
+    shards = _fsdp1_shapes(modules)
+    for key in sorted(target.keys):
+        entry = reader.checkpoint.tensors.get(key) or reader.checkpoint.values[key]
+        split = _state_key(entry.path[len(path) :])
+        if split is None:
+            continue
+        name, piece = split
+        if name not in shards and name not in like:
+            raise FQNMismatchError(reader.checkpoint.path, unexpected=[f"optimizer state of {name}"])
+        state = target.states.setdefault(name, {})
+        if key in reader.checkpoint.values:
+            state[piece] = reader.value(key)
+            continue
+        tensor = reader.checkpoint.tensors[key]
+        # FSDP1 takes whole tensors for its sharded optimizer state too, and cuts them itself.
+        state[piece] = target.tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def module_parameters(modules: Mapping[Path_, nn.Module]) -> list[tuple[str, nn.Parameter]]:
+    """All named parameters of the modules."""
+    return [item for module in modules.values() for item in module.named_parameters()]
+
+
+def _fsdp1_shapes(modules: Mapping[Path_, nn.Module]) -> set[str]:
+    from labkit.checkpoint.state import module_state
+
+    return {name for module in modules.values() for name in module_state(module)}
+
+
+def _state_key(rest: Path_) -> tuple[str, str] | None:
+    """FQN and piece from the keys below an optimizer: ``("state", "block.0.weight", "exp_avg")``."""
+    if len(rest) < 3 or rest[0] != "state":
+        return None
+    return ".".join(map(str, rest[1:-1])), str(rest[-1])
+
+
+def _saved_groups(reader: Reader, path: Path_, keys: set[str]) -> list[dict[str, Any]]:
+    checkpoint = reader.checkpoint
+    leaves: dict[Path_, Any] = {}
+    for key in keys:
+        entry = checkpoint.values.get(key) or checkpoint.tensors[key]
+        rest = entry.path[len(path) :]
+        if rest and rest[0] == "param_groups":
+            leaves[rest] = reader.value(key) if key in checkpoint.values else reader.tensor(key)
+    groups = nest(leaves).get("param_groups", [])
+    wrong = [group for group in groups if not isinstance(group, dict) or not all(isinstance(n, str) for n in group.get("params", [None]))]
+    if not groups or wrong:
+        raise FQNMismatchError(
+            checkpoint.path,
+            unexpected=[f"{flat_key(path)}.param_groups without parameter names"],
+            advice="State that is numbered by position cannot be told apart when parameters are reordered. "
+            "Use `labkit checkpoint migrate` with the model to name it.",
+        )
+    return groups  # type: ignore[no-any-return]
+
