@@ -16,7 +16,6 @@ from labkit.controller.members import Members
 from labkit.controller.runner import Runner
 from labkit.errors import PoolStateError
 from labkit.ranks import RankResults, RankSpec, format_ranks, parse_ranks
-from labkit.wire.payload import pack
 
 T = TypeVar("T")
 
@@ -208,7 +207,7 @@ class WorkerPool:
             WireError: A value cannot be pickled. Further errors as in :meth:`run`.
         """
         chosen = self._choose(ranks)
-        packed = pack(variables, share_memory=self._members.share_memory)
+        packed = sending.pack_variables(variables, share_memory=self._members.share_memory)
         self._runner.execute("push", chosen, timeout_s, packed=packed)
 
     def pull(self, name: str, *, ranks: RankSpec = None, timeout_s: float | None = None) -> RankResults[Any]:

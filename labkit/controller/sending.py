@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-import inspect
+import contextlib
+import dis
 import linecache
 import sys
 import types
@@ -43,17 +44,30 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
     try:
         packed = pack((function, args, kwargs, _sources(function)), share_memory=share_memory)
     except WireError as error:
-        raise WireError(_blame(function, args, kwargs) or str(error)) from error
+        parts = {f"argument {number}": value for number, value in enumerate(args)}
+        parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
+        parts |= {f"the variable {name!r} that the function uses": value for name, value in captured(function).items()}
+        parts["the function"] = function
+        raise WireError(_blame(parts) or str(error)) from error
     if packed.payload.size_bytes + sum(frame.nbytes for frame in packed.frames) > WARN_BYTES:
         _warn_about_captures(function)
     return packed
 
 
-def _blame(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Which part of a call cannot be pickled."""
-    parts = {f"argument {number}": value for number, value in enumerate(args)}
-    parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
-    parts |= {f"the variable {name!r} that the function uses": value for name, value in captured(function).items()}
+def pack_variables(variables: Mapping[str, Any], *, share_memory: bool) -> Packed:
+    """Pack variables for the ranks' namespaces.
+
+    Raises:
+        WireError: A value cannot be pickled; the message names the variable.
+    """
+    try:
+        return pack(dict(variables), share_memory=share_memory)
+    except WireError as error:
+        raise WireError(_blame({f"the variable {name!r}": value for name, value in variables.items()}) or str(error)) from error
+
+
+def _blame(parts: Mapping[str, Any]) -> str | None:
+    """The first of the named values that cannot be pickled, and why."""
     for what, value in parts.items():
         try:
             pack(value, share_memory=False)
@@ -63,15 +77,29 @@ def _blame(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def captured(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The globals and closure variables that travel with a function from a notebook."""
-    if not isinstance(function, types.FunctionType):
+    """The globals and closure variables that travel with a function: those of functions from notebooks and inner functions."""
+    function = getattr(function, "func", function)  # functools.partial
+    function = getattr(function, "__func__", function)  # a bound method
+    if not isinstance(function, types.FunctionType) or _travels_by_name(function):
         return {}
-    module = sys.modules.get(function.__module__ or "")
-    if function.__module__ != "__main__" and module is not None:
-        return {}  # a function of a module travels by name
-    found = inspect.getclosurevars(function)
-    together = {**found.globals, **found.nonlocals}
+    together = {name: function.__globals__[name] for name in _global_names(function.__code__) if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            together[name] = cell.cell_contents
     return {name: value for name, value in together.items() if not isinstance(value, types.ModuleType)}
+
+
+def _travels_by_name(function: types.FunctionType) -> bool:
+    """Whether the ranks import the function from its module instead of getting it whole."""
+    found: Any = sys.modules.get(function.__module__ or "")
+    for part in function.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return function.__module__ != "__main__" and found is function
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return names.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)))
 
 
 def _warn_about_captures(function: Callable[..., Any]) -> None:
