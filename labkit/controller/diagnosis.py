@@ -174,10 +174,14 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
         return RankState(rank, "silent")
     if now.run_id is None:
         return RankState(rank, "finished", now)
-    if now.in_collective and not _computes(before, now, apart_s):
-        open_ones = [collective for collective in now.collectives if not collective.done]
+    open_ones = [collective for collective in now.collectives if not collective.done]
+    earlier = before.collectives if before is not None and before.innermost == now.innermost else None
+    # A thread that waits for a GPU may spin, so its CPU time says nothing; an unfinished collective does.
+    if now.in_collective and (open_ones or not _computes(before, now, apart_s)):
         return RankState(rank, "waiting", now, open_ones[-1] if open_ones else None)
-    if before is not None and before.innermost == now.innermost and not _computes(before, now, apart_s):
+    if earlier and open_ones and open_ones[-1] in earlier:
+        return RankState(rank, "waiting", now, open_ones[-1])
+    if earlier is not None and not _computes(before, now, apart_s):
         return RankState(rank, "native", now)
     return RankState(rank, "working", now)
 

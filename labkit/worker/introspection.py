@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import pickle
@@ -94,16 +95,18 @@ def _groups() -> dict[str, tuple[int, ...]]:
 
 
 def recent_collectives() -> tuple[Collective, ...]:
-    """The last collectives of this rank, oldest first; empty where torch keeps no record."""
-    distributed = sys.modules.get("torch.distributed")
-    dump = getattr(getattr(getattr(sys.modules.get("torch"), "_C", None), "_distributed_c10d", None), "_dump_fr_trace", None)
-    if distributed is None or dump is None or not distributed.is_initialized():
-        return ()
-    try:
-        record = pickle.loads(dump(True, False, False))
-    except Exception:
-        return ()  # a diagnosis with less in it is better than none
-    return tuple(_collective(entry) for entry in record.get("entries", [])[-LAST_COLLECTIVES:])
+    """The last collectives of this rank, those of NCCL after those of gloo; empty where torch keeps no record."""
+    bindings = sys.modules.get("torch._C._distributed_c10d")
+    found: list[Collective] = []
+    # torch keeps one record for NCCL and one for the other backends; a CPU build has no first one.
+    for name in ("_dump_fr_trace", "_dump_nccl_trace"):
+        dump = getattr(bindings, name, None)
+        if dump is None:
+            continue
+        with contextlib.suppress(Exception):  # a diagnosis with less in it is better than none
+            record = pickle.loads(dump(True, False, False))
+            found += [_collective(entry) for entry in record.get("entries", [])[-LAST_COLLECTIVES:]]
+    return tuple(found)
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
