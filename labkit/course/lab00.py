@@ -39,7 +39,10 @@ def check_mean_loss(pool: Pool) -> str:
             value,
             [
                 (lambda _: len(wrong) < len(values), "Every rank needs the value, so every rank has to compute it."),
-                (lambda value: _close(value, mean_of_means), "This is the mean of the ranks' means. More losses count for more."),
+                (
+                    lambda value: _close(value, mean_of_means),
+                    "This is the mean of the ranks' means. A rank with more losses counts for more.",
+                ),
                 (lambda value: _close(value, target * num_losses), "This is the sum of all losses. How many are there?"),
             ],
         )
@@ -102,7 +105,7 @@ def check_log_mean(pool: Pool, *, timeout_s: float) -> str:
     except RunTimeoutError as error:
         hang = str(error)
     if hang:
-        refuse(f"log_mean hangs. {hang}", "it comes back on every rank.", "Every rank has to make the collective call.")
+        refuse(f"log_mean hangs: {hang}", "it comes back on every rank.", "Every rank has to make the collective call.")
     target = sum(trial.given[0] for trial in trials.values()) / len(trials)
     for rank, trial in trials.items():
         wanted = target if rank == 0 else None
