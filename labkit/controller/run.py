@@ -161,7 +161,7 @@ class RunWait:
         while self._sigints:
             self._sigints -= 1
             self._interrupt()
-        if not self.run.pending and not self._waits_for_aborts():
+        if not self.run.pending and not self._waits_for_aborts() and not self.watch.last_look_is_open:
             if self._stop_began is not None:
                 self.run.diagnosis = self.watch.present()
             return True

@@ -71,6 +71,11 @@ class Watch:
         self.ask()
         self._last = True
 
+    @property
+    def last_look_is_open(self) -> bool:
+        """Whether answers to the last look may still come; they have at most ANSWER_S."""
+        return self._last and self._open
+
     def tick(self, waited_s: float) -> None:
         """To be called a few times a second with the seconds that the run has lasted."""
         if self._open and time.monotonic() - self._asked_at >= ANSWER_S:
