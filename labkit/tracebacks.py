@@ -14,10 +14,11 @@ import traceback
 from collections.abc import Callable, Iterator
 
 CONTEXT_LINES = 2
-_OWN_PLACES = ("/labkit/worker/", "/IPython/core/interactiveshell.py", "/IPython/core/async_helpers.py")
+_MACHINERY = ("/labkit/worker/", "/IPython/core/interactiveshell.py", "/IPython/core/async_helpers.py")
 _LIBRARIES = tuple(
     {os.path.join(path, "") for path in (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_paths()["stdlib"])}
 )
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
 
@@ -60,7 +61,7 @@ def _lines(error: traceback.TracebackException, cell_number: CellNumber) -> Iter
 def _without_own(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     """Skip the outermost frames, which belong to the machinery around a cell."""
     frames = list(stack)
-    while frames and any(place in _slashes(frames[0].filename) for place in _OWN_PLACES):
+    while frames and any(place in _slashes(frames[0].filename) for place in _MACHINERY):
         frames.pop(0)
     return frames
 
@@ -80,7 +81,7 @@ def _frame(frame: traceback.FrameSummary, cell_number: CellNumber) -> Iterator[s
 
 def is_library(filename: str) -> bool:
     """Whether a file belongs to an installed package or to Python itself, and not to the reader."""
-    return filename.startswith(_LIBRARIES) or filename.startswith(("<frozen", "<string>")) or "/labkit/" in _slashes(filename)
+    return filename.startswith((*_LIBRARIES, _OWN_FOLDER, "<frozen", "<string>"))
 
 
 def _slashes(filename: str) -> str:

@@ -11,6 +11,7 @@ lets the reader empty the other's pipe.
 from __future__ import annotations
 
 import codecs
+import ctypes
 import io
 import os
 import select
@@ -47,6 +48,7 @@ class Capture:
         self._last: _Stream | None = None
         self._stop_read, self._stop_write = os.pipe()
         self.run_id = 0
+        self._c_stdout = _CStdout()
         self._streams = [_Stream(fd, self) for fd in (1, 2)]
         sys.stdout, sys.stderr = self._streams
         sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
@@ -69,6 +71,7 @@ class Capture:
             return
         for stream in self._streams:
             stream.flush()
+        self._c_stdout.flush()
         with self._lock:
             while self._read_once():
                 pass
@@ -122,6 +125,21 @@ class Capture:
         if items:
             self._wire.send_event(Output(self._rank, self.run_id, tuple(items)))
         return bool(items)
+
+
+class _CStdout:
+    """C's own stdout. On a pipe it would keep its text until 4 KiB are full or the process ends."""
+
+    _LINE_BUFFERED = 1
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None)
+        self._file = ctypes.c_void_p.in_dll(self._libc, "__stdoutp" if sys.platform == "darwin" else "stdout")
+        self._libc.setvbuf(self._file, None, self._LINE_BUFFERED, ctypes.c_size_t(io.DEFAULT_BUFFER_SIZE))
+
+    def flush(self) -> None:
+        """Write out a line that is not finished."""
+        self._libc.fflush(self._file)
 
 
 class _Stream(io.TextIOWrapper):

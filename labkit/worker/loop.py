@@ -77,6 +77,7 @@ class Worker:
                 self._state.enter_user_code()
                 with guard.guarded(message.ranks, self._spec.world_size):
                     value = self._execute(message, frames)
+                    self._groups.finish_device_work()
             finally:
                 self._state.leave_user_code()
             if value is not _NOTHING:

@@ -57,6 +57,11 @@ class ProcessGroups:
         self._first_collective()
         self._gloo_sockets = backends.peer_sockets()
 
+    def finish_device_work(self) -> None:
+        """Wait for the accelerator. A cell that has ended has really ended: its hangs and errors show in it, not in the next."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def abort(self, run_id: int) -> str:
         """Free the main thread from any collective. Called from the control thread, at any time, more than once.
 
