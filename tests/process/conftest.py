@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from labkit import WorkerPool
+
+# It takes the buffer from C's stdout as well, and with it a reason why text may be late.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(scope="module")
