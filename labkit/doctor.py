@@ -103,29 +103,39 @@ def render(findings: list[Finding], console: Console | None = None) -> None:
 
 def _system() -> Iterator[Finding]:
     yield Finding("system", f"{platform.system()} {platform.release()} on {platform.machine()}")
-    wanted = Requirement(f"python{importlib.metadata.metadata(DISTRIBUTION)['Requires-Python']}").specifier
-    found = platform.python_version()
-    bad = "" if wanted.contains(found) else f"labkit needs Python {wanted}"
-    yield Finding(
-        "Python", f"{found} at {sys.executable}", bad, "Make a new environment with a Python in this range.", fatal=bool(bad)
-    )
+    found = f"{platform.python_version()} at {sys.executable}"
+    try:
+        metadata = importlib.metadata.metadata(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding("Python", found)
+        yield Finding("labkit", "not installed", "its requirements cannot be compared", "pip install -e . in the folder of labkit")
+        return
+    wanted = Requirement(f"python{metadata['Requires-Python']}").specifier
+    bad = "" if wanted.contains(platform.python_version()) else f"labkit needs Python {wanted}"
+    yield Finding("Python", found, bad, "Make a new environment with a Python in this range.", fatal=bool(bad))
+    yield Finding("labkit", metadata["Version"])
 
 
 def _packages() -> Iterator[Finding]:
     """The versions of everything in the package's own requirements, the lab extra included, against their ranges."""
-    for text in importlib.metadata.requires(DISTRIBUTION) or []:
-        requirement = Requirement(text)
+    try:
+        requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
+    except importlib.metadata.PackageNotFoundError:
+        return  # said above
+    for requirement in requirements:
         core = requirement.marker is None
-        if not core and not (requirement.marker and requirement.marker.evaluate({"extra": "lab"})):
-            continue
-        advice = f"pip install '{requirement.name}{requirement.specifier}'"
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(requirement.name, "not installed", f"labkit {'' if core else '[lab] '}needs it", advice, fatal=core)
-            continue
-        fits = requirement.specifier.contains(version, prereleases=True)
-        yield Finding(requirement.name, version, "" if fits else f"labkit is made for {requirement.specifier}", advice)
+        if core or (requirement.marker and requirement.marker.evaluate({"extra": "lab"})):
+            yield _package(requirement, core)
+
+
+def _package(requirement: Requirement, core: bool) -> Finding:
+    advice = f"pip install '{requirement.name}{requirement.specifier}'"
+    try:
+        version = importlib.metadata.version(requirement.name)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(requirement.name, "not installed", f"labkit {'' if core else '[lab] '}needs it", advice, fatal=core)
+    fits = requirement.specifier.contains(version, prereleases=True)
+    return Finding(requirement.name, version, "" if fits else f"labkit is made for {requirement.specifier}", advice)
 
 
 def _torch() -> Iterator[Finding]:

@@ -70,6 +70,12 @@ def test_a_python_outside_the_range_is_fatal(monkeypatch: pytest.MonkeyPatch) ->
     assert _one(doctor._system, "Python").level == "fatal"
 
 
+def test_a_labkit_that_is_not_installed_is_said_once_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "DISTRIBUTION", "no-such-distribution")
+    findings = [*doctor._system(), *doctor._packages()]
+    assert [finding.name for finding in findings if finding.problem] == ["labkit"]
+
+
 def test_a_torch_that_does_not_import_is_fatal_and_quotes_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.distributed", None)
     finding = _one(doctor._torch, "torch's build")
