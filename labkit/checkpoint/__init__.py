@@ -6,6 +6,7 @@ Usable without a notebook and without a pool; ``labkit checkpoint`` is the same 
 from __future__ import annotations
 
 from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.findings import Finding, Report
 from labkit.checkpoint.load import LoadReport, load
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry
 from labkit.checkpoint.names import canonical_fqn
@@ -13,14 +14,17 @@ from labkit.checkpoint.read import Reader
 from labkit.checkpoint.save import PendingSave, save, save_async
 from labkit.checkpoint.show import show
 from labkit.checkpoint.state import PerRank, Rng, module_state, optimizer_state
+from labkit.checkpoint.verify import verify
 
 __all__ = [
     "Checkpoint",
     "Chunk",
+    "Finding",
     "LoadReport",
     "PendingSave",
     "PerRank",
     "Reader",
+    "Report",
     "Rng",
     "TensorEntry",
     "ValueEntry",
@@ -32,4 +36,5 @@ __all__ = [
     "save",
     "save_async",
     "show",
+    "verify",
 ]

@@ -102,7 +102,9 @@ def _cells(low: Int64s, high: Int64s, bounds: Int64s) -> Coverage:
     return Coverage(missing, doubled, (), gap, overlap)
 
 
-def _gap(free: npt.NDArray[np.bool_], cuts: list[Int64s], main: int, others: list[int], step: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _gap(
+    free: npt.NDArray[np.bool_], cuts: list[Int64s], main: int, others: list[int], step: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
     at = dict(zip(others, np.argwhere(free)[0].tolist() if others else [], strict=True))
     at[main] = step
     offsets = tuple(int(cuts[d][at[d]]) for d in range(len(cuts)))

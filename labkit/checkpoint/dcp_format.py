@@ -34,7 +34,9 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise IncompleteCheckpointError(root, "it has no .metadata: the save into it did not finish. Use an earlier checkpoint.") from None
+        raise IncompleteCheckpointError(
+            root, "it has no .metadata: the save into it did not finish. Use an earlier checkpoint."
+        ) from None
     metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
     if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
         raise CheckpointFormatError(path, "it holds no DCP metadata")

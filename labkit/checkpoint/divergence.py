@@ -73,7 +73,9 @@ def _name_them(captured: Captured, digests: Mapping[str, tuple[str, str]], comm:
                 by_label.setdefault(label, {}).setdefault(digest, []).append(rank)
         for groups in by_label.values():
             if len(groups) > 1:
-                camps = " and ".join(f"ranks {format_ranks(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in groups.values())
+                camps = " and ".join(
+                    f"ranks {format_ranks(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in groups.values()
+                )
                 problems.append(f"{key} differs between {camps}")
     if problems:
         raise RankDivergenceError(

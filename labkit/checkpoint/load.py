@@ -161,12 +161,17 @@ def _raise(root: Path, everyone: Sequence[Problems]) -> None:
     missing, unexpected = union(lambda p: p.missing), union(lambda p: p.unexpected)
     if missing or unexpected:
         raise FQNMismatchError(
-            root, missing=missing, unexpected=unexpected, advice="Nothing was loaded. Fix the names, or pass ignore=[...] for what may differ."
+            root,
+            missing=missing,
+            unexpected=unexpected,
+            advice="Nothing was loaded. Fix the names, or pass ignore=[...] for what may differ.",
         )
     if shapes := union(lambda p: p.shapes):
         raise CheckpointMismatchError(root, shapes, advice="Nothing was loaded.")
     if dtypes := union(lambda p: p.dtypes):
-        raise DtypeNarrowingError(root, dtypes, advice="Nothing was loaded. Pass narrowing=True to convert; overflow is still refused.")
+        raise DtypeNarrowingError(
+            root, dtypes, advice="Nothing was loaded. Pass narrowing=True to convert; overflow is still refused."
+        )
     if gaps := union(lambda p: p.gaps):
         raise IncompleteCheckpointError(root, "; ".join(gaps) + ". Nothing was loaded.")
 
@@ -221,7 +226,9 @@ class _Plan:
 
     def _missing_text(self, key: str) -> str:
         other = key in self.checkpoint.tensors or key in self.checkpoint.values
-        return f"{key} (the checkpoint has a {'tensor' if key in self.checkpoint.tensors else 'value'} of that name)" if other else key
+        return (
+            f"{key} (the checkpoint has a {'tensor' if key in self.checkpoint.tensors else 'value'} of that name)" if other else key
+        )
 
     def _fits(self, entry: TensorEntry, target: torch.Tensor) -> bool:
         shape = tuple(target.size())
@@ -308,7 +315,9 @@ class _Plan:
             data = reader.box(entry, shard.offsets, shard.sizes)
             converted, lost = convert(data, shard.data.dtype)
             if lost is not None:
-                raise DtypeNarrowingError(self.checkpoint.path, [f"{key}: {lost}"], advice="Tensors before this one are loaded already.")
+                raise DtypeNarrowingError(
+                    self.checkpoint.path, [f"{key}: {lost}"], advice="Tensors before this one are loaded already."
+                )
             with torch.no_grad():
                 shard.data.copy_(converted)
 

@@ -17,7 +17,12 @@ from typing import Any
 
 import xxhash
 
-from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundError, CorruptCheckpointError, IncompleteCheckpointError
+from labkit.checkpoint.errors import (
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+)
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "labkit-checkpoint"
@@ -161,8 +166,9 @@ def check_file(directory: Path, name: str, expected: FileSum, *, content: bool =
         raise IncompleteCheckpointError(path, f"it has {size} bytes, and {expected.size} were written. Use an earlier step.")
     if content and hash_file(path, drop_cache=drop_cache).hash != expected.hash:
         raise CorruptCheckpointError(
-            path, "its bytes are not the ones that were written (a damaged disk, an overwrite, or a file of another checkpoint). "
-            "Use an earlier step."
+            path,
+            "its bytes are not the ones that were written (a damaged disk, an overwrite, or a file of another checkpoint). "
+            "Use an earlier step.",
         )
 
 

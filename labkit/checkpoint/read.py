@@ -54,7 +54,9 @@ class Reader:
         entry = self.checkpoint.tensors[key]
         return self.box(entry, (0,) * len(entry.shape), entry.shape)
 
-    def box(self, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int], chunks: ChunkTable | None = None) -> torch.Tensor:
+    def box(
+        self, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int], chunks: ChunkTable | None = None
+    ) -> torch.Tensor:
         """A box of a tensor, as a new C-contiguous CPU tensor of shape ``sizes``; errors as in :meth:`tensor`."""
         chunks = entry.chunks if chunks is None else chunks
         wanted = chunks.intersecting(offsets, sizes)
@@ -101,7 +103,9 @@ class Reader:
         where = archive.storage(ref.storage.key)
         reach, start = span(ref.shape, ref.strides) * ref.dtype.itemsize, ref.offset * ref.dtype.itemsize
         if reach and start + reach > where.length:
-            raise CheckpointFormatError(self.checkpoint.root / entry.file, f"a tensor in {entry.key!r} reaches past the end of its storage")
+            raise CheckpointFormatError(
+                self.checkpoint.root / entry.file, f"a tensor in {entry.key!r} reaches past the end of its storage"
+            )
         data = self._read(entry.file, where.start + start, reach, entry)
         return data.view(ref.dtype).as_strided(ref.shape, ref.strides).contiguous()
 
@@ -161,7 +165,9 @@ class Reader:
     def _archive(self, file: str, start: int, length: int) -> TorchArchive:
         if self.checkpoint.metadata.get("transforms"):
             names = ", ".join(self.checkpoint.metadata["transforms"])
-            raise CheckpointFormatError(self.checkpoint.path, f"it was written through stream transforms ({names}), which labkit does not undo")
+            raise CheckpointFormatError(
+                self.checkpoint.path, f"it was written through stream transforms ({names}), which labkit does not undo"
+            )
         return TorchArchive(self.open(file), self.checkpoint.root / file, start, length)
 
     def open(self, file: str) -> Any:

@@ -321,7 +321,9 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
         if reader.unknown and unknown == "refuse":
             raise UnsafeCheckpointError(path, list(reader.unknown)) from None
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointFormatError(path, f"its pickle cannot be read ({reason}). The file is cut off, damaged or no checkpoint.") from None
+        raise CheckpointFormatError(
+            path, f"its pickle cannot be read ({reason}). The file is cut off, damaged or no checkpoint."
+        ) from None
     if reader.unknown and unknown == "refuse":
         raise UnsafeCheckpointError(path, list(reader.unknown))
     return value, tuple(sorted(reader.unknown))
@@ -414,7 +416,9 @@ def _holds_tensors(items: Any, depth: int) -> bool:
     if depth == 0:
         return True
     for item in items:
-        if isinstance(item, dict | TensorRef) or (isinstance(item, Record) and isinstance(item.state.get("_local_tensor"), TensorRef)):
+        if isinstance(item, dict | TensorRef) or (
+            isinstance(item, Record) and isinstance(item.state.get("_local_tensor"), TensorRef)
+        ):
             return True
         if isinstance(item, list | tuple) and _holds_tensors(item, depth - 1):
             return True

@@ -133,7 +133,9 @@ def _read_file(checkpoint: Checkpoint, path: Path, name: str, parts: dict[str, l
     for key, described in header.items():
         dtype, shape, begin, end = _described(path, key, described)
         if base + end > size:
-            raise IncompleteCheckpointError(path, f"it has {size} bytes and {key!r} ends at byte {base + end}. The file is cut off.")
+            raise IncompleteCheckpointError(
+                path, f"it has {size} bytes and {key!r} ends at byte {base + end}. The file is cut off."
+            )
         offsets = tuple(sharding.get(key, (0,) * len(shape)))
         parts.setdefault(key, []).append((Chunk(offsets, shape, name, base + begin, end - begin), dtype))
 
@@ -157,14 +159,18 @@ def _described(path: Path, key: str, described: Any) -> tuple[torch.dtype, tuple
         raise CheckpointFormatError(path, f"{key!r} has the dtype {code!r}, which this version of labkit does not know")
     dtype = DTYPES[code]
     if begin < 0 or any(n < 0 for n in shape) or end - begin != prod(shape) * dtype.itemsize:
-        raise CheckpointFormatError(path, f"{key!r} has shape {shape} and dtype {code}, and {end - begin} bytes, which do not agree")
+        raise CheckpointFormatError(
+            path, f"{key!r} has shape {shape} and dtype {code}, and {end - begin} bytes, which do not agree"
+        )
     return dtype, shape, begin, end
 
 
 def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtype]]) -> TensorEntry:
     first, dtype = found[0]
     if len({other for _, other in found}) > 1 or len({len(chunk.sizes) for chunk, _ in found}) > 1:
-        raise CheckpointFormatError(checkpoint.root / found[1][0].file, f"{key!r} has another dtype or number of dims than in {first.file}")
+        raise CheckpointFormatError(
+            checkpoint.root / found[1][0].file, f"{key!r} has another dtype or number of dims than in {first.file}"
+        )
     # A shard does not say how large the whole is: its end is the furthest end of any shard.
     shape = tuple(max(chunk.offsets[d] + chunk.sizes[d] for chunk, _ in found) for d in range(len(first.sizes)))
     unique = {(chunk.offsets, chunk.sizes): chunk for chunk, _ in found}

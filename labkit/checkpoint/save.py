@@ -119,9 +119,7 @@ _pending: PendingSave | None = None
 _groups: dict[int, dist.ProcessGroup] = {}
 
 
-def save_async(
-    store: str | Path, state: Mapping[str, Any], step: int, *, keep: int | None = None, threads: int = 1
-) -> PendingSave:
+def save_async(store: str | Path, state: Mapping[str, Any], step: int, *, keep: int | None = None, threads: int = 1) -> PendingSave:
     """Save in the background: copy everything to CPU memory, return, and write from a thread.
 
     What the training loop does to its tensors afterwards does not reach the checkpoint. One save runs at a time: a second
@@ -200,7 +198,9 @@ class _Save:
 
     def _prepare(self) -> None:
         if (self.directory / manifest.MANIFEST_FILE).exists():
-            raise CheckpointExistsError(self.directory, f"step {self.step} is there already, complete. Save another step, or remove this one.")
+            raise CheckpointExistsError(
+                self.directory, f"step {self.step} is there already, complete. Save another step, or remove this one."
+            )
         if self.directory.exists():
             shutil.rmtree(self.directory)  # what an unfinished save left; it never counted
         self.directory.mkdir(parents=True)
@@ -218,7 +218,9 @@ class _Save:
                     no_dist=not self.comm.active,
                 )
         except CheckpointException as error:  # derives from BaseException, so "except Exception" misses it
-            raise CheckpointWriteError(self.directory, f"{_causes(error)}. The step is not published; earlier steps are untouched.") from error
+            raise CheckpointWriteError(
+                self.directory, f"{_causes(error)}. The step is not published; earlier steps are untouched."
+            ) from error
 
     def _read_back(self, sums: Mapping[str, FileSum]) -> dict[str, FileSum]:
         for name, expected in sums.items():

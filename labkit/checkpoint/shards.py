@@ -57,14 +57,18 @@ def local_tensor(tensor: torch.Tensor) -> LocalTensor:
         return LocalTensor(tuple(tensor.size()), tensor.dtype, _kept(tuple(tensor.size()), shards), None)
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = "meta" if tensor.device.type == "meta" else str(tensor.layout)
-        raise CheckpointMismatchError("the state", [f"a {kind} tensor of shape {tuple(tensor.shape)} has no data that can be saved"])
+        raise CheckpointMismatchError(
+            "the state", [f"a {kind} tensor of shape {tuple(tensor.shape)} has no data that can be saved"]
+        )
     shape = tuple(tensor.shape)
     return LocalTensor(shape, tensor.dtype, (LocalShard((0,) * len(shape), shape, tensor.detach()),), "all")
 
 
 def _of_dtensor(tensor: DTensor) -> LocalTensor:
     if any(placement.is_partial() for placement in tensor.placements):
-        raise CheckpointMismatchError("the state", [f"a DTensor with placements {tensor.placements} is an unreduced sum; redistribute it first"])
+        raise CheckpointMismatchError(
+            "the state", [f"a DTensor with placements {tensor.placements} is an unreduced sum; redistribute it first"]
+        )
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -73,11 +77,15 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
     # DCP's own protocol for tensor-like objects: the boxes of the local shard, strided placements included.
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
-        raise CheckpointMismatchError("the state", [f"a DTensor with placements {tensor.placements} has {len(chunks)} local boxes, not one"])
+        raise CheckpointMismatchError(
+            "the state", [f"a DTensor with placements {tensor.placements} has {len(chunks)} local boxes, not one"]
+        )
     shard = LocalShard(tuple(chunks[0].offsets), tuple(chunks[0].sizes), local)
     label = None
     if any(isinstance(placement, Replicate) for placement in tensor.placements):
-        place = tuple(at for at, placement in zip(coordinate, tensor.placements, strict=True) if not isinstance(placement, Replicate))
+        place = tuple(
+            at for at, placement in zip(coordinate, tensor.placements, strict=True) if not isinstance(placement, Replicate)
+        )
         label = f"mesh {sorted(mesh.mesh.reshape(-1).tolist())} {mesh.mesh.shape} {tensor.placements} at {place}"
     return LocalTensor(shape, tensor.dtype, _kept(shape, [shard]), label)
 

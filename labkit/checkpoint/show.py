@@ -158,7 +158,9 @@ def _short(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def render(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False) -> RenderableType:
+def render(
+    checkpoint: Checkpoint, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False
+) -> RenderableType:
     """A checkpoint as a rich table with a summary above it.
 
     Args:
@@ -212,7 +214,10 @@ def _extent(entry: TensorEntry) -> str:
     cut = [dim for dim in range(len(entry.shape)) if bool((sizes[:, dim] != entry.shape[dim]).any())]
     if not cut:
         return "whole"
-    texts = [f"{low}" if low == high else f"{low}-{high}" for low, high in ((int(sizes[:, d].min()), int(sizes[:, d].max())) for d in cut)]
+    texts = [
+        f"{low}" if low == high else f"{low}-{high}"
+        for low, high in ((int(sizes[:, d].min()), int(sizes[:, d].max())) for d in cut)
+    ]
     return f"{' x '.join(texts)} on dim {', '.join(map(str, cut))}"
 
 
@@ -225,7 +230,16 @@ def _file_text(files: Sequence[str]) -> str:
 def _chunk_row(chunk: Chunk) -> list[str]:
     box = ", ".join(f"{o}:{o + n}" for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
     writer = "" if chunk.writer is None else f"rank {chunk.writer}"
-    return [f"  [{box}]", "x".join(map(str, chunk.sizes)), "", bytes_text(chunk.length), writer, "", f"{chunk.file} @ {chunk.start}", ""]
+    return [
+        f"  [{box}]",
+        "x".join(map(str, chunk.sizes)),
+        "",
+        bytes_text(chunk.length),
+        writer,
+        "",
+        f"{chunk.file} @ {chunk.start}",
+        "",
+    ]
 
 
 def _summary(checkpoint: Checkpoint) -> Text:
@@ -239,7 +253,9 @@ def _summary(checkpoint: Checkpoint) -> Text:
     for section in SECTIONS:
         part = numbers[section]
         if part["num_tensors"]:
-            lines.append(f"  {section}: {part['num_tensors']:,} tensors, {part['num_elements']:,} elements, {bytes_text(part['size_bytes'])}")
+            lines.append(
+                f"  {section}: {part['num_tensors']:,} tensors, {part['num_elements']:,} elements, {bytes_text(part['size_bytes'])}"
+            )
     writers = sorted({rank for file in checkpoint.files for rank in [writer_rank(file)] if rank is not None})
     if writers:
         lines.append(f"written by ranks {format_ranks(writers)}" if len(writers) > 1 else f"written by rank {writers[0]}")
@@ -265,7 +281,9 @@ def _values_table(values: Iterable[ValueEntry], patterns: Sequence[str], rows: i
     for value in shown:
         content = f"{value.length} bytes, not read" if value.length else _short(value.inline)
         table.add_row(*map(printable, (value.key, content, value.file, value.section)))
-    rest: list[RenderableType] = [Text(f"and {len(chosen) - len(shown):,} more values", style="italic")] if len(shown) < len(chosen) else []
+    rest: list[RenderableType] = (
+        [Text(f"and {len(chosen) - len(shown):,} more values", style="italic")] if len(shown) < len(chosen) else []
+    )
     return [Text(""), table, *rest]
 
 

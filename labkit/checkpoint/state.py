@@ -242,8 +242,10 @@ def _refuse_fsdp1_over_tp(module: nn.Module) -> None:
         if isinstance(part, FSDP) and getattr(part, "_fsdp_extension", None) is not None:
             raise CheckpointMismatchError(
                 STATE,
-                ["FSDP1 is combined with tensor parallelism: torch saves wrong weights when the mesh axes are swapped, and restores "
-                 "wrong Adam moments of row-parallel weights in any order"],
+                [
+                    "FSDP1 is combined with tensor parallelism: torch saves wrong weights when the mesh axes are swapped, and restores "
+                    "wrong Adam moments of row-parallel weights in any order"
+                ],
                 advice="Use fully_shard (FSDP2) over the tensor-parallel model.",
             )
 
@@ -269,7 +271,9 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:4])
         raise FQNMismatchError(
             STATE,
-            unexpected=[f"the optimizer holds {len(strangers)} tensors (shapes {shapes}) that are parameters of no module in the state"],
+            unexpected=[
+                f"the optimizer holds {len(strangers)} tensors (shapes {shapes}) that are parameters of no module in the state"
+            ],
             advice="Build the optimizer after fully_shard, and put the module that it trains into the state too. An optimizer built "
             "before holds the old parameters, and its steps change nothing.",
         )
@@ -290,7 +294,10 @@ def optimizer_state(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
             raise CheckpointMismatchError(STATE, ["an FSDP1 module beside another module: give each its own state and save call"])
         with _sharded_fsdp1(old[0]):
             state = FSDP.optim_state_dict(old[0], optimizer)
-        return {"state": {canonical_fqn(name): value for name, value in state["state"].items()}, "param_groups": _canonical_groups(state)}
+        return {
+            "state": {canonical_fqn(name): value for name, value in state["state"].items()},
+            "param_groups": _canonical_groups(state),
+        }
     names = parameter_names(optimizer, modules)
     states = {names[id(parameter)]: dict(value) for parameter, value in optimizer.state.items() if value}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
@@ -319,7 +326,9 @@ def match_groups(optimizer: Optimizer, names: Mapping[int, str], saved: list[dic
     if sorted(map(sorted, ours)) != sorted(map(sorted, theirs)):
         raise FQNMismatchError(
             path,
-            unexpected=[f"{len(theirs)} parameter groups that divide the parameters in another way than the optimizer's {len(ours)}"],
+            unexpected=[
+                f"{len(theirs)} parameter groups that divide the parameters in another way than the optimizer's {len(ours)}"
+            ],
             advice="Build the optimizer with the groups it was saved with.",
         )
     left = list(zip(theirs, saved, strict=True))
@@ -330,7 +339,9 @@ def match_groups(optimizer: Optimizer, names: Mapping[int, str], saved: list[dic
     return matched
 
 
-def state_like(parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str, group: Mapping[str, Any]) -> torch.Tensor:
+def state_like(
+    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str, group: Mapping[str, Any]
+) -> torch.Tensor:
     """An uninitialised tensor for one piece of a parameter's optimizer state.
 
     A piece with the parameter's shape is sharded as the parameter is; anything else (a step counter) is whole on every

@@ -194,7 +194,9 @@ def _saved_groups(reader: Reader, path: Path_, keys: set[str]) -> list[dict[str,
         if rest and rest[0] == "param_groups":
             leaves[rest] = reader.value(key) if key in checkpoint.values else reader.tensor(key)
     groups = nest(leaves).get("param_groups", [])
-    wrong = [group for group in groups if not isinstance(group, dict) or not all(isinstance(n, str) for n in group.get("params", [None]))]
+    wrong = [
+        group for group in groups if not isinstance(group, dict) or not all(isinstance(n, str) for n in group.get("params", [None]))
+    ]
     if not groups or wrong:
         raise FQNMismatchError(
             checkpoint.path,
@@ -203,4 +205,3 @@ def _saved_groups(reader: Reader, path: Path_, keys: set[str]) -> list[dict[str,
             "Use `labkit checkpoint migrate` with the model to name it.",
         )
     return groups  # type: ignore[no-any-return]
-

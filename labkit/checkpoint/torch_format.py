@@ -222,7 +222,11 @@ def _drop_flat_views(file: _File, notes: list[str]) -> None:
     views = [
         key
         for key, found in file.tensors.items()
-        if flat and key not in flat and not found.sharded and len(found.shape) == 1 and (found.storages & storages or found.shape == (0,))
+        if flat
+        and key not in flat
+        and not found.sharded
+        and len(found.shape) == 1
+        and (found.storages & storages or found.shape == (0,))
     ]
     for key in views:
         del file.tensors[key]

@@ -5,6 +5,7 @@ The template (this file run as a program) never runs an operation of torch itsel
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import pickle
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -105,20 +106,17 @@ class Launcher:
         """Run ``function(rank, *args)`` on fresh ranks; their results in rank order."""
         return self.start(function, world_size, folder, *args).results(timeout_s)
 
-    def close(self) -> None:
-        assert self._template.stdin is not None
-        assert self._template.stdout is not None
-        self._template.stdin.close()
-        self._template.wait(10)
-        self._template.stdout.close()
+
+@functools.cache
+def _shared() -> Launcher:
+    # One template for all modules that import the fixture; it ends with this process, at the end of its input.
+    return Launcher()
 
 
-@pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    """The template process, shared by the session."""
-    started = Launcher()
-    yield started
-    started.close()
+@pytest.fixture(scope="session", name="launcher")
+def launcher_fixture() -> Launcher:
+    """The template process."""
+    return _shared()
 
 
 def _send(file: BinaryIO, message: Any) -> None:

@@ -17,7 +17,7 @@ from labkit.checkpoint import Reader, open_checkpoint
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.read import same_bits
 from tests.process.checkpoint_models import Net, fsdp1, fsdp2, plain_state, two_d
-from tests.process.checkpoint_ranks import Launcher, launcher  # noqa: F401
+from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
 
 def build(kind: str, world_size: int) -> torch.nn.Module:
@@ -45,8 +45,10 @@ def write(rank: int, kind: str, folder: str) -> None:
     dcp.save(state, checkpoint_id=f"{folder}/dcp")
 
 
-@pytest.mark.parametrize(("kind", "world_size"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4), ("2d", 4), ("fsdp1", 2), ("fsdp1_mesh", 2), ("fsdp1_flat", 3)])
-def test_files_of_each_rank_and_dcp_give_the_whole_tensors(launcher: Launcher, tmp_path: Path, kind: str, world_size: int) -> None:  # noqa: F811
+@pytest.mark.parametrize(
+    ("kind", "world_size"), [("fsdp2", 2), ("fsdp2", 3), ("hsdp", 4), ("2d", 4), ("fsdp1", 2), ("fsdp1_mesh", 2), ("fsdp1_flat", 3)]
+)
+def test_files_of_each_rank_and_dcp_give_the_whole_tensors(launcher: Launcher, tmp_path: Path, kind: str, world_size: int) -> None:
     launcher.run(write, world_size, tmp_path, kind, str(tmp_path))
     for path in (tmp_path, tmp_path / "dcp"):
         checkpoint = open_checkpoint(path)
@@ -58,7 +60,7 @@ def test_files_of_each_rank_and_dcp_give_the_whole_tensors(launcher: Launcher, t
     assert open_checkpoint(tmp_path).kind == "torch_ranks"
 
 
-def test_a_missing_rank_file_leaves_a_region_that_is_named(launcher: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_a_missing_rank_file_leaves_a_region_that_is_named(launcher: Launcher, tmp_path: Path) -> None:
     launcher.run(write, 2, tmp_path, "fsdp2", str(tmp_path))
     (tmp_path / "state_rank1.pt").unlink()
     with Reader(open_checkpoint(tmp_path)) as reader, pytest.raises(IncompleteCheckpointError, match="embed.weight.*20 of the 35"):
@@ -72,7 +74,7 @@ def local(rank: int, use_orig_params: bool, folder: str) -> None:
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_local_flat_parameters_are_listed_as_such(launcher: Launcher, tmp_path: Path, use_orig_params: bool) -> None:  # noqa: F811
+def test_local_flat_parameters_are_listed_as_such(launcher: Launcher, tmp_path: Path, use_orig_params: bool) -> None:
     launcher.run(local, 2, tmp_path, use_orig_params, str(tmp_path))
     checkpoint = open_checkpoint(tmp_path)
     flat = [key for key, entry in checkpoint.tensors.items() if entry.flat]
@@ -91,7 +93,7 @@ def partial(rank: int, folder: str) -> None:
     torch.save({"p": DTensor.from_local(torch.ones(2), mesh, [Partial()])}, f"{folder}/p_rank{rank}.pt")
 
 
-def test_an_unreduced_dtensor_is_refused_by_name(launcher: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_an_unreduced_dtensor_is_refused_by_name(launcher: Launcher, tmp_path: Path) -> None:
     launcher.run(partial, 2, tmp_path, str(tmp_path))
     with pytest.raises(CheckpointFormatError, match="Partial"):
         open_checkpoint(tmp_path)

@@ -17,7 +17,7 @@ from labkit import checkpoint
 from labkit.checkpoint import PerRank, manifest
 from labkit.checkpoint.errors import CheckpointWriteError, FQNMismatchError, RankDivergenceError
 from tests.process.checkpoint_models import Net, adam, fsdp1, fsdp2, train, two_d
-from tests.process.checkpoint_ranks import Launcher, launcher  # noqa: F401
+from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
 
 def build(kind: str, seed: int = 0) -> torch.nn.Module:
@@ -106,7 +106,7 @@ def test_weights_moments_and_the_steps_after_survive_another_sharding(
     kind: str,
     world_size: int,
     other: str,
-    other_size: int,  # noqa: F811
+    other_size: int,
 ) -> None:
     saved, losses, after = launcher.run(first_run, world_size, tmp_path, kind, str(tmp_path / "store"))[0]
     same_size = world_size == other_size
@@ -140,7 +140,7 @@ def diverging(rank: int, folder: str) -> str:
     return "\n".join(texts)
 
 
-def test_values_that_differ_between_ranks_are_refused_by_name_on_every_rank(launcher: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_values_that_differ_between_ranks_are_refused_by_name_on_every_rank(launcher: Launcher, tmp_path: Path) -> None:
     first, second = launcher.run(diverging, 2, tmp_path, str(tmp_path / "store"))
     assert first == second
     for words in (
@@ -163,7 +163,7 @@ def pipeline(rank: int, folder: str) -> Any:
     return state[f"stage{rank}"]["w"].tolist(), state[f"stage{rank}"]["note"]
 
 
-def test_entries_that_only_some_ranks_have_are_all_saved(launcher: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_entries_that_only_some_ranks_have_are_all_saved(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.run(pipeline, 2, tmp_path, str(tmp_path / "store")) == [([0.0, 0.0], "of 0"), ([1.0, 1.0], "of 1")]
 
 
@@ -188,7 +188,7 @@ def failing_rank(rank: int, folder: str, threads: int) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_one_rank_that_cannot_write_fails_the_save_on_all_and_the_last_step_stays(
     launcher: Launcher, tmp_path: Path, threads: int
-) -> None:  # noqa: F811
+) -> None:
     for text, steps in launcher.run(failing_rank, 2, tmp_path, str(tmp_path / "store"), threads):
         assert "rank 1: OSError: [Errno 28] No space left" in text
         assert steps == [1]
@@ -210,7 +210,7 @@ def asynchronous(rank: int, folder: str) -> list[float]:
     return manifest.complete_steps(Path(folder))
 
 
-def test_asynchronous_saves_hold_their_moment_while_training_goes_on(launcher: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_asynchronous_saves_hold_their_moment_while_training_goes_on(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.run(asynchronous, 2, tmp_path, str(tmp_path / "store")) == [[2, 3], [2, 3]]
 
 
@@ -225,7 +225,7 @@ def rng_round_trip(rank: int, folder: str) -> list[list[float]]:
     return [expected, torch.rand(3).tolist()]
 
 
-def test_each_rank_gets_its_own_random_numbers_back(launcher: Launcher, tmp_path: Path) -> None:  # noqa: F811
+def test_each_rank_gets_its_own_random_numbers_back(launcher: Launcher, tmp_path: Path) -> None:
     results = launcher.run(rng_round_trip, 2, tmp_path, str(tmp_path / "store"))
     assert all(expected == got for expected, got in results)
     assert results[0] != results[1]

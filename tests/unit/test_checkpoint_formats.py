@@ -45,12 +45,17 @@ DTYPES = [
 def make(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
     """A tensor of random bits, so that NaN payloads and every sign are in it; bool only of 0 and 1."""
     count = int(np.prod(shape)) * dtype.itemsize
-    data = torch.randint(0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    data = torch.randint(
+        0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
     return data.view(dtype).reshape(shape)
 
 
 def state(seed: int = 0) -> dict[str, object]:
-    tensors = {f"t{i}": make(dtype, shape, seed + i) for i, (dtype, shape) in enumerate((d, s) for d in DTYPES for s in ((3, 5), (), (0, 2)))}
+    tensors = {
+        f"t{i}": make(dtype, shape, seed + i)
+        for i, (dtype, shape) in enumerate((d, s) for d in DTYPES for s in ((3, 5), (), (0, 2)))
+    }
     return {"model": tensors, "step": 7, "rng": {"numbers": [1, 2, 3]}}
 
 
@@ -92,7 +97,11 @@ def sharded(folder: Path) -> dict[str, torch.Tensor]:
     tensors = {"a": torch.arange(6.0), "b": torch.ones(2, 3), "c": torch.zeros(1)}
     save_file({"a": tensors["a"]}, folder / "model-00001-of-00002.safetensors")
     save_file({"b": tensors["b"], "c": tensors["c"]}, folder / "model-00002-of-00002.safetensors")
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors", "c": "model-00002-of-00002.safetensors"}
+    names = {
+        "a": "model-00001-of-00002.safetensors",
+        "b": "model-00002-of-00002.safetensors",
+        "c": "model-00002-of-00002.safetensors",
+    }
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
     return tensors
 
@@ -298,7 +307,9 @@ def test_wrappers_leave_a_name_in_any_order(name: str, expected: str) -> None:
     assert canonical_fqn(name) == expected
 
 
-@given(st.lists(st.sampled_from(["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"]), max_size=6), st.integers(0, 3))
+@given(
+    st.lists(st.sampled_from(["_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"]), max_size=6), st.integers(0, 3)
+)
 def test_wrappers_at_any_depth_give_one_canonical_name(wrappers: list[str], at: int) -> None:
     parts = ["layers", "0", "attention"]
     name = ".".join([*parts[:at], *wrappers, *parts[at:], "weight"])

@@ -92,7 +92,9 @@ CRAFTED = {
     "an extension code": assemble(b"\x82\x01"),
     "a tensor without a storage": assemble(name("torch._utils", "_rebuild_tensor_v2"), b"(K\x01K\x00))\x89}tR"),
     "a rebuild by a stranger": assemble(name("torch._tensor", "_rebuild_from_type_v2"), b"(", name("os", "system"), b"NN)tR"),
-    "an attribute of a function": assemble(name("builtins", "getattr"), name("collections", "OrderedDict"), b"\x8c\x08__init__\x86R"),
+    "an attribute of a function": assemble(
+        name("builtins", "getattr"), name("collections", "OrderedDict"), b"\x8c\x08__init__\x86R"
+    ),
     "an empty file": b"",
     "the end in the middle": b"\x80\x04\x95\x10\x00\x00\x00\x00\x00\x00\x00\x8c\x05to",
 }

@@ -74,7 +74,9 @@ def test_training_goes_on_bit_for_bit_after_a_load(tmp_path: Path) -> None:
     report = checkpoint.load(tmp_path, second)
     assert (report.step, report.checked) == (3, True)
     assert second["counters"] == {"tokens": 12, "history": [1, 2]}
-    assert [group["lr"] for group in second["optimizer"].param_groups] == [group["initial_lr"] * 0.5 for group in second["optimizer"].param_groups]
+    assert [group["lr"] for group in second["optimizer"].param_groups] == [
+        group["initial_lr"] * 0.5 for group in second["optimizer"].param_groups
+    ]
     assert step(second, 3) == expected
     assert equal(tensors(first), tensors(second))
 

@@ -1,0 +1,81 @@
+"""Is a checkpoint complete, readable and what it should be?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from labkit.checkpoint import verify_against, verify_data, verify_index
+from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from labkit.checkpoint.findings import Report
+from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.verify_data import Progress, no_progress
+
+
+def verify(
+    path: str | Path,
+    *,
+    against: str | Path | None = None,
+    model: str | nn.Module | None = None,
+    data: bool = True,
+    finite: bool = False,
+    workers: int = 2,
+    progress: Progress = no_progress,
+) -> Report:
+    """Verify a checkpoint of any kind.
+
+    Args:
+        path: As for :func:`open_checkpoint`.
+        against: Another checkpoint, of any kind and sharding, that must hold the same bits under the same names.
+        model: A model, or ``MODULE:FUNCTION`` that builds one, whose names and shapes the checkpoint must have.
+        data: Whether to read the data: hashes or checksums, declared dtypes, copies in other rank files.
+        finite: Whether NaN and inf are errors.
+        workers: Threads that read.
+        progress: Called with the number of bytes that were just done, from any thread.
+
+    Returns:
+        What was looked at and what is wrong. A checkpoint that cannot even be opened gives one finding.
+
+    Raises:
+        CheckpointNotFoundError: There is nothing at one of the paths.
+        CheckpointError: The model cannot be built.
+
+    Ranks: local. Blocks for one read of the checkpoint, two with ``against`` or ``finite``.
+    """
+    report = Report(str(path))
+    try:
+        checkpoint = open_checkpoint(path, unknown="opaque")
+    except CheckpointNotFoundError:
+        raise
+    except CheckpointError as error:
+        report.error("unreadable", path, str(error).removeprefix(f"{path}: "), "a load fails, or is not safe")
+        return report
+    built = verify_against.build_model(model) if isinstance(model, str) else model
+    _check_index(checkpoint, report, built)
+    found = verify_index.check_manifest(checkpoint, report)
+    missing = any(finding.code in ("missing-file", "short-file") for finding in report.findings)
+    if data and not missing:
+        if found is not None:
+            verify_data.check_hashes(checkpoint, found, report, workers, progress)
+        else:
+            verify_data.check_archives(checkpoint, report, workers, progress)
+        entries = list(checkpoint.tensors.values())
+        verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers)
+        verify_data.check_moments(checkpoint, report, workers)
+    if built is not None:
+        verify_against.check_model(checkpoint, built, report)
+    if against is not None and not missing:
+        verify_against.check_against(checkpoint, open_checkpoint(against, unknown="opaque"), report, workers, progress)
+    report.findings.sort(key=lambda finding: (finding.severity != "error", finding.code, finding.where))
+    return report
+
+
+def _check_index(checkpoint: Checkpoint, report: Report, model: nn.Module | None) -> None:
+    verify_index.check_files(checkpoint, report)
+    verify_index.check_coverage(checkpoint, report)
+    verify_index.check_byte_ranges(checkpoint, report)
+    verify_index.check_names(checkpoint, report)
+    trainable = None if model is None else verify_against.trainable_names(model)
+    verify_index.check_optimizer(checkpoint, report, trainable)

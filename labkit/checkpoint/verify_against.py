@@ -1,0 +1,153 @@
+"""Compare a checkpoint with a model, or with another checkpoint of any kind and sharding."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
+from labkit.checkpoint.findings import Report
+from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
+from labkit.checkpoint.names import canonical_fqn, match_names
+from labkit.checkpoint.read import Reader, same_bits
+from labkit.checkpoint.sections import model_prefix
+from labkit.checkpoint.verify_data import Progress, each
+
+
+def build_model(spec: str) -> nn.Module:
+    """Build the model that ``MODULE:FUNCTION`` names, on the meta device.
+
+    This imports and runs the user's own module, found from the current directory; nothing of a checkpoint is run.
+
+    Raises:
+        CheckpointError: The module or function is not there, or does not return a module.
+    """
+    module_name, _, function = spec.partition(":")
+    if not module_name or not function:
+        raise CheckpointError(f"{spec!r} names no model. Write it as MODULE:FUNCTION, for example my_project.models:build.")
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        builder = getattr(importlib.import_module(module_name), function)
+    except (ImportError, AttributeError) as error:
+        raise CheckpointError(f"{spec!r} names no model: {error}") from None
+    with torch.device("meta"):
+        model = builder()
+    if not isinstance(model, nn.Module):
+        raise CheckpointError(f"{spec} returned {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def model_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """The model's tensors by their names in the model: without the nesting that the checkpoint put around them."""
+    prefix = model_prefix(checkpoint)
+    return {entry.key.removeprefix(prefix): entry for entry in checkpoint.section("model")}
+
+
+def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:
+    """Names in both directions, shapes and dtypes against a model."""
+    expected: Mapping[str, torch.Tensor] = {
+        name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+    }
+    have = model_entries(checkpoint)
+    partners = match_names(have, expected)
+    matched = {partner: have[name] for name, partner in partners.items()}
+    for name in expected:
+        if name not in matched:
+            report.error(
+                "missing-key",
+                name,
+                "the model has it and the checkpoint lacks it",
+                "it keeps its random initialisation with strict=False",
+            )
+    for name in have:
+        if name not in partners:
+            report.error("unexpected-key", name, "the checkpoint has it and the model lacks it", "DCP ignores it")
+    for name, entry in matched.items():
+        report.count("model keys")
+        want = expected[name]
+        if tuple(want.shape) != entry.shape:
+            report.error(
+                "wrong-shape",
+                name,
+                f"{entry.shape} in the checkpoint, {tuple(want.shape)} in the model",
+                "copy_() broadcasts where it can",
+            )
+        elif want.dtype != entry.dtype:
+            report.warning(
+                "other-dtype",
+                name,
+                f"{entry.dtype} in the checkpoint, {want.dtype} in the model",
+                "DCP casts; too large values become inf",
+            )
+
+
+def trainable_names(model: nn.Module) -> set[str]:
+    """The model's trainable parameters by canonical name."""
+    return {canonical_fqn(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """Tensors by names that do not depend on the checkpoint's kind: without wrappers, model names without their nesting."""
+    prefix = model_prefix(checkpoint)
+    names: dict[str, TensorEntry] = {}
+    for entry in checkpoint.tensors.values():
+        name = entry.key.removeprefix(prefix) if entry.section == "model" else entry.key
+        if entry.section == "optimizer":
+            name = _optimizer_name(entry)
+        name = canonical_fqn(name)
+        if name in names:
+            raise FQNMismatchError(checkpoint.path, unexpected=[f"{names[name].key} and {entry.key} both become {name}"])
+        names[name] = entry
+    return names
+
+
+def _optimizer_name(entry: TensorEntry) -> str:
+    # The nesting before "state" is the caller's choice (optim, optimizer); FQNs after it may carry wrappers.
+    keys = [str(part) for part in entry.path]
+    at = keys.index("state") if "state" in keys else 0
+    return "optimizer." + canonical_fqn(".".join(keys[at:]).removeprefix("state.")) if "state" in keys else entry.key
+
+
+def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, workers: int, progress: Progress) -> None:
+    """Bit-equality with another checkpoint, box by box of this one's chunks."""
+    mine, theirs = comparable(checkpoint), comparable(other)
+    for name in mine.keys() - theirs.keys():
+        report.error("missing-key", name, f"{other.path} lacks it", "the two are not the same state")
+    for name in theirs.keys() - mine.keys():
+        report.error("unexpected-key", name, f"only {other.path} has it", "the two are not the same state")
+    jobs: list[tuple[str, TensorEntry, TensorEntry, Chunk]] = []
+    for name in mine.keys() & theirs.keys():
+        left, right = mine[name], theirs[name]
+        report.count("compared tensors")
+        if (left.shape, left.dtype) != (right.shape, right.dtype):
+            report.error(
+                "wrong-shape",
+                name,
+                f"{left.shape} {left.dtype} here, {right.shape} {right.dtype} in {other.path}",
+                "the two are not the same state",
+            )
+            continue
+        jobs.extend((name, left, right, chunk) for chunk in left.chunks)
+    different: set[str] = set()
+
+    def compare(job: tuple[str, TensorEntry, TensorEntry, Chunk], reader: Reader) -> None:
+        name, left, right, chunk = job
+        try:
+            with Reader(other) as theirs_reader:
+                same = same_bits(reader.chunk(left, chunk), theirs_reader.box(right, chunk.offsets, chunk.sizes))
+        except CheckpointError as error:
+            report.error("unreadable", name, str(error), "a load fails")
+            return
+        if not same and name not in different:
+            different.add(name)
+            report.error("other-bits", name, f"its bits differ from {other.path}", "the two are not the same state")
+        progress(chunk.numel * left.dtype.itemsize)
+
+    each(jobs, compare, checkpoint, workers)

@@ -1,0 +1,265 @@
+"""What the index alone tells: files, coverage, byte ranges, names, the optimizer's completeness."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from labkit.checkpoint import manifest
+from labkit.checkpoint.coverage import coverage
+from labkit.checkpoint.dcp_format import METADATA_FILE
+from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.findings import Report
+from labkit.checkpoint.manifest import Manifest
+from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry
+from labkit.checkpoint.names import wrappers_in
+from labkit.checkpoint.read import Reader
+from labkit.checkpoint.sections import optimizer_roots, parts
+
+_LATE_S = 2.0
+
+
+def check_files(checkpoint: Checkpoint, report: Report) -> None:
+    """Every file that the index names is there and long enough; none is there that it does not name."""
+    ends: dict[str, int] = defaultdict(int)
+    for entry in checkpoint.tensors.values():
+        for table in (entry.chunks, *entry.replicas):
+            if len(table) == 0:
+                continue
+            reach = table.starts + table.lengths
+            for file_id in np.unique(table.file_ids):
+                name = table.files[int(file_id)]
+                ends[name] = max(ends[name], int(reach[table.file_ids == file_id].max()))
+    for value in checkpoint.values.values():
+        ends[value.file] = max(ends[value.file], value.start + value.length)
+    for name, end in sorted(ends.items()):
+        size = checkpoint.files.get(name, -1)
+        report.count("files")
+        if size < 0:
+            report.error(
+                "missing-file",
+                checkpoint.root / name,
+                "the index names this file and it is missing",
+                "a load fails late, on the reading rank only",
+            )
+        elif size < end:
+            report.error(
+                "short-file",
+                checkpoint.root / name,
+                f"it has {size} bytes and the index needs {end}",
+                "a load fails with EOFError, on the reading rank only",
+            )
+    if checkpoint.kind == "dcp":
+        _check_strays(checkpoint, set(ends), report)
+
+
+def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> None:
+    for path in sorted(checkpoint.root.glob("*.distcp")):
+        if path.name not in named:
+            report.warning("stray-file", path, "the index does not name it", "it is left from another save, and takes space")
+    written = (checkpoint.root / METADATA_FILE).stat().st_mtime
+    late = [
+        name for name in named if (checkpoint.root / name).exists() and (checkpoint.root / name).stat().st_mtime > written + _LATE_S
+    ]
+    if late and manifest_of(checkpoint) is None:
+        report.warning(
+            "late-file",
+            checkpoint.root / late[0],
+            f"it and {len(late) - 1} others are newer than .metadata, which a save writes last",
+            "an overwrite that stopped half way loads as a mixture of two steps",
+        )
+
+
+def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
+    """The checkpoint's manifest when it is a directory that has one and it can be read."""
+    if not checkpoint.path.is_dir():
+        return None
+    try:
+        return manifest.read(checkpoint.path)
+    except CheckpointError:
+        return None
+
+
+def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
+    """Every element of every tensor is in exactly one chunk."""
+    for entry in checkpoint.tensors.values():
+        report.count("tensors")
+        report.count("chunks", len(entry.chunks))
+        found = coverage(entry.chunks, entry.shape)
+        if found.missing:
+            where = "" if found.gap is None else f", for example {_box_text(*found.gap)}"
+            report.error(
+                "uncovered",
+                entry.key,
+                f"{found.missing} of {entry.numel} elements are in no chunk{where}",
+                "they keep whatever was in memory",
+            )
+        if found.doubled:
+            which = "" if found.overlap is None else f" (chunks {found.overlap[0]} and {found.overlap[1]})"
+            report.error(
+                "overlapping",
+                entry.key,
+                f"{found.doubled} elements are in several chunks{which}",
+                "which value wins depends on the order of reading",
+            )
+        if found.outside:
+            report.error(
+                "outside", entry.key, f"{len(found.outside)} chunks reach outside the shape {entry.shape}", "the index is damaged"
+            )
+
+
+def _box_text(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(offsets, sizes, strict=True)) + "]"
+
+
+def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
+    """No two entries share bytes, unless they are the same tensor under two names."""
+    ranges: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
+    for entry in checkpoint.tensors.values():
+        if entry.tied_to is not None or checkpoint.kind in ("torch", "torch_ranks"):
+            continue  # views of one storage are normal in a torch.save file
+        table = entry.chunks
+        for file_id, start, length in zip(table.file_ids.tolist(), table.starts.tolist(), table.lengths.tolist(), strict=True):
+            if length:
+                ranges[table.files[file_id]].append((start, start + length, entry.key))
+    for value in checkpoint.values.values():
+        if value.length:
+            ranges[value.file].append((value.start, value.start + value.length, value.key))
+    for name, found in sorted(ranges.items()):
+        found.sort()
+        for (_, end, left), (start, _, right) in zip(found, found[1:], strict=False):
+            if start < end:
+                report.error(
+                    "shared-bytes",
+                    checkpoint.root / name,
+                    f"{left} and {right} share the bytes from {start}",
+                    "one of them loads the other's data",
+                )
+
+
+def check_names(checkpoint: Checkpoint, report: Report) -> None:
+    """Wrappers' parts in names, names outside the allow-list."""
+    for wrapper, count in wrappers_in(checkpoint.tensors).items():
+        if wrapper != "_flat_param":
+            report.warning(
+                "wrapped-name",
+                checkpoint.path,
+                f"{count} names carry {wrapper!r}",
+                "a model without that wrapper finds none of them with strict=False",
+            )
+    for name in checkpoint.opaque:
+        report.error("unsafe", checkpoint.path, f"a pickle asks for {name}", "torch.load(weights_only=False) and DCP run it")
+
+
+def check_optimizer(checkpoint: Checkpoint, report: Report, trainable: set[str] | None = None) -> None:
+    """Each optimized parameter has its state, and each state its parameter.
+
+    Args:
+        checkpoint: An opened checkpoint.
+        report: Takes the findings.
+        trainable: A model's trainable parameters by canonical name, when there is a model to compare with.
+    """
+    entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
+    for root in sorted(optimizer_roots(entries), key=str):
+        prefix = ".".join(map(str, root))
+        pieces: dict[str, set[str]] = defaultdict(set)
+        for entry in entries:
+            keys = parts(entry)
+            if keys[: len(root)] == root and len(keys) > len(root) + 2 and keys[len(root)] == "state":
+                pieces[".".join(map(str, keys[len(root) + 1 : -1]))].add(str(keys[-1]))
+        named = set(_group_parameters(checkpoint, prefix, report))
+        numbered = bool(pieces) and all(name.isdigit() for name in pieces)
+        if numbered:
+            report.warning(
+                "numbered-state",
+                prefix or checkpoint.path,
+                "its state is numbered by position",
+                "reordered parameters get each other's moments",
+            )
+        _compare_pieces(prefix, pieces, named, report)
+        if trainable is not None and not numbered:
+            for name in sorted(trainable - pieces.keys()):
+                report.error(
+                    "no-state",
+                    f"{prefix}.state.{name}",
+                    "the parameter is trainable and has no optimizer state",
+                    "it starts again from zero moments",
+                )
+
+
+def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], report: Report) -> None:
+    for name in sorted(named - pieces.keys()) if pieces else ():
+        report.warning(
+            "no-state",
+            f"{prefix}.state.{name}",
+            "the parameter is in a group and has no state",
+            "it starts again from zero moments, unless it never had a gradient",
+        )
+    for name in sorted(pieces.keys() - named) if named else ():
+        report.error(
+            "stranger-state", f"{prefix}.state.{name}", "it has state and is in no parameter group", "its state is dropped on load"
+        )
+    usual = set.union(*pieces.values()) if pieces else set()
+    for name, found in sorted(pieces.items()):
+        if found != usual:
+            report.error(
+                "partial-state",
+                f"{prefix}.state.{name}",
+                f"it lacks {', '.join(sorted(usual - found))}, which others have",
+                "the optimizer fails at its next step, or starts those anew",
+            )
+
+
+def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report) -> Iterator[str]:
+    head = f"{prefix}.param_groups." if prefix else "param_groups."
+    keys = [key for key in checkpoint.values if key.startswith(head)]
+    listed = [key for key in keys if key.endswith(".params")]
+    with Reader(checkpoint) as reader:
+        for key in listed:
+            try:
+                yield from map(str, reader.value(key))
+            except CheckpointError as error:
+                report.error("unreadable", key, str(error), "the optimizer's groups cannot be restored")
+    flattened = {key.removeprefix(head).rpartition(".")[0] for key in keys}
+    if not listed:  # flatten_optimizer_state_dict: param_groups.<fqn>.lr
+        yield from (name for name in flattened if not name.isdigit())
+
+
+def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
+    """The manifest can be read and its files are there in the right size."""
+    if not checkpoint.path.is_dir():
+        return None
+    try:
+        found = manifest.read(checkpoint.path)
+    except CheckpointError as error:
+        report.error(
+            "bad-manifest",
+            checkpoint.path / manifest.MANIFEST_FILE,
+            str(error),
+            "nothing tells a complete checkpoint from a damaged one",
+        )
+        return None
+    if found is None:
+        if checkpoint.step is not None:
+            report.error(
+                "unpublished", checkpoint.path, "the step has no manifest: its save did not finish", "torch loads it all the same"
+            )
+        return None
+    for name, total in found.files.items():
+        size = _size(checkpoint.path / name)
+        if size != total.size:
+            report.error(
+                "changed-size",
+                checkpoint.path / name,
+                f"it has {size} bytes and {total.size} were written",
+                "a load fails, or reads other bytes",
+            )
+    return found
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else -1
+
