@@ -58,8 +58,9 @@ class Finding:
         return "fatal" if self.fatal else "problem"
 
     def as_dict(self) -> dict[str, str]:
-        """The finding as plain JSON."""
-        return {"name": self.name, "level": self.level, "value": self.value, "problem": self.problem, "advice": self.advice}
+        """The finding as plain JSON; advice only where there is a problem."""
+        advice = self.advice if self.problem else ""
+        return {"name": self.name, "level": self.level, "value": self.value, "problem": self.problem, "advice": advice}
 
 
 def examine() -> list[Finding]:
