@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable, Iterator
 
 CONTEXT_LINES = 2
+# Endless recursion has a thousand frames.
+FIRST_FRAMES, LAST_FRAMES = 10, 30
 _MACHINERY = ("/labkit/worker/", "/IPython/core/interactiveshell.py", "/IPython/core/async_helpers.py")
 _LIBRARIES = tuple(
     {os.path.join(path, "") for path in (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_paths()["stdlib"])}
@@ -50,8 +52,13 @@ def _lines(error: traceback.TracebackException, cell_number: CellNumber) -> Iter
     elif error.__context__ is not None and not error.__suppress_context__:
         yield from _lines(error.__context__, cell_number)
         yield f"\n{_CONTEXT}\n"
-    for frame in _without_own(error.stack):
-        yield from _frame(frame, cell_number)
+    frames = _without_own(error.stack)
+    left_out = len(frames) - FIRST_FRAMES - LAST_FRAMES
+    for position, frame in enumerate(frames):
+        if left_out <= 0 or position < FIRST_FRAMES or position >= FIRST_FRAMES + left_out:
+            yield from _frame(frame, cell_number)
+        elif position == FIRST_FRAMES:
+            yield f"... {left_out} frames left out ..."
     yield from "".join(error.format_exception_only()).rstrip("\n").split("\n")
     for number, inner in enumerate(error.exceptions or (), 1):
         yield f"--- error {number} of the group ---"

@@ -7,6 +7,7 @@ them. History, profile folders and prompts are switched off: a rank has no perso
 from __future__ import annotations
 
 import types
+import warnings
 from typing import Any
 
 from IPython.core.interactiveshell import InteractiveShell
@@ -45,6 +46,8 @@ class RankShell(InteractiveShell):
         module.__dict__.update(variables)
         shell = cls.instance(config=_CONFIG, user_module=module)
         shell.display_pub.emit = emit
+        # What IPython says when a cell raises SystemExit; the run's error says what it means for a rank.
+        warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         return shell
 
     # A rank makes no folders of its own in the user's home and starts no interactive machinery.
