@@ -129,7 +129,7 @@ class RankResults(Mapping[int, T], Generic[T]):
     def _repr_html_(self) -> str:
         rows = "".join(
             f'<tr><th style="text-align:left;vertical-align:top">{label}</th>'
-            f'<td style="text-align:left"><pre style="margin:0">{html.escape(text)}</pre></td></tr>'
+            f'<td style="text-align:left"><pre style="margin:0;font-family:monospace">{html.escape(text)}</pre></td></tr>'
             for label, text in self._grouped()
         )
         return f"<table>{rows}</table>"

@@ -112,7 +112,7 @@ class Diagnosis:
         rows = "".join(
             "<tr>"
             + "".join(f'<td style="{style}">{html.escape(text)}</td>' for text in (str(state.rank), *_cells(state)[:3]))
-            + f'<td style="{style}"><code>{html.escape(_cells(state)[3])}</code></td></tr>'
+            + f'<td style="{style};font-family:monospace">{html.escape(_cells(state)[3])}</td></tr>'
             for state in self.states
         )
         return f"<p><b>{html.escape(self.verdict)}</b></p><table><tr>{head}</tr>{rows}</table>"

@@ -191,7 +191,10 @@ class RankOutput:
         if text == self._live_text or (text and now - self._live_since < LIVE_AFTER_S):
             return
         self._live_since, self._live_text = now, text
-        data = {"text/plain": text, "text/html": f'<pre style="margin:0">{html.escape(text)}</pre>' if text else ""}
+        data = {
+            "text/plain": text,
+            "text/html": f'<pre style="margin:0;font-family:monospace">{html.escape(text)}</pre>' if text else "",
+        }
         first = self._live_id is None
         self._live_id = self._live_id or f"labkit-{self._run_id}-live"
         self._screen.display(data, {}, self._live_id, not first)

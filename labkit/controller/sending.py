@@ -9,7 +9,7 @@ import linecache
 import sys
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from labkit.errors import WireError
@@ -42,7 +42,7 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         WireError: The function or an argument cannot be pickled; the message names which.
     """
     try:
-        packed = pack((function, args, kwargs, _sources(function)), share_memory=share_memory)
+        packed = _pack_with_companions((function, args, kwargs), share_memory)
     except WireError as error:
         parts = {f"argument {number}": value for number, value in enumerate(args)}
         parts |= {f"argument {name!r}": value for name, value in kwargs.items()}
@@ -61,7 +61,7 @@ def pack_variables(variables: Mapping[str, Any], *, share_memory: bool) -> Packe
         WireError: A value cannot be pickled; the message names the variable.
     """
     try:
-        return pack(dict(variables), share_memory=share_memory)
+        return _pack_with_companions(dict(variables), share_memory)
     except WireError as error:
         raise WireError(_blame({f"the variable {name!r}": value for name, value in variables.items()}) or str(error)) from error
 
@@ -114,15 +114,44 @@ def _warn_about_captures(function: Callable[..., Any]) -> None:
             )
 
 
-def _sources(function: Callable[..., Any]) -> dict[str, tuple[list[str], int | None]]:
-    """The source of the notebook cell that defines a function, so that tracebacks on the rank can show it."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return {}
-    entry = linecache.cache.get(code.co_filename)
-    if entry is None or len(entry) < 4 or entry[1] is not None:
-        return {}  # a real file, which the rank reads itself
+def _pack_with_companions(value: Any, share_memory: bool) -> Packed:
+    """Pack (value, companions, sources).
+
+    Companions are the functions and classes of the notebook that the value takes along, by name: on the rank they get
+    the same names in ``__main__``, so that pickle and torch.save find them there. Sources are the cells that define them,
+    so that tracebacks on the rank show their lines.
+    """
+    companions: dict[str, Any] = {}
+    sources: dict[str, tuple[list[str], int | None]] = {}
+
+    def note(thing: Any) -> None:
+        if getattr(sys.modules.get("__main__"), thing.__qualname__, None) is thing:
+            companions[thing.__qualname__] = thing
+        for code in _codes(thing):
+            if code.co_filename not in sources and (lines := _cell_lines(code.co_filename)):
+                sources[code.co_filename] = (lines, cell_number(code.co_filename))
+
+    # Pickle reaches the two last, when the value before them has filled them, and its memo makes the companions the very
+    # objects that the value uses.
+    return pack((value, companions, sources), share_memory=share_memory, on_by_value=note)
+
+
+def _codes(thing: Any) -> Iterator[types.CodeType]:
+    """The code of a function, or of a class's methods."""
+    for candidate in (thing, *vars(thing).values()) if isinstance(thing, type) else (thing,):
+        code = getattr(candidate, "__code__", None)
+        if isinstance(code, types.CodeType):
+            yield code
+
+
+def _cell_lines(filename: str) -> list[str]:
+    """A notebook cell's lines; empty for a real file, which the rank reads itself."""
+    entry = linecache.cache.get(filename)
+    return list(entry[2]) if entry is not None and len(entry) == 4 and entry[1] is None else []
+
+
+def cell_number(filename: str) -> int | None:
+    """The notebook's number of the cell that a code object's file name stands for."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    number = shell.compile._filename_map.get(code.co_filename) if shell is not None else None
-    return {code.co_filename: (list(entry[2]), number)}
+    return shell.compile._filename_map.get(filename) if shell is not None else None

@@ -16,7 +16,8 @@ import os
 import pickle
 import sys
 import tempfile
-from collections.abc import Sequence
+import types
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,13 +111,14 @@ class Packed:
             self.memory = None
 
 
-def pack(value: Any, *, share_memory: bool) -> Packed:
+def pack(value: Any, *, share_memory: bool, on_by_value: Callable[[Any], None] | None = None) -> Packed:
     """Turn a value into a payload.
 
     Args:
         value: Anything that cloudpickle can pickle: functions and classes from notebook cells, tensors, arrays.
         share_memory: The receivers run on this machine and can map a memory file. Otherwise large buffers become
             frames, to be sent after the message.
+        on_by_value: Called with each function and class that travels whole and not by name.
 
     Returns:
         The payload. Close it when every receiver has unpacked it.
@@ -127,7 +129,7 @@ def pack(value: Any, *, share_memory: bool) -> Packed:
     collected: list[pickle.PickleBuffer] = []
     sink = io.BytesIO()
     try:
-        _Pickler(sink, protocol=5, buffer_callback=collected.append).dump(value)
+        _Pickler(sink, collected.append, on_by_value).dump(value)
     except WireError:
         raise
     except Exception as error:
@@ -186,6 +188,10 @@ def _pages(size: int) -> int:
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     """cloudpickle, with tensor storages as out-of-band buffers."""
 
+    def __init__(self, sink: io.BytesIO, on_buffer: Callable[[Any], Any], on_by_value: Callable[[Any], None] | None) -> None:
+        super().__init__(sink, protocol=5, buffer_callback=on_buffer)
+        self._on_by_value = on_by_value
+
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is not None:
@@ -202,7 +208,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
                 )
             if type(obj) is torch.Tensor and _has_no_typed_storage(torch, obj):
                 return _reduce_as_integers(torch, obj)
-        return super().reducer_override(obj)
+        if isinstance(obj, types.CodeType):
+            # cloudpickle writes a place-holder for the file name; a traceback on the rank needs the true one.
+            make, arguments = self.dispatch_table[types.CodeType](obj)
+            return _code_of_file, (obj.co_filename, make, arguments)
+        reduced = super().reducer_override(obj)
+        if self._on_by_value is not None and reduced is not NotImplemented and isinstance(obj, type | types.FunctionType):
+            self._on_by_value(obj)
+        return reduced
+
+
+def _code_of_file(filename: str, make: Callable[..., types.CodeType], arguments: tuple[Any, ...]) -> types.CodeType:
+    return make(*arguments).replace(co_filename=filename)
 
 
 def _is_dtensor(tensor: Any) -> bool:

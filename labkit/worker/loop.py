@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 from labkit import tracebacks
@@ -16,6 +15,7 @@ from labkit.worker import backends, guard
 from labkit.worker import shell as rank_shell
 from labkit.worker.capture import Capture
 from labkit.worker.control import ControlThread
+from labkit.worker.namespace import LentNames, lend_namespace
 from labkit.worker.process_group import ProcessGroups
 from labkit.worker.run_state import RunState
 
@@ -41,6 +41,7 @@ class Worker:
         self._groups.form()
         self._capture = Capture(self._wire, spec.rank, read_fds)
         self._shell = rank_shell.RankShell.create(self._emit, self._first_names())
+        self._lent = LentNames(self._shell.user_ns)
         self._wire.announce("main", Ready(spec.rank, os.getpid(), os.uname().nodename, str(self._groups.device)))
 
     def _first_names(self) -> dict[str, Any]:
@@ -106,8 +107,7 @@ class Worker:
         if message.kind == "call":
             return self._call(message, frames)
         if message.kind == "push":
-            assert message.payload is not None
-            self._shell.user_ns.update(unpack(message.payload, frames))
+            self._shell.user_ns.update(self._unpack(message, frames))
             return _NOTHING
         if message.kind == "pull":
             return eval(compile(message.source, "<pull>", "eval"), self._shell.user_ns)
@@ -123,11 +123,16 @@ class Worker:
             self._emit(shown)
         return _NOTHING
 
-    def _call(self, message: Execute, frames: list[bytes]) -> Any:
+    def _unpack(self, message: Execute, frames: list[bytes]) -> Any:
         assert message.payload is not None
-        function, args, kwargs, sources = unpack(message.payload, frames)
+        value, companions, sources = unpack(message.payload, frames)
         rank_shell.register_sources(self._shell, sources)
-        _lend_namespace(function, self._shell.user_ns)
+        self._lent.lend(companions)
+        return value
+
+    def _call(self, message: Execute, frames: list[bytes]) -> Any:
+        function, args, kwargs = self._unpack(message, frames)
+        lend_namespace(function, self._shell.user_ns)
         try:
             return function(*args, **kwargs)
         finally:
@@ -136,7 +141,7 @@ class Worker:
     def _failure(self, error: BaseException) -> RankFailure:
         interrupted = isinstance(error, KeyboardInterrupt) or self._state.interrupt_requested
         kind: FailureKind = "interrupted" if interrupted else "exited" if isinstance(error, SystemExit) else "exception"
-        message = str(error)
+        message = _text(error)
         if kind == "exited":
             message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"
         # Nobody reads where an interrupted rank was interrupted (the diagnosis says it), and its interrupter waits.
@@ -145,25 +150,19 @@ class Worker:
         return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace)
 
 
+def _text(error: BaseException) -> str:
+    """The error's message; an error of the reader's own class may fail at that."""
+    try:
+        return str(error)
+    except Exception as second:
+        return f"(its message cannot be read: str() raised {type(second).__name__})"
+
+
 class _Nothing:
     """Marks a run that returns no value, as None is one."""
 
 
 _NOTHING = _Nothing()
-
-
-def _lend_namespace(function: Any, namespace: dict[str, Any]) -> None:
-    """Let a function from the notebook see the rank's variables.
-
-    cloudpickle gives a function from a notebook a namespace with the globals it uses in the kernel. Names it does not
-    find there, such as ``rank`` or a model made in a %%spmd cell, are looked up on the rank.
-    """
-    own = getattr(function, "__globals__", None)
-    home = sys.modules.get(getattr(function, "__module__", "") or "")
-    if own is None or own is namespace or (home is not None and home.__dict__ is own):
-        return
-    for name, value in namespace.items():
-        own.setdefault(name, value)
 
 
 def main(spec: WorkerSpec, read_fds: tuple[int, int]) -> None:
