@@ -125,7 +125,7 @@ def _pack_with_companions(value: Any, share_memory: bool) -> Packed:
     sources: dict[str, tuple[list[str], int | None]] = {}
 
     def note(thing: Any) -> None:
-        if getattr(sys.modules.get("__main__"), thing.__qualname__, None) is thing:
+        if vars(sys.modules["__main__"]).get(thing.__qualname__) is thing:
             companions[thing.__qualname__] = thing
         for code in _codes(thing):
             if code.co_filename not in sources and (lines := _cell_lines(code.co_filename)):
