@@ -46,6 +46,7 @@ class RankShell(InteractiveShell):
         module.__dict__.update(variables)
         shell = cls.instance(config=_CONFIG, user_module=module)
         shell.display_pub.emit = emit
+        shell.db = {}  # %cd and others keep something here, by default in the profile folder
         # What IPython says when a cell raises SystemExit; the run's error says what it means for a rank.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         return shell
