@@ -155,7 +155,7 @@ class Picture:
             '<figure style="margin:0.5em 0">'
             f'<img src="data:image/svg+xml;base64,{data}" alt="{html.escape(self.alt, quote=True)}"'
             f' style="width:{round(self.width_in * 96)}px;max-width:100%;height:auto">'
-            f'<figcaption style="max-width:44em">{html.escape(self.caption)}</figcaption>'
+            f'<figcaption style="max-width:48em;font-size:92%">{html.escape(self.caption)}</figcaption>'
             f"<details><summary>The numbers as a table</summary>{self._html_table()}</details></figure>"
         )
 

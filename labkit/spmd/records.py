@@ -133,7 +133,11 @@ class Parity:
         shown = [f"  {d.key}: {d.detail}" for d in self.differences[:8]]
         more = len(self.differences) - len(shown)
         return "\n".join(
-            [f"{len(self.differences)} of the keys differ ({what} compared)", *shown, *([f"  and {more} more"] if more else [])]
+            [f"{_counted(len(self.differences))} ({what} compared)", *shown, *([f"  and {more} more"] if more else [])]
         )
 
     __repr__ = __str__
+
+
+def _counted(num_keys: int) -> str:
+    return f"{num_keys} keys differ" if num_keys != 1 else "1 key differs"

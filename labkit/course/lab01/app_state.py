@@ -1,0 +1,136 @@
+"""Exercise 2 of notebook 01: everything that training needs to go on."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
+
+if TYPE_CHECKING:
+    from labkit.spmd.records import Parity
+
+_STEPS_BEFORE, _STEPS_AFTER = 3, 5
+_LEARNING_RATE, _FRESH_LEARNING_RATE = 3e-3, 1e-4
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What one rank saw of a run that was saved, restored with the learner's class, and continued.
+
+    Attributes:
+        expected: Losses of the run that was never interrupted.
+        losses: Losses of the restored run, for the same steps.
+        weights: The restored model against the saved one, before any further step.
+        moments: The same for the optimizer's tensors and numbers.
+        learning_rate: What the restored optimizer uses.
+        position: Batches that the restored sampler has given.
+    """
+
+    expected: list[float]
+    losses: list[float]
+    weights: Parity
+    moments: Parity
+    learning_rate: float
+    position: int
+
+
+def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
+    """Exercise 2: ``AppState(model, optimizer, batches)`` saves and restores all that training needs to go on.
+
+    A run of a few steps is saved through the class, restored into objects that know nothing of it (another seed, another
+    learning rate, a sampler at its start), and both runs go on. Their losses have to be equal bit for bit.
+
+    Args:
+        pool: The pool; ``AppState`` is defined on its ranks.
+        timeout_s: Seconds after which a rank counts as hung.
+
+    Returns:
+        A line with the equal losses.
+
+    Raises:
+        ExerciseError: A loss differs, or restored state does although the losses agree.
+        RankFailedError: The class raised; its traceback is shown.
+
+    Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
+    """
+    require_on_ranks(pool, "AppState")
+    with tempfile.TemporaryDirectory(prefix="labkit-check-") as folder:
+        seen = pool.run(_resume, folder, timeout_s=timeout_s)[0]
+    mistakes: list[tuple[Callable[[Resumed], bool], str]] = [
+        (
+            lambda found: not found.weights,
+            "The weights are not the saved ones. Look at what load_state_dict does with the model's part.",
+        ),
+        (
+            lambda found: not found.moments and found.learning_rate == _FRESH_LEARNING_RATE,
+            "The optimizer knows nothing of the past: its moments, its steps or its learning rate are not the saved ones. Loading "
+            "fills tensors in place, but what it reads reaches the optimizer only when load_state_dict hands it over. And "
+            "optimizer.state_dict() does not name its parameters; get_state_dict does.",
+        ),
+        (
+            lambda found: not found.moments,
+            "The weights came back, the optimizer's moments did not. Save them by name: get_state_dict.",
+        ),
+        (
+            lambda found: found.position != _STEPS_BEFORE,
+            "Model and optimizer are right, the data is not: the sampler has to go on where it stood.",
+        ),
+    ]
+    agreeing = sum(left == right for left, right in zip(seen.losses, seen.expected, strict=True))
+    hint = hint_for(seen, mistakes)
+    if agreeing < _STEPS_AFTER or hint:
+        gap = max(abs(left - right) for left, right in zip(seen.losses, seen.expected, strict=True))
+        refuse(
+            f"{agreeing} of the {_STEPS_AFTER} later losses are equal; the largest gap is {gap:.3g} nats per byte. "
+            f"The learning rate is {seen.learning_rate:g}, the next batch is number {seen.position}.",
+            f"{_STEPS_AFTER} equal losses, learning rate {_LEARNING_RATE:g}, batch number {_STEPS_BEFORE}.",
+            hint,
+        )
+    shown = ", ".join(f"{loss:.4f}" for loss in seen.losses)
+    return (
+        f"Solved: {_STEPS_AFTER} later losses equal bit for bit ({shown}), and so are {seen.moments.num_tensors} optimizer tensors."
+    )
+
+
+def _resume(folder: str) -> Resumed:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from labkit.spmd import BatchSampler, Block, ModelConfig, build_model, compare, shard_model, train
+
+    rank, world_size, device = (from_cell(name) for name in ("rank", "world_size", "device"))
+    mesh = init_device_mesh(device.type, (world_size,))
+    config = ModelConfig(dim=32, num_layers=1, num_heads=2, hidden_dim=48, max_seq_len=32)
+
+    def start(seed: int, learning_rate: float) -> tuple[Any, Any, Any]:
+        model = shard_model(build_model(config, seed=seed, device=device), mesh, blocks=Block)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate)
+        batches = BatchSampler(batch_size=2 * world_size, seq_len=32, seed=1, rank=rank, world_size=world_size, device=device)
+        return model, optimizer, batches
+
+    app_state = from_cell("AppState")
+    model, optimizer, batches = start(0, _LEARNING_RATE)
+    train(model, optimizer, batches, _STEPS_BEFORE)
+    dcp.save({"app": app_state(model, optimizer, batches)}, checkpoint_id=folder)
+
+    restored, restored_optimizer, restored_batches = start(1, _FRESH_LEARNING_RATE)
+    dcp.load({"app": app_state(restored, restored_optimizer, restored_batches)}, checkpoint_id=folder)
+    saved_moments = get_optimizer_state_dict(model, optimizer)
+    # An optimizer without state cannot be asked for it: the question itself would take a step.
+    moments = get_optimizer_state_dict(restored, restored_optimizer) if restored_optimizer.state else {}
+    position, learning_rate = restored_batches.position, restored_optimizer.param_groups[0]["lr"]
+    weights = compare(get_model_state_dict(restored), get_model_state_dict(model))
+    parity = compare(moments, saved_moments)
+    return Resumed(
+        expected=train(model, optimizer, batches, _STEPS_AFTER),
+        losses=train(restored, restored_optimizer, restored_batches, _STEPS_AFTER),
+        weights=weights,
+        moments=parity,
+        learning_rate=learning_rate,
+        position=position,
+    )
