@@ -77,6 +77,9 @@ def process_picture(controller_pid: int, rank_pids: Mapping[int, int]) -> Pictur
         controller_pid: The kernel's process id.
         rank_pids: The process id of each rank, for example ``pool.run(os.getpid)``.
 
+    Returns:
+        The picture, 6 inches wide and about half an inch high per rank.
+
     Raises:
         ValueError: No rank, or more than 16.
 
