@@ -86,6 +86,10 @@ class InvalidPoolError(LabkitError, ValueError):
     """The arguments describe no pool that this machine can run (world size, device, number of GPUs)."""
 
 
+class InvalidRunError(LabkitError, ValueError):
+    """The arguments of a run cannot be meant: something that cannot be called, a time limit that is no positive number."""
+
+
 class WorkerStartError(LabkitError):
     """A pool did not come up; nothing of it is left running.
 
@@ -168,7 +172,7 @@ class RunReport(BaseException):
         """Failures with the same traceback together: (ranks, one of them), causes before interrupted ranks."""
         groups: dict[tuple[str, ...], list[RankFailure]] = {}
         for failure in self.failures:
-            key = (failure.kind, failure.type_name, failure.message, failure.traceback)
+            key = (failure.kind, failure.type_name, failure.message, failure.traceback, failure.last_output)
             groups.setdefault(key, []).append(failure)
         ordered = sorted(groups.values(), key=lambda group: (group[0].kind == "interrupted", group[0].rank))
         return [([failure.rank for failure in group], group[0]) for group in ordered]

@@ -64,25 +64,25 @@ class WorkerPool:
     ) -> None:
         self._closed = True
         plan.check_arguments(world_size, device)
-        self._clear_the_way(replace)
+        if not replace:
+            self._refuse_second_pool()
         launcher = plan.launcher()
         self._plan = plan.make_plan(world_size, device, launcher)
+        # Not before this: nobody loses a pool for one that this machine cannot run.
+        if (other := _open_pool()) is not None:
+            other.close()
         self._launcher: Launcher = launcher
         self._start_timeout_s = start_timeout_s
         self._start()
 
     @staticmethod
-    def _clear_the_way(replace: bool) -> None:
-        """Refuse or close a pool that is open already."""
+    def _refuse_second_pool() -> None:
         other = _open_pool()
-        if other is None:
-            return
-        if not replace:
+        if other is not None:
             raise PoolStateError(
                 f"a pool is open already: {other!r}. Use it (labkit.current_pool()), close it (pool.close()), "
                 "or pass replace=True to close it and start this one."
             )
-        other.close()
 
     def _start(self) -> None:
         self._members = Members(self._plan, self._launcher)
@@ -122,7 +122,7 @@ class WorkerPool:
     def __repr__(self) -> str:
         if self._closed:
             return f"WorkerPool(world_size={self.world_size}, device={self.device!r}): closed"
-        dead = f", rank {format_ranks(self.dead_ranks)} dead" if self.dead_ranks else ""
+        dead = f", dead: {format_ranks(self.dead_ranks)}" if self.dead_ranks else ""
         return f"WorkerPool(world_size={self.world_size}, device={self.device!r}): {self._plan.describe()}{dead}"
 
     # ---- running -------------------------------------------------------------------------------------------------
@@ -153,8 +153,9 @@ class WorkerPool:
             RunTimeoutError: The time limit passed.
             WireError: The function, an argument or a result cannot be pickled.
             PoolStateError: The pool is closed or broken, or a run is in progress.
+            InvalidRunError: The function cannot be called, or the time limit is no positive number.
         """
-        chosen = self._choose(ranks)
+        chosen = self._choose(ranks, timeout_s)
         packed = sending.pack_call(function, args, kwargs, share_memory=self._members.share_memory)
         return self._runner.values(self._runner.execute("call", chosen, timeout_s, packed=packed))
 
@@ -185,7 +186,7 @@ class WorkerPool:
             SyntaxError: The cell cannot be parsed; nothing was sent.
             RankFailedError: The cell raised on a rank. Further errors as in :meth:`run`.
         """
-        chosen = self._choose(ranks)
+        chosen = self._choose(ranks, timeout_s)
         sending.check_syntax(source, f"<cell {cell_number}>" if cell_number else "<cell>")
         run = self._runner.execute("cell", chosen, timeout_s, source=source, want_value=want_value, cell_number=cell_number)
         return self._runner.values(run) if want_value else None
@@ -206,7 +207,7 @@ class WorkerPool:
         Raises:
             WireError: A value cannot be pickled. Further errors as in :meth:`run`.
         """
-        chosen = self._choose(ranks)
+        chosen = self._choose(ranks, timeout_s)
         packed = sending.pack_variables(variables, share_memory=self._members.share_memory)
         self._runner.execute("push", chosen, timeout_s, packed=packed)
 
@@ -227,7 +228,7 @@ class WorkerPool:
             SyntaxError: The text is no expression; nothing was sent.
             RankFailedError: A rank has no such name, or its value cannot be pickled. Further errors as in :meth:`run`.
         """
-        chosen = self._choose(ranks)
+        chosen = self._choose(ranks, timeout_s)
         compile(name, "<pull>", "eval")
         return self._runner.values(self._runner.execute("pull", chosen, timeout_s, source=name))
 
@@ -274,7 +275,7 @@ class WorkerPool:
             WorkerStartError: A rank did not come up.
         """
         if self._closed:
-            self._clear_the_way(replace=False)
+            self._refuse_second_pool()
         self.close()
         self._start()
 
@@ -303,15 +304,17 @@ class WorkerPool:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _choose(self, ranks: RankSpec) -> tuple[int, ...]:
+    def _choose(self, ranks: RankSpec, timeout_s: float | None) -> tuple[int, ...]:
         if self._closed:
             raise PoolStateError("the pool is closed. Start it again with pool.restart(), or make a new labkit.WorkerPool(...).")
         chosen = parse_ranks(ranks, self.world_size)
+        sending.check_limit(timeout_s)
         self._members.note_deaths()
         if self._members.deaths:
             dead = format_ranks(self._members.deaths)
             first = next(iter(self._members.deaths.values()))
-            raise PoolStateError(f"rank {dead} is dead ({first.message}). pool.restart() gives fresh ranks.")
+            who = f"rank {dead} is" if len(self._members.deaths) == 1 else f"ranks {dead} are"
+            raise PoolStateError(f"{who} dead ({first.message}). pool.restart() gives fresh ranks.")
         return chosen
 
 

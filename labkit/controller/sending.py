@@ -12,11 +12,24 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from labkit.errors import WireError
+from labkit.errors import InvalidRunError, WireError
 from labkit.wire.payload import Packed, pack
 
 # From this size on a captured global is more likely an accident than an intention.
 WARN_BYTES = 64 * 1024 * 1024
+
+
+def check_limit(timeout_s: Any) -> None:
+    """Refuse a time limit that is no positive number of seconds and not None.
+
+    Raises:
+        InvalidRunError: It is not.
+    """
+    number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+    if timeout_s is not None and not (number and timeout_s > 0):
+        raise InvalidRunError(
+            f"timeout_s is a time limit in seconds, a number above 0, not {timeout_s!r}. Leave it out for no limit."
+        )
 
 
 def check_syntax(source: str, name: str) -> None:
@@ -32,15 +45,18 @@ def check_syntax(source: str, name: str) -> None:
     from IPython.core.inputtransformer2 import TransformerManager
 
     transformed = TransformerManager().transform_cell(source)
-    compile(transformed, name, "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    compile(transformed, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
 
 
 def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, share_memory: bool) -> Packed:
     """Pack a function call.
 
     Raises:
+        InvalidRunError: The function cannot be called.
         WireError: The function or an argument cannot be pickled; the message names which.
     """
+    if not callable(function):
+        raise InvalidRunError(f"pool.run calls a function, and {function!r:.80} cannot be called. Source text runs with %%spmd.")
     try:
         packed = _pack_with_companions((function, args, kwargs), share_memory)
     except WireError as error:
@@ -121,11 +137,12 @@ def _pack_with_companions(value: Any, share_memory: bool) -> Packed:
     the same names in ``__main__``, so that pickle and torch.save find them there. Sources are the cells that define them,
     so that tracebacks on the rank show their lines.
     """
+    main = sys.modules["__main__"]
     companions: dict[str, Any] = {}
     sources: dict[str, tuple[list[str], int | None]] = {}
 
     def note(thing: Any) -> None:
-        if vars(sys.modules["__main__"]).get(thing.__qualname__) is thing:
+        if vars(main).get(thing.__qualname__) is thing:
             companions[thing.__qualname__] = thing
         for code in _codes(thing):
             if code.co_filename not in sources and (lines := _cell_lines(code.co_filename)):

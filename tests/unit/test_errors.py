@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 from typing import Any
 
 import cloudpickle
@@ -35,7 +36,7 @@ def died(rank: int) -> RankFailure:
 
 
 def rendered(report: RunReport) -> str:
-    return "\n".join(report._render_traceback_())
+    return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(report._render_traceback_()))
 
 
 ERRORS: list[BaseException] = [
@@ -47,6 +48,7 @@ ERRORS: list[BaseException] = [
     errors.RankSpecError("rank 9 out of range"),
     errors.PoolStateError("the pool is closed"),
     errors.InvalidPoolError("world_size is 0"),
+    errors.InvalidRunError("timeout_s is -1"),
     errors.WireError("cannot be sent"),
     errors.ExerciseError("off by 3"),
     errors.CheckpointError("no metadata"),
@@ -78,8 +80,7 @@ def test_message_names_failed_interrupted_and_finished_ranks() -> None:
     error = RankFailedError([raised(1), raised(2), stopped(4)], finished=(0, 3), notes=["The groups were rebuilt."])
     assert str(error).splitlines() == [
         "ranks 1-2: ValueError: boom",
-        "rank 4 did not finish and had to be interrupted.",
-        "ranks 0, 3 finished.",
+        "rank 4 did not finish and had to be interrupted; ranks 0, 3 finished.",
         "The groups were rebuilt.",
     ]
     assert error.failed_ranks == (1, 2)
@@ -95,17 +96,15 @@ def test_headline_takes_the_first_line_of_a_long_message() -> None:
 def test_same_traceback_is_shown_once_with_all_its_ranks() -> None:
     text = rendered(RankFailedError([raised(rank) for rank in range(4)]))
     assert text.count("line 3") == 1
-    assert "--- ranks 0-3 ---" in text
+    assert text.startswith("ranks 0-3\n")
     assert "RankFailedError: ranks 0-3: ValueError: boom" in text
 
 
 def test_different_traceback_is_never_hidden() -> None:
     other = RankFailure(2, "exception", "KeyError", "'w'", "line 9\nKeyError: 'w'")
     text = rendered(RankFailedError([raised(0), raised(1), other, raised(3)]))
-    assert "--- ranks 0-1, 3 ---" in text
-    assert "--- rank 2 ---" in text
-    assert "line 3" in text
-    assert "line 9" in text
+    assert "ranks 0-1, 3\nline 3" in text
+    assert "rank 2\nline 9" in text
     assert "rank 2: KeyError: 'w'" in text
 
 
@@ -124,7 +123,14 @@ def test_interrupted_rank_comes_after_the_cause_and_without_its_traceback() -> N
 def test_death_shows_the_last_output() -> None:
     text = rendered(WorkerDiedError([died(2)], finished=(0, 1)))
     assert "    step 7\n    step 8" in text
-    assert "rank 2: SIGKILL: its process was ended by SIGKILL" in text
+    assert "rank 2: died (SIGKILL): its process was ended by SIGKILL" in text
+
+
+def test_last_words_of_each_dead_rank_are_shown() -> None:
+    other = RankFailure(3, "died", "SIGKILL", "its process was ended by SIGKILL", exitcode=-9, last_output="out of memory")
+    text = rendered(WorkerDiedError([died(2), other]))
+    assert "step 8" in text
+    assert "out of memory" in text
 
 
 def test_timeout_says_how_long_and_what_was_raised() -> None:
