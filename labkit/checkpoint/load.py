@@ -75,8 +75,9 @@ def load(
             state and groups; objects with ``load_state_dict`` are called; other values are replaced in their dicts.
         step: Which step of a store.
         ignore: Patterns (``optimizer.*``) of keys that may be missing or unexpected; they are left as they are.
-        check: ``full`` compares every file with the manifest's hashes first, shared out over the ranks; ``size`` looks at
-            sizes only; ``none`` does neither.
+        check: ``full`` compares every file with the manifest's hashes first, shared out over the ranks; without a manifest
+            it compares torch's own checksums while reading, so then a load can stop half way. ``size`` looks at sizes
+            only; ``none`` does neither.
         narrowing: Allow conversions to a dtype that cannot hold every value of the saved one. Values that overflow are
             still refused.
         group: The ranks that load; None for all of them.
@@ -92,7 +93,8 @@ def load(
         IncompleteCheckpointError: A file is missing or cut off, or a region of a tensor is in no file.
         CorruptCheckpointError: A file's hash is not the manifest's.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
-        In all these cases, overflow under ``narrowing`` aside, nothing in the state has changed, on any rank.
+        In all these cases nothing in the state has changed, on any rank; except overflow under ``narrowing``, and damaged
+        data in a checkpoint without a manifest, which show only while reading.
 
     Ranks: collective; all ranks raise when one does. Blocks for reading the checkpoint once to check it and once to load.
     """
@@ -102,6 +104,8 @@ def load(
     plans = []
     comm.everywhere(lambda: plans.append(_Plan.make(root, state, ignore, narrowing, comm)), root)
     plan = plans[0]
+    # Without a manifest, torch's own checksums, which torch does not look at, are the next best thing.
+    plan.checksums = check == "full" and not checked
     problems = comm.gather(plan.problems)
     _raise(root, problems)
     comm.everywhere(plan.execute, root)
@@ -186,6 +190,7 @@ class _Plan:
     ignore: Sequence[str]
     narrowing: bool
     comm: Comm
+    checksums: bool = False
     problems: Problems = field(default_factory=Problems)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     values: list[str] = field(default_factory=list)
@@ -299,7 +304,7 @@ class _Plan:
 
     def execute(self) -> None:
         """Read every planned box into its live tensor."""
-        with Reader(self.checkpoint) as reader:
+        with Reader(self.checkpoint, checksums=self.checksums) as reader:
             read = {key: reader.value(key) for key in self.values}
             objects = {path: self._read_object(reader, path, keys) for path, keys in self.objects.items() if keys}
             for key, target in self.tensors.items():

@@ -213,6 +213,7 @@ class Checkpoint:
         notes: Sentences about anything odd that reading noticed.
         opaque: Names outside the allow-list that were left unread, when the caller chose not to refuse them.
         step: The step in a labkit store; None elsewhere.
+        records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
     """
 
     path: Path
@@ -225,6 +226,7 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     opaque: tuple[str, ...] = ()
     step: int | None = None
+    records: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def section(self, section: Section) -> Iterable[TensorEntry]:
         """The tensors of one section."""

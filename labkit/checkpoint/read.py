@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import zlib
+from bisect import bisect_right
 from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,19 +20,27 @@ from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.safe_pickle import TensorRef
 
+_CRC_BYTES = 1 << 23
 _READ_BYTES = 1 << 28  # the kernel moves at most 2 GiB a call
 
 
 class Reader:
     """Reads tensors and values of one checkpoint. Keeps its files open; close it, or use it in a ``with`` block.
 
-    Reading a box touches only the rows of the chunks that it needs, and allocates the box and at most one chunk's rows.
+    Reading a box touches only the rows of the chunks that it needs. Rows that are contiguous on both sides are read straight
+    into the result; others need the rows of one chunk beside it.
 
-    Ranks: local.
+    Args:
+        checkpoint: An opened checkpoint.
+        checksums: Compare the CRC-32 that torch notes for each storage, before anything of the storage is handed out. DCP
+            and ``torch.load`` never look at it. A storage that is read in parts is read once more for that.
+
+    Ranks: local. One thread at a time.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+    def __init__(self, checkpoint: Checkpoint, *, checksums: bool = False) -> None:
+        self.checkpoint, self._checksums = checkpoint, checksums
+        self._sound: set[tuple[str, int]] = set()
         self._files: dict[str, Any] = {}
         self._resolved: dict[tuple[str, int], tuple[RecordRange, TensorRef]] = {}
 
@@ -71,7 +82,8 @@ class Reader:
             high = [min(a + n, b + m) for a, n, b, m in zip(chunk.offsets, chunk.sizes, offsets, sizes, strict=True)]
             extent = [b - a for a, b in zip(low, high, strict=True)]
             target = result[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))]
-            target.copy_(self._rows(entry, chunk, low, extent))
+            if not self._rows_into(entry, chunk, low, extent, target):
+                target.copy_(self._rows(entry, chunk, low, extent))
             filled += target.numel()
         if filled != result.numel():
             raise IncompleteCheckpointError(
@@ -111,23 +123,64 @@ class Reader:
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
+    def _rows_into(
+        self, entry: TensorEntry, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor
+    ) -> bool:
+        """Read a box straight into contiguous memory, where it is one piece of the file; False where it is not."""
+        start, strides = self.data_start(entry, chunk)
+        if strides is not None or not sizes or list(sizes[1:]) != list(chunk.sizes[1:]) or not target.is_contiguous():
+            return False
+        row = prod(chunk.sizes[1:]) * entry.dtype.itemsize
+        self._check_sum(entry, chunk)
+        self._read_to(chunk.file, start + (offsets[0] - chunk.offsets[0]) * row, target.reshape(-1).view(torch.uint8), entry)
+        return True
+
     def _rows(self, entry: TensorEntry, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The part of a chunk inside a box, which lies within the chunk."""
         start, strides = self.data_start(entry, chunk)
         inner = tuple(slice(a - o, a - o + n) for a, o, n in zip(offsets, chunk.offsets, sizes, strict=True))
         itemsize = entry.dtype.itemsize
+        whole = tuple(sizes) == chunk.sizes and strides is None
+        if not whole:
+            self._check_sum(entry, chunk)
         if strides is not None:
             storage = self._read(chunk.file, start, span(chunk.sizes, strides) * itemsize, entry)
             return storage.view(entry.dtype).as_strided(chunk.sizes, strides)[inner]
-        if not inner:
-            return self._read(chunk.file, start, itemsize, entry).view(entry.dtype).reshape(())
-        row = itemsize
-        for size in chunk.sizes[1:]:
-            row *= size
-        first = inner[0]
+        row = prod(chunk.sizes[1:]) * itemsize
+        first = inner[0] if inner else slice(0, 1)
         data = self._read(chunk.file, start + first.start * row, (first.stop - first.start) * row, entry)
+        if whole:
+            self._check_sum(entry, chunk, data)
+        if not inner:
+            return data.view(entry.dtype).reshape(())
         shaped = data.view(entry.dtype).reshape(first.stop - first.start, *chunk.sizes[1:])
         return shaped[(slice(None), *inner[1:])]
+
+    def _check_sum(self, entry: TensorEntry, chunk: Chunk, data: torch.Tensor | None = None) -> None:
+        """Compare a storage's CRC-32, with its bytes at hand or by reading it; once per storage."""
+        if not self._checksums:
+            return
+        record = self._record(chunk)
+        if record is None or (chunk.file, record.start) in self._sound:
+            return
+        if data is not None and data.numel() == record.length:
+            crc = zlib.crc32(data.numpy().data) if record.length else 0
+        else:
+            crc = file_crc(self.open(chunk.file).fileno(), record.start, record.length)
+        if crc != record.crc:
+            raise CorruptCheckpointError(
+                self.checkpoint.root / chunk.file,
+                f"the bytes of {entry.key!r} at {record.start} do not match the checksum that was written with them. "
+                "Use another copy or an earlier checkpoint.",
+            )
+        self._sound.add((chunk.file, record.start))
+
+    def _record(self, chunk: Chunk) -> RecordRange | None:
+        if chunk.archive:
+            return self._resolve(chunk)[0]
+        records = self.checkpoint.records.get(chunk.file, [])
+        at = bisect_right(records, (chunk.start, 1 << 62, 0)) - 1
+        return RecordRange(*records[at]) if at >= 0 and chunk.length else None
 
     def data_start(self, entry: TensorEntry, chunk: Chunk) -> tuple[int, tuple[int, ...] | None]:
         """Where a chunk's data begin in its file, and their strides when they are not in C order.
@@ -187,14 +240,17 @@ class Reader:
 
     def _read(self, file: str, start: int, length: int, entry: TensorEntry | ValueEntry) -> torch.Tensor:
         data = torch.empty(length, dtype=torch.uint8)
-        if length:
-            got = read_into(self.open(file).fileno(), data.numpy().data, start)
-            if got != length:
-                raise IncompleteCheckpointError(
-                    self.checkpoint.root / file,
-                    f"{entry.key!r} needs the bytes from {start} to {start + length}, and the file ends at {start + got}",
-                )
+        self._read_to(file, start, data, entry)
         return data
+
+    def _read_to(self, file: str, start: int, target: torch.Tensor, entry: TensorEntry | ValueEntry) -> None:
+        length = target.numel()
+        got = read_into(self.open(file).fileno(), target.numpy().data, start) if length else 0
+        if got != length:
+            raise IncompleteCheckpointError(
+                self.checkpoint.root / file,
+                f"{entry.key!r} needs the bytes from {start} to {start + length}, and the file ends at {start + got}",
+            )
 
 
 def read_into(fd: int, buffer: memoryview, start: int) -> int:
@@ -208,14 +264,19 @@ def read_into(fd: int, buffer: memoryview, start: int) -> int:
     return done
 
 
+def file_crc(fd: int, start: int, length: int) -> int:
+    """The CRC-32 of a byte range of a file."""
+    crc = 0
+    buffer = memoryview(bytearray(min(_CRC_BYTES, length) or 1))
+    for at in range(0, length, _CRC_BYTES):
+        part = buffer[: min(_CRC_BYTES, length - at)]
+        read_into(fd, part, start + at)
+        crc = zlib.crc32(part, crc)
+    return crc
+
+
 def _covers(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
     return all(o <= a and a + n <= o + m for a, n, o, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True))
-
-
-def check_same(left: torch.Tensor, right: torch.Tensor, path: object, key: str) -> None:
-    """Raise :class:`CorruptCheckpointError` unless two tensors have equal bits."""
-    if not same_bits(left, right):
-        raise CorruptCheckpointError(path, f"{key!r} does not hold the bits that were written")
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ _PRESCAN_BYTES = 1 << 20  # pickletools costs about 1 us a byte, so only indices
 _MAX_DEPTH = 64
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -269,8 +269,8 @@ class _Reader(pickle.Unpickler):
             return found
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        if module in ("torch", "torch.cuda", "torch.storage") and name in _STORAGES:
-            return _Inert(lambda *_, _dtype=_STORAGES[name]: _dtype)
+        if module in ("torch", "torch.cuda", "torch.storage") and name in STORAGES:
+            return _Inert(lambda *_, _dtype=STORAGES[name]: _dtype)
         return self._record(module, name)
 
     def _record(self, module: str, name: str) -> type[Record]:

@@ -9,6 +9,7 @@ from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, Val
 OPTIMIZER_STATE_NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "step"}
 )
+_MODEL_ROOTS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "params", "weights")
 _OTHER_ROOTS = ("rng", "scheduler", "lr_scheduler", "sched", "random", "epoch", "dataloader", "sampler", "scaler")
 
 
@@ -22,6 +23,12 @@ def classify(checkpoint: Checkpoint) -> None:
     roots = optimizer_roots(entries)
     for entry in entries:
         entry.section = _section(entry, roots)
+    # Beside a dict of weights, a lone tensor at the top is a value of the training loop and no parameter.
+    nested = [entry for entry in checkpoint.section("model") if len(entry.path) > 1]
+    lone = [entry for entry in checkpoint.section("model") if len(entry.path) == 1]
+    if len(nested) >= len(lone):
+        for entry in lone:
+            entry.section = "other"
 
 
 def parts(entry: TensorEntry | ValueEntry) -> Path_:
@@ -57,6 +64,9 @@ def model_prefix(checkpoint: Checkpoint) -> str:
 
     Only a nesting that the checkpoint itself recorded counts: a module called ``model`` is part of its parameters' names.
     """
-    heads = {entry.path[0] for entry in checkpoint.section("model")}
-    nested = all(len(entry.path) > 1 for entry in checkpoint.section("model"))
-    return f"{next(iter(heads))}." if nested and len(heads) == 1 else ""
+    heads = dict.fromkeys(str(entry.path[0]) for entry in checkpoint.section("model"))
+    if not all(len(entry.path) > 1 for entry in checkpoint.section("model")):
+        return ""
+    if len(heads) > 1:  # averaged weights, a teacher: take the one that is called what everybody calls it
+        heads = {head: None for head in heads if head in _MODEL_ROOTS}
+    return f"{next(iter(heads))}." if len(heads) == 1 else ""

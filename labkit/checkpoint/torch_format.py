@@ -43,6 +43,7 @@ class _File:
     tensors: dict[str, _Found] = field(default_factory=dict)
     values: dict[str, tuple[Path_, Any]] = field(default_factory=dict)
     opaque: tuple[str, ...] = ()
+    records: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 def torch_files(root: Path) -> list[Path]:
@@ -67,6 +68,7 @@ def read_torch(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     checkpoint.files = {file.name: file.stat().st_size for file in paths}
     checkpoint.opaque = tuple(sorted({name for file in files for name in file.opaque}))
     checkpoint.metadata = {"ranks": len(files)} if repeated else {}
+    checkpoint.records = {file.name: file.records for file in files}
     for file in files:
         _drop_flat_views(file, checkpoint.notes)
     for key in dict.fromkeys(key for file in files for key in file.tensors):
@@ -129,6 +131,7 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
                 result.values[key] = (nested, leaf)
             else:
                 result.tensors[key] = found
+        result.records = places.records()
     return result
 
 
@@ -138,6 +141,10 @@ class _Places:
     def __init__(self, archive: TorchArchive, path: Path) -> None:
         self._archive, self.path = archive, path
         self._known: dict[str, RecordRange] = {}
+
+    def records(self) -> list[tuple[int, int, int]]:
+        """The storages in use, as (start, length, CRC-32), by start."""
+        return sorted((where.start, where.length, where.crc) for where in self._known.values())
 
     def chunk(self, ref: TensorRef, offsets: Sequence[int]) -> Chunk:
         """The chunk of a tensor that lies at ``offsets`` of the whole."""

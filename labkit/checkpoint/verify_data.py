@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -11,14 +10,13 @@ from typing import TypeVar
 import torch
 
 from labkit.checkpoint import manifest
-from labkit.checkpoint.archive import RecordRange, TorchArchive
+from labkit.checkpoint.archive import TorchArchive
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
-from labkit.checkpoint.read import Reader, read_into, same_bits
+from labkit.checkpoint.read import Reader, file_crc, same_bits
 
-_BLOCK = 1 << 23
 Progress = Callable[[int], None]
 T = TypeVar("T")
 _MOMENTS = (("exp_avg", "exp_avg_sq"), ("exp_avg_sq", "max_exp_avg_sq"))
@@ -89,22 +87,12 @@ def _check_archive(job: tuple[str, int, int, str], reader: Reader, report: Repor
         report.error("unreadable", where, str(error).split(": ", 1)[-1], "a load fails on the reading rank only")
         return
     for name, record in records.items():
-        if record.crc != _crc(reader, file, record):
+        if record.crc != file_crc(reader.open(file).fileno(), record.start, record.length):
             report.error(
                 "changed-content", where, f"the record {name} does not match its checksum", "torch loads the changed values"
             )
         report.count("checksummed bytes", record.length)
     progress(length)
-
-
-def _crc(reader: Reader, file: str, record: RecordRange) -> int:
-    fd, crc = reader.open(file).fileno(), 0
-    buffer = memoryview(bytearray(min(_BLOCK, record.length) or 1))
-    for at in range(0, record.length, _BLOCK):
-        part = buffer[: min(_BLOCK, record.length - at)]
-        read_into(fd, part, record.start + at)
-        crc = zlib.crc32(part, crc)
-    return crc
 
 
 def check_tensors(

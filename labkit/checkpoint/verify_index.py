@@ -262,4 +262,3 @@ def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else -1
-

@@ -1,0 +1,166 @@
+"""Run a writer: several files at once, within a memory budget, each read back before it counts."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.coverage import coverage
+from labkit.checkpoint.errors import CheckpointWriteError
+from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.read import Reader
+from labkit.checkpoint.staging_area import StagingArea
+from labkit.checkpoint.writers import OutFile, Writer
+
+_EXTRA_BYTES = 1 << 26
+Progress = Callable[[int], None]
+
+
+class Budget:
+    """How much tensor data may be in memory at once, over all threads.
+
+    A request larger than the whole budget is granted when nothing else is held.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._held = total, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def reserve(self, size: int) -> Iterator[None]:
+        """Hold ``size`` bytes; waits until others have given back enough."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._total)
+            self._held += size
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held -= size
+                self._changed.notify_all()
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a migration or reshard wrote.
+
+    Attributes:
+        path: The destination.
+        size_bytes: Tensor bytes in it.
+        num_tensors, num_files: Counts.
+        resumed: Files taken over from an earlier run that was killed.
+        notes: Sentences about what was decided on the way.
+    """
+
+    path: Path
+    size_bytes: int
+    num_tensors: int
+    num_files: int
+    resumed: int = 0
+    notes: tuple[str, ...] = ()
+
+
+def run(
+    writer: Writer,
+    checkpoint: Checkpoint,
+    destination: Path,
+    options: Mapping[str, Any],
+    *,
+    workers: int,
+    progress: Progress,
+    notes: tuple[str, ...] = (),
+) -> Result:
+    """Write everything, verify it, and let the destination appear.
+
+    Raises:
+        CheckpointExistsError: The destination exists.
+        CheckpointWriteError: Another process writes it, or what was written does not read back.
+        CheckpointError: The source cannot be read.
+
+    Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
+    """
+    area = StagingArea(destination, {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer)})
+    try:
+        resumed = area.resumed
+        _write_files(writer, checkpoint, area, workers, progress)
+        extra = writer.finish(area.folder, area.done)
+        _check_result(writer, area)
+        area.publish(extra, {"source": str(checkpoint.path), **options}, as_file=writer.single)
+    finally:
+        area.close()
+    pieces = [piece for file in writer.files for piece in file.pieces]
+    num_tensors = len({piece.tensor.key for piece in pieces})
+    return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), resumed, notes)
+
+
+def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, workers: int, progress: Progress) -> None:
+    largest = max((piece.cost for file in writer.files for piece in file.pieces), default=0)
+    budget = Budget(largest + _EXTRA_BYTES)
+    for file in writer.files:
+        if file.name in area.done:
+            progress(file.size_bytes)
+    todo = sorted((file for file in writer.files if file.name not in area.done), key=lambda file: -file.size_bytes)
+    stop = threading.Event()
+
+    def work(file: OutFile) -> None:
+        if stop.is_set():
+            return
+        temporary = area.temporary(file.name)
+        temporary.unlink(missing_ok=True)
+        try:
+            with Reader(checkpoint, checksums=True) as reader:
+                area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, progress))
+        except OSError as error:
+            raise CheckpointWriteError(
+                error.filename or temporary,
+                f"{error.strerror or error}. The destination was not made; the files that were finished are kept for the next try.",
+            ) from error
+
+    with ThreadPoolExecutor(max(1, min(workers, len(todo))), thread_name_prefix="labkit-migrate") as pool:
+        futures: list[Future[None]] = [pool.submit(work, file) for file in todo]
+        try:
+            finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        finally:
+            stop.set()
+        for future in finished:
+            future.result()
+
+
+def _identity(checkpoint: Checkpoint) -> list[Any]:
+    files = []
+    for name in sorted(checkpoint.files):
+        status = (checkpoint.root / name).stat()
+        files.append([name, status.st_size, status.st_mtime_ns])
+    return [str(checkpoint.root.resolve()), files]
+
+
+def _layout(writer: Writer) -> list[Any]:
+    return [
+        [
+            file.name,
+            [[piece.tensor.key, piece.tensor.source.label, str(piece.tensor.source.dtype), piece.box] for piece in file.pieces],
+            [value.key for value in file.values],
+        ]
+        for file in writer.files
+    ]
+
+
+def _check_result(writer: Writer, area: StagingArea) -> None:
+    """Open what was written like any checkpoint: each name is there with its shape and dtype, and covered exactly once."""
+    found = open_checkpoint(area.folder / writer.single if writer.single is not None else area.folder)
+    expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
+    wrong = [key for key in expected if key not in found.tensors] + [key for key in found.tensors if key not in expected]
+    for key, source in expected.items():
+        entry = found.tensors.get(key)
+        if entry is not None and (
+            (entry.shape, entry.dtype) != (source.shape, source.dtype) or not coverage(entry.chunks, entry.shape).exact
+        ):
+            wrong.append(key)
+    if wrong:
+        raise CheckpointWriteError(area.folder, f"what was written does not read back as planned: {', '.join(wrong[:8])}")

@@ -1,0 +1,137 @@
+"""Take FSDP1's flat parameters apart.
+
+A LOCAL state dict holds one flat, padded, sharded vector per FSDP unit and says nothing of what is in it. With the model's
+parameters in order, the layout follows: each unit owns the parameters below it that no inner unit owns, in the order of
+``named_parameters``, one after the other; with ``use_orig_params=True`` each one begins at a multiple of 16 bytes
+(``torch/distributed/fsdp/_flat_param.py``, ``FlatParamHandle._init_flat_param_and_metadata``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
+from labkit.checkpoint.model import Checkpoint, TensorEntry
+from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn
+
+_ALIGN_BYTES = 16
+
+
+@dataclass(frozen=True)
+class ParameterList:
+    """A model's parameters in order, for telling apart what a checkpoint only numbers or concatenates.
+
+    Attributes:
+        shapes: Canonical name to shape, in the order of ``named_parameters``.
+        tied: Further names of the same parameters: name to the first name.
+        trainable: The names with ``requires_grad``.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: Mapping[str, str]
+    trainable: frozenset[str]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module) -> ParameterList:
+        """Read it off a model (on the meta device, for instance)."""
+        first: dict[int, str] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        tied: dict[str, str] = {}
+        trainable = set()
+        for raw, parameter in model.named_parameters(remove_duplicate=False):
+            name = canonical_fqn(raw)
+            owner = first.setdefault(id(parameter), name)
+            if owner == name:
+                shapes[name] = tuple(parameter.shape)
+                if parameter.requires_grad:
+                    trainable.add(name)
+            else:
+                tied[name] = owner
+        return cls(shapes, tied, frozenset(trainable))
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Where a parameter lies in a flat one."""
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
+
+
+def units_of(checkpoint: Checkpoint, prefix: str) -> dict[str, TensorEntry]:
+    """The flat parameters by the canonical name of their unit; the root's name is empty."""
+    return {
+        canonical_fqn(entry.key.removeprefix(prefix)).removesuffix(FLAT_PARAMETER).rstrip("."): entry
+        for entry in checkpoint.tensors.values()
+        if entry.flat
+    }
+
+
+def layout(
+    units: Mapping[str, TensorEntry], parameters: ParameterList, outside: frozenset[str], num_ranks: int, path: object
+) -> dict[str, list[Stretch]]:
+    """Where each parameter lies, per unit.
+
+    Args:
+        units: Unit name to its flat parameter.
+        parameters: The model's parameters.
+        outside: Names that the checkpoint holds on their own (ignored parameters); no unit owns them.
+        num_ranks: How many ranks shared each unit.
+        path: The checkpoint, for messages.
+
+    Raises:
+        FQNMismatchError: A unit would own no parameter, or a parameter has no unit.
+        CheckpointMismatchError: The flat length fits no known layout, or fits two.
+    """
+    owned: dict[str, list[str]] = {unit: [] for unit in units}
+    for name in parameters.shapes:
+        if name in outside:
+            continue
+        owner = max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len, default=None)
+        if owner is None:
+            raise FQNMismatchError(path, missing=[f"the unit that holds {name}"])
+        owned[owner].append(name)
+    empty = [unit or "the root" for unit, names in owned.items() if not names]
+    if empty:
+        raise FQNMismatchError(
+            path, unexpected=[f"the flat parameter of {unit}, which has no parameters in the model" for unit in empty]
+        )
+    return {unit: _one_unit(units[unit], names, parameters, num_ranks, path) for unit, names in owned.items()}
+
+
+def _one_unit(flat: TensorEntry, names: Sequence[str], parameters: ParameterList, num_ranks: int, path: object) -> list[Stretch]:
+    total = sum(prod(parameters.shapes[name]) for name in names)
+    fitting = [_aligned(names, parameters, 1)[0]] if flat.numel == total else []
+    # use_orig_params=True: aligned by the dtype of the computation, then padded to a multiple of the number of ranks.
+    for itemsize in dict.fromkeys((flat.dtype.itemsize, 2, 4, 8)):
+        stretches, end = _aligned(names, parameters, max(_ALIGN_BYTES // itemsize, 1))
+        if flat.numel == end + -end % num_ranks and stretches not in fitting:
+            fitting.append(stretches)
+    if not fitting:
+        raise CheckpointMismatchError(
+            path,
+            [f"{flat.key} has {flat.numel} elements, and the model's parameters there ({', '.join(names[:4])}, ...) have {total}"],
+            advice="Name the model that this checkpoint was saved from, and keep the files of all ranks together.",
+        )
+    if len(fitting) > 1:
+        raise CheckpointMismatchError(
+            path,
+            [f"{flat.key} fits several layouts of its parameters"],
+            advice="Save a FULL or SHARDED state dict from the old code instead.",
+        )
+    return fitting[0]
+
+
+def _aligned(names: Sequence[str], parameters: ParameterList, align: int) -> tuple[list[Stretch], int]:
+    stretches, at = [], 0
+    for name in names:
+        at += -at % align
+        shape = parameters.shapes[name]
+        stretches.append(Stretch(name, at, shape))
+        at += prod(shape)
+    return stretches, at

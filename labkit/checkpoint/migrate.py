@@ -1,0 +1,152 @@
+"""Turn any checkpoint into one that FSDP2, DCP, torch.load or safetensors reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
+from labkit.checkpoint.engine import Progress, Result, run
+from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
+from labkit.checkpoint.flat import ParameterList
+from labkit.checkpoint.transform import Options, Rule, split_model, transform
+from labkit.checkpoint.verify_against import build_model
+from labkit.checkpoint.verify_data import no_progress
+from labkit.checkpoint.writers import DcpWriter, OutFile, SafetensorsWriter, TorchWriter, Writer, whole
+
+Format = Literal["dcp", "safetensors", "torch"]
+DEFAULT_FILE_BYTES = 1 << 30
+DEFAULT_SHARD_BYTES = 5 * 10**9
+_TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+_DROP_ADVICE = "Leave it out with --drop, or save it as plain data."
+
+
+def migrate(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    to: Format | None = None,
+    model: str | nn.Module | None = None,
+    order: Sequence[str] | None = None,
+    rules: Sequence[Rule] = (),
+    drop: Sequence[str] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    copies: Copies = "refuse",
+    shard_bytes: int | None = None,
+    workers: int = 2,
+    progress: Progress = no_progress,
+) -> Result:
+    """Migrate a checkpoint into another format, streaming.
+
+    FSDP1's FULL, SHARDED and LOCAL forms, one file or one per rank, become what FSDP2 with
+    :mod:`torch.distributed.checkpoint.state_dict` loads: canonical names, optimizer state by FQN. Schedulers, counters and
+    random states are carried along; what differs between rank files is keyed by rank.
+
+    Args:
+        source: As for :func:`open_checkpoint`; it is only read.
+        destination: Must not exist. It appears, complete and verified, by one rename at the end. What a killed run has
+            finished is in ``destination.partial``, and the same call goes on from there.
+        to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, else ``dcp``. Safetensors
+            hold the model's tensors only: without a suffix, a directory of shards with an index.
+        model: The model or ``MODULE:FUNCTION`` that builds it; needed for LOCAL flat parameters and for optimizer state
+            that is numbered by position. It also completes tied names.
+        order: The optimizer's parameter names in its order, where the model's order is not the optimizer's.
+        rules: Rename rules, from :func:`labkit.checkpoint.transform.read_rules`.
+        drop: Patterns of keys to leave out.
+        dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
+            refused.
+        copies: See :func:`labkit.checkpoint.contents.contents_of`.
+        shard_bytes: How large a file may get; 1 GiB for DCP, 5 GB for safetensors. A killed run resumes by file.
+        workers: Files that are written at the same time.
+        progress: Called with the number of bytes that were just written, from any thread.
+
+    Returns:
+        What was written.
+
+    Raises:
+        CheckpointExistsError: The destination exists.
+        UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
+            its bytes do not match the checksums that torch wrote.
+        FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
+        CheckpointWriteError: The destination cannot be written, or does not read back.
+
+    Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB.
+    """
+    source, destination = Path(source), Path(destination)
+    if destination.exists():
+        raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
+    checkpoint = open_checkpoint(source)
+    built = build_model(model) if isinstance(model, str) else model
+    parameters = None if built is None else ParameterList.of(built)
+    contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, drop, dtypes or {}))
+    chosen = to or _format_of(destination)
+    writer = _writer(contents, chosen, destination, shard_bytes)
+    options: dict[str, Any] = {
+        "to": chosen,
+        "rules": [asdict(rule) for rule in rules],
+        "drop": list(drop),
+        "dtypes": {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()},
+    }
+    return run(writer, checkpoint, destination, options, workers=workers, progress=progress, notes=tuple(contents.notes))
+
+
+def _format_of(destination: Path) -> Format:
+    if destination.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if destination.suffix in _TORCH_SUFFIXES else "dcp"
+
+
+def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int | None) -> Writer:
+    if not contents.tensors:
+        raise CheckpointError(f"{contents.checkpoint.path}: there is no tensor to write. Look with `labkit checkpoint show`.")
+    if to == "dcp":
+        files = bins(contents.tensors, shard_bytes or DEFAULT_FILE_BYTES)
+        outs = [OutFile(f"__0_{index}.distcp", [whole(tensor) for tensor in part]) for index, part in enumerate(files)]
+        outs[0].values = list(contents.values)
+        return DcpWriter(outs, plain=read_values(contents, contents.values, drop_advice=_DROP_ADVICE))
+    if to == "torch":
+        plain = read_values(contents, contents.values, drop_advice=_DROP_ADVICE)
+        file = OutFile(destination.name, [whole(tensor) for tensor in contents.tensors], list(contents.values))
+        return TorchWriter([file], destination.name, plain)
+    return _safetensors(contents, destination, shard_bytes)
+
+
+def _safetensors(contents: Contents, destination: Path, shard_bytes: int | None) -> Writer:
+    tensors = []
+    for item in contents.tensors:
+        if item.section == "model":
+            tensors.append(replace(item, path=(split_model(contents, item.path)[1],)))
+    left = len(contents.tensors) - len(tensors) + len(contents.values)
+    if left:
+        contents.notes.append(f"{left} entries that are not the model's are left out: safetensors hold the model's tensors only")
+    if not tensors:
+        raise CheckpointError(f"{contents.checkpoint.path}: it has no model tensors, and safetensors hold nothing else.")
+    if destination.suffix == ".safetensors":
+        return SafetensorsWriter([OutFile(destination.name, [whole(tensor) for tensor in tensors])], destination.name)
+    parts = bins(tensors, shard_bytes or DEFAULT_SHARD_BYTES)
+    count = len(parts)
+    files = [
+        OutFile(f"model-{index:05d}-of-{count:05d}.safetensors", [whole(tensor) for tensor in part])
+        for index, part in enumerate(parts, start=1)
+    ]
+    return SafetensorsWriter(files)
+
+
+def bins(tensors: Sequence[OutTensor], limit: int) -> list[list[OutTensor]]:
+    """Divide tensors, in order, into files of at most ``limit`` bytes; a larger tensor has a file of its own."""
+    result: list[list[OutTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        piece = whole(tensor).size_bytes
+        if result[-1] and size + piece > limit:
+            result.append([])
+            size = 0
+        result[-1].append(tensor)
+        size += piece
+    return result

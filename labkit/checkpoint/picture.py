@@ -1,0 +1,107 @@
+"""A checkpoint as a picture: where its bytes are. Plain HTML and SVG, readable in a saved notebook without any script."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+
+from labkit.checkpoint.model import Checkpoint, Section
+from labkit.checkpoint.show import KINDS, bytes_text, printable, totals
+
+# Okabe and Ito's colours; the patterns keep the parts apart in black and white.
+_COLOURS: Mapping[Section, str] = {"model": "#0072B2", "optimizer": "#E69F00", "other": "#999999"}
+_WIDTH, _ROW, _LABEL = 620, 20, 190
+MAX_FILES = 24
+
+
+def file_shares(checkpoint: Checkpoint) -> dict[str, dict[Section, int]]:
+    """How many bytes of model, optimizer and other tensors each file holds."""
+    shares: dict[str, dict[Section, int]] = {name: {} for name in checkpoint.files}
+    for entry in checkpoint.tensors.values():
+        if entry.tied_to is not None:
+            continue
+        table = entry.chunks
+        sizes = table.sizes.prod(axis=1) * entry.dtype.itemsize if len(table) else table.starts
+        for file_id, size in zip(table.file_ids.tolist(), sizes.tolist(), strict=True):
+            part = shares.setdefault(table.files[file_id], {})
+            part[entry.section] = part.get(entry.section, 0) + int(size)
+    return {name: part for name, part in shares.items() if part}
+
+
+def checkpoint_svg(checkpoint: Checkpoint) -> str:
+    """Bars, one a file: how many bytes of which part it holds. At most 24 files are drawn; the text says how many are left out."""
+    shares = file_shares(checkpoint)
+    names = list(shares)[:MAX_FILES]
+    largest = max((sum(shares[name].values()) for name in names), default=1) or 1
+    height = _ROW * len(names) + 44
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="11" role="img">',
+        f"<title>{_text(f'{KINDS[checkpoint.kind]}: bytes by file')}</title>",
+        *_legend(),
+    ]
+    for row, name in enumerate(names):
+        lines += _bar(name, shares[name], largest, 28 + row * _ROW)
+    if len(shares) > len(names):
+        lines.append(f'<text x="0" y="{height - 4}" fill="currentColor">and {len(shares) - len(names):,} more files</text>')
+    return "\n".join([*lines, "</svg>"])
+
+
+def _legend() -> list[str]:
+    parts, x = [], _LABEL
+    for section, colour in _COLOURS.items():
+        parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{colour}" {_edge(section)}/>')
+        parts.append(f'<text x="{x + 17}" y="14" fill="currentColor">{section}</text>')
+        x += 100
+    return parts
+
+
+def _edge(section: Section) -> str:
+    dashes = {"model": "", "optimizer": 'stroke-dasharray="3 2"', "other": 'stroke-dasharray="1 2"'}
+    return f'stroke="#000" stroke-width="1" {dashes[section]}'
+
+
+def _bar(name: str, share: Mapping[Section, int], largest: int, y: int) -> list[str]:
+    room = _WIDTH - _LABEL - 80
+    short = name if len(name) <= 30 else name[:13] + "..." + name[-14:]
+    parts = [f'<text x="{_LABEL - 6}" y="{y + 12}" text-anchor="end" fill="currentColor">{_text(short)}</text>']
+    x = float(_LABEL)
+    for section, colour in _COLOURS.items():
+        width = share.get(section, 0) / largest * room
+        if width:
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y + 2}" width="{width:.1f}" height="{_ROW - 6}" fill="{colour}" {_edge(section)}/>'
+            )
+            x += width
+    parts.append(f'<text x="{x + 6:.1f}" y="{y + 12}" fill="currentColor">{bytes_text(sum(share.values()))}</text>')
+    return parts
+
+
+def _text(text: str) -> str:
+    return html.escape(printable(text).plain)
+
+
+def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
+    """The picture with a summary above it and the first tensors below, for a notebook cell."""
+    numbers = totals(checkpoint)
+    step = "" if checkpoint.step is None else f", step {checkpoint.step}"
+    head = (
+        f"{KINDS[checkpoint.kind]}{step}: {numbers['num_tensors']:,} tensors, {bytes_text(numbers['size_bytes'])}, "
+        f"{numbers['num_chunks']:,} chunks in {numbers['num_files']:,} files"
+    )
+    entries = list(checkpoint.tensors.values())
+    body = [
+        _row([entry.key, _shape(entry.shape), str(entry.dtype), bytes_text(entry.size_bytes), str(len(entry.chunks))])
+        for entry in entries[:rows]
+    ]
+    more = f"<p>and {len(entries) - rows:,} more tensors</p>" if len(entries) > rows else ""
+    table = f"<table>{_row(['name', 'shape', 'dtype', 'size', 'shards'], tag='th')}{''.join(body)}</table>"
+    return f"<div><p>{_text(head)}</p>{checkpoint_svg(checkpoint)}{table}{more}</div>"
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _row(cells: Sequence[str], tag: str = "td") -> str:
+    return "<tr>" + "".join(f'<{tag} style="text-align:left">{_text(cell)}</{tag}>' for cell in cells) + "</tr>"

@@ -1,0 +1,169 @@
+"""Rewrite a checkpoint's shards for another number of ranks or another mesh, without a process group."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
+from labkit.checkpoint.engine import Progress, Result, run
+from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
+from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
+from labkit.checkpoint.transform import split_model, split_state
+from labkit.checkpoint.verify_data import no_progress
+from labkit.checkpoint.writers import DcpWriter, OutFile, Piece
+
+DATA_AXES = ("dp", "fsdp", "shard", "dp_shard", "data")
+
+
+@dataclass(frozen=True)
+class ShardRule:
+    """On one mesh axis, tensors whose parameter name matches are sharded on a dim.
+
+    Attributes:
+        axis: The mesh axis, such as ``tp``.
+        pattern: Parameter names, with ``*``; optimizer state follows its parameter.
+        dim: The tensor dim.
+    """
+
+    axis: str
+    pattern: str
+    dim: int
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read ``dp=4,tp=2``: axis names and sizes, outermost first.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or not size.isdigit() or int(size) < 1 or name in mesh:
+            raise CheckpointError(f"cannot read the mesh {text!r} at {part!r}. Write it like dp=4,tp=2.")
+        mesh[name] = int(size)
+    return mesh
+
+
+def parse_rule(text: str) -> ShardRule:
+    """Read ``tp:*.w1.weight=0``: axis, pattern and dim.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    axis, colon, rest = text.partition(":")
+    pattern, equals, dim = rest.rpartition("=")
+    if not (axis and colon and pattern and equals and dim.lstrip("-").isdigit()):
+        raise CheckpointError(f"cannot read the rule {text!r}. Write it like 'tp:*.w1.weight=0'.")
+    return ShardRule(axis.strip(), pattern.strip(), int(dim))
+
+
+def reshard(
+    source: str | Path,
+    destination: str | Path,
+    mesh: int | Mapping[str, int],
+    *,
+    rules: Sequence[ShardRule] = (),
+    workers: int = 2,
+    progress: Progress = no_progress,
+) -> Result:
+    """Write a DCP checkpoint in which each rank of the next job finds what it needs in one contiguous file.
+
+    Rank ``r``'s boxes, in the order of the names, are ``__r_0.distcp``. Boxes that several ranks hold are in the lowest
+    rank's file.
+
+    Args:
+        source: As for :func:`open_checkpoint`; it is only read.
+        destination: Must not exist; it appears complete, by one rename. A killed run resumes by file.
+        mesh: The number of ranks, or the axes and sizes of a mesh, outermost first. Axes called dp, fsdp, shard, dp_shard
+            or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, but for ``rules``.
+        rules: What other axes shard. A dim that a data axis and an inner axis both shard is cut by the inner axis first, as
+            FSDP2 over tensor parallelism does it.
+        workers: Files that are written at the same time.
+        progress: Called with the number of bytes that were just written.
+
+    Raises:
+        CheckpointError: A rule names no axis, or a dim that a tensor does not have; and as :func:`labkit.checkpoint.migrate`.
+
+    Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB.
+    """
+    source, destination = Path(source), Path(destination)
+    axes = {"dp": mesh} if isinstance(mesh, int) else dict(mesh)
+    if destination.exists():
+        raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
+    strange = [rule.axis for rule in rules if rule.axis not in axes or rule.axis in DATA_AXES]
+    if strange or prod(axes.values()) < 1:
+        raise CheckpointError(
+            f"the mesh {axes} has no axis {strange[0]!r} for a rule" if strange else f"the mesh {axes} has no ranks"
+        )
+    checkpoint = open_checkpoint(source)
+    contents = contents_of(checkpoint)
+    files = _files(contents, axes, rules)
+    writer = DcpWriter(files, plain=_plain(contents))
+    options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
+    return run(writer, checkpoint, destination, options, workers=workers, progress=progress, notes=tuple(contents.notes))
+
+
+def _plain(contents: Contents) -> Mapping[str, object]:
+    # Values in a DCP directory are copied byte for byte; from elsewhere they are read and pickled.
+    wanted = [value for value in contents.values if value.entry is None or not value.entry.length]
+    return read_values(contents, wanted, drop_advice="Migrate it first, with --drop.")
+
+
+def _files(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> list[OutFile]:
+    num_ranks = prod(axes.values())
+    files = [OutFile(f"__{rank}_0.distcp") for rank in range(num_ranks)]
+    for tensor in contents.tensors:
+        placements = _placements(contents, tensor, axes, rules)
+        shape = tensor.source.shape
+        taken = set()
+        for rank in range(num_ranks):
+            box = local_box(shape, tuple(axes.values()), coordinate_of(rank, tuple(axes.values())), placements)
+            if box not in taken and (0 not in box[1] or 0 in shape):
+                taken.add(box)
+                files[_owner(tensor, rank, num_ranks)].pieces.append(Piece(tensor, box))
+            if not any(placement is not None for placement in placements):
+                break
+    for value in contents.values:
+        files[_owner(value, 0, num_ranks)].values.append(value)
+    kept = [file for file in files if file.pieces or file.values]
+    if not kept:
+        raise CheckpointError(f"{contents.checkpoint.path}: there is nothing to write")
+    return kept
+
+
+def _owner(item: OutTensor | OutValue, rank: int, num_ranks: int) -> int:
+    """Per-rank values go into their own rank's file, where that rank still exists."""
+    for part in item.path:
+        if isinstance(part, str) and part.startswith("rank_") and part.removeprefix("rank_").isdigit():
+            own = int(part.removeprefix("rank_"))
+            return own if own < num_ranks else 0
+    return rank
+
+
+def _placements(contents: Contents, tensor: OutTensor, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> list[Placement]:
+    shape = tensor.source.shape
+    split = split_state(tensor.path) if tensor.section == "optimizer" else None
+    name = split[1] if split is not None else split_model(contents, tensor.path)[1]
+    if not shape or tensor.section == "other":
+        return [None] * len(axes)
+    inner: list[Placement] = []
+    for axis in axes:
+        rule = next((rule for rule in rules if rule.axis == axis and fnmatch.fnmatchcase(name, rule.pattern)), None)
+        if rule is not None and not -len(shape) <= rule.dim < len(shape):
+            raise CheckpointError(f"the rule {rule.axis}:{rule.pattern}={rule.dim} does not fit {name}, which has shape {shape}")
+        inner.append(None if rule is None else ShardDim(rule.dim % len(shape)))
+    names = list(axes)
+    result: list[Placement] = []
+    for index, axis in enumerate(names):
+        if axis in DATA_AXES:
+            later = any(placement is not None and placement.dim == 0 for placement in inner[index + 1 :])
+            result.append(ShardDim(0, strided=later))
+        else:
+            result.append(inner[index])
+    return result

@@ -1,0 +1,226 @@
+"""Write contents as a DCP directory, as safetensors, or as one torch.save file: file by file, tensor by tensor."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from labkit.checkpoint.contents import OutTensor, OutValue
+from labkit.checkpoint.dcp_format import METADATA_FILE
+from labkit.checkpoint.dcp_writer import DCP_VERSION, HashedFile, write_item, write_metadata
+from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.layout import Box
+from labkit.checkpoint.manifest import FileSum
+from labkit.checkpoint.read import Reader, bits, read_into
+from labkit.checkpoint.safetensors_format import NAMES
+from labkit.checkpoint.staging_area import Written
+from labkit.checkpoint.torch_writer import write_torch_archive
+
+Reserve = Callable[[int], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor to write."""
+
+    tensor: OutTensor
+    box: Box
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.box[1]) * self.tensor.source.dtype.itemsize
+
+    def read(self, reader: Reader) -> torch.Tensor:
+        """The box's data."""
+        return self.tensor.source.read(reader, *self.box)
+
+    @property
+    def cost(self) -> int:
+        """Bytes of memory that reading it takes."""
+        return self.tensor.source.cost(prod(self.box[1]))
+
+
+def whole(tensor: OutTensor) -> Piece:
+    """A tensor in one piece."""
+    shape = tensor.source.shape
+    return Piece(tensor, ((0,) * len(shape), shape))
+
+
+@dataclass
+class OutFile:
+    """A file to write and what goes into it, in order."""
+
+    name: str
+    pieces: list[Piece] = field(default_factory=list)
+    values: list[OutValue] = field(default_factory=list)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(piece.size_bytes for piece in self.pieces)
+
+
+class Writer(Protocol):
+    """A format to write."""
+
+    files: list[OutFile]
+    single: str | None
+    """The file that becomes the destination; None when the destination is a directory."""
+
+    def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
+        """Write one file; ``reserve(size)`` holds back until that much memory may be used."""
+
+    def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
+        """Write what comes after all files, such as an index."""
+
+
+@dataclass
+class DcpWriter:
+    """A DCP directory. Each file notes where its items are; ``.metadata`` is made of the notes."""
+
+    files: list[OutFile]
+    single: str | None = None
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    """The values that are not copied byte for byte, by key."""
+
+    def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
+        items: list[Any] = []
+        with HashedFile(path) as out:
+            for value in file.values:
+                start = out.tell()
+                write_item(out, self._value(value, reader))
+                items.append([value.key, None, None, start, out.tell() - start])
+            for piece in file.pieces:
+                start = out.tell()
+                with reserve(piece.cost):
+                    write_item(out, piece.read(reader))
+                items.append([piece.tensor.key, list(piece.box[0]), list(piece.box[1]), start, out.tell() - start])
+                progress(piece.size_bytes)
+        return Written(out.total(), items)
+
+    def _value(self, value: OutValue, reader: Reader) -> io.BytesIO:
+        entry = value.entry
+        if value.key not in self.plain and entry is not None and entry.length:
+            data = bytearray(entry.length)
+            got = read_into(reader.open(entry.file).fileno(), memoryview(data), entry.start)
+            if got != entry.length:
+                raise CheckpointError(f"{reader.checkpoint.root / entry.file}: it ends inside {entry.key!r}")
+            return io.BytesIO(data)
+        buffer = io.BytesIO()
+        torch.save(self.plain[value.key], buffer)
+        return buffer
+
+    def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        storage: dict[MetadataIndex, _StorageInfo] = {}
+        paths: dict[str, tuple[str | int, ...]] = {}
+        tensors = {piece.tensor.key: piece.tensor for file in self.files for piece in file.pieces}
+        for file in self.files:
+            paths |= {value.key: value.path for value in file.values}
+            paths |= {piece.tensor.key: piece.tensor.path for piece in file.pieces}
+            for key, offsets, sizes, start, length in done[file.name].items:
+                info = _StorageInfo(file.name, start, length)
+                if offsets is None:
+                    described[key] = BytesStorageMetadata()
+                    storage[MetadataIndex(key)] = info
+                    continue
+                source = tensors[key].source
+                made = described.setdefault(
+                    key, TensorStorageMetadata(TensorProperties(dtype=source.dtype), torch.Size(source.shape), [])
+                )
+                assert isinstance(made, TensorStorageMetadata)
+                storage[MetadataIndex(key, offsets, len(made.chunks))] = info
+                made.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        metadata = Metadata(dict(described), planner_data=paths, storage_data=storage, version=DCP_VERSION)
+        metadata.storage_meta = StorageMeta()
+        for leftover in (folder / METADATA_FILE, folder / (METADATA_FILE + ".tmp")):
+            leftover.unlink(missing_ok=True)
+        return {METADATA_FILE: write_metadata(folder, metadata)}
+
+
+@dataclass
+class SafetensorsWriter:
+    """Safetensors files, with an index when there are several."""
+
+    files: list[OutFile]
+    single: str | None = None
+    index_name: str = "model.safetensors.index.json"
+
+    def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
+        # Aligned to the largest dtype first, as the safetensors library orders them.
+        pieces = sorted(file.pieces, key=lambda piece: (-piece.tensor.source.dtype.itemsize, piece.tensor.key))
+        with HashedFile(path) as out:
+            out.write(_header(pieces))
+            for piece in pieces:
+                with reserve(piece.cost):
+                    data = bits(piece.read(reader))
+                    if data.numel():
+                        out.write(data.numpy().data)
+                    del data
+                progress(piece.size_bytes)
+        return Written(out.total())
+
+    def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
+        if self.single is not None:
+            return {}
+        weight_map = {piece.tensor.key: file.name for file in self.files for piece in file.pieces}
+        total = sum(file.size_bytes for file in self.files)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
+        path = folder / self.index_name
+        path.unlink(missing_ok=True)
+        with HashedFile(path) as out:
+            out.write(text.encode())
+        return {self.index_name: out.total()}
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for piece in pieces:
+        source = piece.tensor.source
+        if source.dtype not in NAMES:
+            raise CheckpointError(f"{piece.tensor.key}: safetensors has no {source.dtype}. Change it with --dtype, or write DCP.")
+        header[piece.tensor.key] = {
+            "dtype": NAMES[source.dtype],
+            "shape": list(source.shape),
+            "data_offsets": [at, at + piece.size_bytes],
+        }
+        at += piece.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+@dataclass
+class TorchWriter:
+    """One torch.save file with the whole nested state."""
+
+    files: list[OutFile]
+    single: str | None
+    plain: Mapping[str, Any] = field(default_factory=dict)
+
+    def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
+        with HashedFile(path) as out:
+            write_torch_archive(out, path.name, file.pieces, file.values, self.plain, reader, reserve, progress)
+        return Written(out.total())
+
+    def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
+        return {}
