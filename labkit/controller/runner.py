@@ -28,6 +28,8 @@ from labkit.wire.payload import Packed, unpack
 
 # Making new groups takes some 0.03 s on gloo and 1.3 s on NCCL.
 REBUILD_LIMIT_S = 60.0
+# Somebody who holds Ctrl-C down interrupts the rebuild as well. It can be repeated.
+REBUILD_ATTEMPTS = 3
 
 
 class Runner:
@@ -117,24 +119,37 @@ class Runner:
             output.finish()
 
     def _mend(self, run: Run) -> None:
-        """New process groups where they were aborted, if every rank still lives."""
-        if not run.group_lost or self._members.deaths:
+        """Bring back what the run has broken, if every rank still lives: process groups, then what stands on them."""
+        if not (run.failures or run.group_lost) or self._members.deaths:
             return
         began = time.monotonic()
+        for _ in range(REBUILD_ATTEMPTS):
+            rebuild = self._rebuild()
+            if not rebuild.failures or self._members.deaths:
+                break
+        if rebuild.failures:
+            first = next(iter(rebuild.failures.values()))
+            run.steps.append(f"The process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
+            return
+        mended = self.values(rebuild)
+        if any(item["renewed"] for item in mended.values()):
+            freed = f"labkit released {_subject(run.released)} and" if run.released else "labkit"
+            took = time.monotonic() - began
+            run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
+        notes: dict[str, list[int]] = {}
+        for rank, item in mended.items():
+            for note in item["notes"]:
+                notes.setdefault(note, []).append(rank)
+        run.steps += [note if len(ranks) == len(mended) else f"{_subject(tuple(ranks))}: {note}" for note, ranks in notes.items()]
+
+    def _rebuild(self) -> Run:
         self._count += 1
         rebuild = Run(self._count, self._members.all_ranks)
         message = Execute(rebuild.run_id, rebuild.ranks, "rebuild", group=self._members.next_group())
         self._members.begin(rebuild)
         for rank in rebuild.ranks:
             self._members.send_work(rank, message)
-        RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None).wait()
-        if rebuild.failures:
-            first = next(iter(rebuild.failures.values()))
-            run.steps.append(f"The process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
-            return
-        freed = f"labkit released {_subject(run.released)} and" if run.released else "labkit"
-        took = time.monotonic() - began
-        run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
+        return RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None).wait()
 
     def values(self, run: Run) -> RankResults[Any]:
         """The values that a finished run returned.

@@ -4,29 +4,37 @@ A :class:`torch.distributed.ProcessGroup` is a shell around one backend per devi
 (DeviceMesh, DTensor, FSDP, DDP's reducer, functional collectives, a user's own variable) holds the shell. So after an
 abort labkit puts new backends into the same shells, and whatever stood on the old ones goes on without noticing.
 
-``ProcessGroup._register_backend`` keeps the first backend of each BackendType, so each new generation registers under a
-BackendType number of its own. The numbers are 8 bit; what torch itself uses lies below FIRST_TYPE.
+``ProcessGroup._register_backend`` keeps the first backend of each BackendType, so each new backend registers under a
+BackendType number of its own. The numbers are 8 bit; what torch itself uses lies below FIRST_TYPE. A group never lets go
+of an old backend either: each replacement leaves gloo's two idle threads behind, and no descriptors. (The thread of the
+transport is shared by all replacements.) What NCCL leaves is not measured.
 
-:func:`self_test` checks every assumption made here; it runs in the test suite against each supported torch.
+:func:`labkit.worker.self_test.groups` checks every assumption made here, against each supported torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import errno
+import functools
 import os
-import socket
-import stat
-from collections.abc import Set
+import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
+
+_native: Any = _distributed_c10d  # its stubs leave out what is used here
 
 FIRST_TYPE = 32
 LAST_TYPE = 255
+
+# Backends that never wait for another rank.
+_ALONE = ("fake",)
+_REBUILT = ("gloo", "nccl")
 
 _CUT_OFF = (
     "Connection closed by peer",
@@ -35,7 +43,13 @@ _CUT_OFF = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "NCCL communicator encountered error set by ProcessGroupNCCL",
+    os.strerror(errno.ELOOP),  # see labkit.worker.cut.cut_store
 )
+
+
+_rank_not_in_group: Callable[[Any], bool] = c10d._rank_not_in_group
+_broken: dict[str, str] = {}
+_next_type: dict[str, int] = {}
 
 
 class NoMoreGenerationsError(RuntimeError):
@@ -43,9 +57,9 @@ class NoMoreGenerationsError(RuntimeError):
 
 
 def groups() -> list[Any]:
-    """The process groups this rank is a member of, in the order they were made; the default group first."""
+    """The working process groups this rank is a member of, in the order they were made; the default group first."""
     members: list[Any] = list(c10d._world.pg_map)
-    return [group for group in members if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return [group for group in members if group is not dist.GroupMember.NON_GROUP_MEMBER and group_name(group) not in _broken]
 
 
 def group_name(group: Any) -> str:
@@ -68,47 +82,77 @@ def set_group_count(count: int) -> None:
     c10d._world.group_count = count
 
 
-def backend_devices(group: Any) -> list[str]:
-    """The device types the group has a backend for, for example ``["cpu", "cuda"]``."""
-    config = c10d.BackendConfig(dist.Backend(c10d._world.pg_backend_config[group]))
-    return list(config.get_device_backend_map())
+def _device_backends(group: Any) -> dict[str, str]:
+    """Backend name by device type, for example ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    return _parse_config(c10d._world.pg_backend_config[group])
 
 
-def replace_backends(group: Any, store: Any, generation: int, timeout: timedelta) -> None:
+@functools.cache
+def _parse_config(config: str) -> dict[str, str]:
+    return dict(c10d.BackendConfig(dist.Backend(config)).get_device_backend_map())
+
+
+def obstacle(group: Any) -> str:
+    """Why :func:`replace_backends` cannot serve this group; empty when it can."""
+    unknown = sorted(name for name in _device_backends(group).values() if name not in (*_REBUILT, *_ALONE))
+    return f"labkit does not know its backend {unknown[0]!r}" if unknown else ""
+
+
+def sequence(group: Any) -> tuple[int, ...]:
+    """The number of collectives begun on the group so far, per device type; gloo counts sends and receives as well."""
+    # From the backends: the group itself would ask its first one, which is the old one after a replacement.
+    devices = [device for device, name in _device_backends(group).items() if name in _REBUILT]
+    return tuple(group._get_backend(torch.device(device))._get_sequence_number_for_group() for device in devices)
+
+
+def waiting() -> bool:
+    """Whether a collective that this rank began has not ended; False where torch keeps no record."""
+    record = pickle.loads(_native._dump_fr_trace(True, False, True))
+    return any(not entry.get("retired") and entry.get("state") != "completed" for entry in record.get("entries", ()))
+
+
+def replace_backends(group: Any, store: Any, timeout: timedelta) -> None:
     """Put new backends into a group. Collective over the group's ranks; blocks until all of them are there.
 
     Args:
         group: The ProcessGroup.
-        store: A store that only this generation uses.
-        generation: 1 for the first replacement, then counting up; equal on all ranks.
+        store: A store that only this replacement uses.
         timeout: The new backends' own limit for one collective.
 
     Raises:
-        NoMoreGenerationsError: After about 220 replacements in one process.
+        NoMoreGenerationsError: After 223 replacements of the group, 111 where it has two devices.
         RuntimeError: The group has a backend that labkit does not know how to make.
     """
-    number = FIRST_TYPE + generation * 2
-    if number + 1 > LAST_TYPE:
-        raise NoMoreGenerationsError("this rank's process groups were rebuilt too often; pool.restart() gives new processes")
     name = group_name(group)
-    config = c10d.BackendConfig(dist.Backend(c10d._world.pg_backend_config[group]))
     group_store = c10d.PrefixStore(f"{name}/", store)
-    for offset, (device, backend_name) in enumerate(config.get_device_backend_map().items()):
-        backend = _make_backend(group, backend_name, c10d.PrefixStore(f"{device}/", group_store), timeout)
-        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number + offset), backend)
+    for device, backend_name in _device_backends(group).items():
+        if backend_name not in _ALONE:
+            backend = _make_backend(group, backend_name, c10d.PrefixStore(f"{device}/", group_store), timeout)
+            _register(group, device, backend)
     # Again, so that the new backends know it: the flight recorder files their collectives under the group's name.
     group._set_group_name(name)
     group._set_group_desc(group.group_desc)
     c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], group_store)
 
 
+def _register(group: Any, device: str, backend: Any) -> None:
+    number = _next_type.get(group_name(group), FIRST_TYPE)
+    if number > LAST_TYPE:
+        raise NoMoreGenerationsError("this rank's process groups were rebuilt too often; pool.restart() gives new processes")
+    _next_type[group_name(group)] = number + 1
+    group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number), backend)
+
+
 def _make_backend(group: Any, backend_name: str, store: Any, timeout: timedelta) -> Any:
     rank, size = group.rank(), group.size()
     backend: Any
     if backend_name == dist.Backend.GLOO:
-        backend = c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        backend.options.global_ranks_in_group = list(group_ranks(group))
-        backend.options.group_name = c10d._world.pg_names[group]
+        options = _native.ProcessGroupGloo._Options()
+        options._devices = [_gloo_device()]
+        options._timeout = timeout
+        options.global_ranks_in_group = list(group_ranks(group))
+        options.group_name = c10d._world.pg_names[group]
+        backend = c10d.ProcessGroupGloo(store, rank, size, options)
     elif backend_name == dist.Backend.NCCL:
         options = c10d.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
@@ -124,6 +168,40 @@ def _make_backend(group: Any, backend_name: str, store: Any, timeout: timedelta)
             wrapped_pg=backend, store_prefix=group_name(group), store=store, rank=rank, world_size=size, timeout=timeout
         )
     return backend
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    """One transport for all replacements; each has a thread and three descriptors, which no group ever gives back."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    factory = c10d.ProcessGroupGloo
+    return factory.create_device(interface=interface) if interface else factory.create_default_device()
+
+
+def break_group(group: Any, reason: str) -> None:
+    """Let every collective on a group raise from now on, instead of waiting for ranks that do not know the group.
+
+    Torch's own functions raise ``RuntimeError(reason)``. Callers below Python (DDP's reducer, functional collectives)
+    meet a backend that raises a RuntimeError of its own.
+
+    Args:
+        group: The ProcessGroup.
+        reason: The text of the error.
+    """
+    options = _native.FakeProcessGroup.Options()
+    options.error_on_collective = True
+    for device in _device_backends(group):
+        _register(group, device, _native.FakeProcessGroup._create_internal(group.rank(), group.size(), options))
+    _broken[group_name(group)] = reason
+    if c10d._rank_not_in_group is not _check_group:
+        c10d._rank_not_in_group = _check_group
+
+
+def _check_group(group: Any) -> bool:
+    """Stands in for the function that every collective of torch.distributed asks first, once a group is broken."""
+    if group is not None and group in c10d._world.pg_names and (reason := _broken.get(group_name(group))):
+        raise RuntimeError(reason)
+    return _rank_not_in_group(group)
 
 
 def abort_nccl() -> int:
@@ -159,61 +237,3 @@ def is_cut_off(error: BaseException) -> bool:
         return False
     text = str(error)
     return any(part in text for part in _CUT_OFF)
-
-
-def cut_gloo(known: Set[tuple[int, int]]) -> int:
-    """Shut down the connected sockets of gloo, which frees a thread that waits in a gloo collective within milliseconds.
-
-    No call that torch offers does this: abort, destroy and signals all wait for the group's time-out. Gloo's sockets
-    are the connected TCP sockets of this process between addresses of this machine, except those that belong to Python
-    objects. Listening sockets are left alone: shutting gloo's listener down ends the process.
-
-    Args:
-        known: Sockets that are gloo's without doubt, from :func:`peer_sockets` around the forming of a group. Others
-            (of groups made later) are cut after a search for Python's own sockets, which takes some 50 ms.
-
-    Returns:
-        The number of sockets shut down.
-    """
-    present = peer_sockets()
-    doubtful = present - known
-    owned = _python_sockets() if doubtful else set()
-    count = 0
-    for fd, inode in present:
-        if (fd, inode) in doubtful and fd in owned:
-            continue
-        with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
-            count += 1
-    return count
-
-
-def peer_sockets() -> set[tuple[int, int]]:
-    """Connected TCP sockets of this process between addresses of this machine, as (descriptor, inode)."""
-    folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
-    found = set()
-    for name in os.listdir(folder):
-        fd = int(name)
-        with contextlib.suppress(OSError):
-            status = os.fstat(fd)
-            if stat.S_ISSOCK(status.st_mode) and _is_peer(fd):
-                found.add((fd, status.st_ino))
-    return found
-
-
-def _is_peer(fd: int) -> bool:
-    with _duplicate(fd) as probe:
-        if probe.family not in (socket.AF_INET, socket.AF_INET6) or probe.type != socket.SOCK_STREAM:
-            return False
-        if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        return bool(probe.getpeername()[0] == probe.getsockname()[0])
-
-
-def _duplicate(fd: int) -> socket.socket:
-    return socket.socket(fileno=os.dup(fd))
-
-
-def _python_sockets() -> set[int]:
-    # type() and not isinstance(): a lazy proxy object may run code of its own when asked for its class.
-    return {item.fileno() for item in gc.get_objects() if issubclass(type(item), socket.socket)}

@@ -17,6 +17,7 @@ from labkit.worker.capture import Capture
 from labkit.worker.control import ControlThread
 from labkit.worker.namespace import LentNames, lend_namespace
 from labkit.worker.process_group import ProcessGroups
+from labkit.worker.recovery import Recovery
 from labkit.worker.run_state import RunState
 
 
@@ -42,6 +43,7 @@ class Worker:
         self._capture = Capture(self._wire, spec.rank, read_fds)
         self._shell = rank_shell.RankShell.create(self._emit, self._first_names())
         self._lent = LentNames(self._shell.user_ns)
+        self._recovery = Recovery(spec.rank, self._state, self._groups, self._shell.user_ns)
         self._wire.announce("main", Ready(spec.rank, os.getpid(), os.uname().nodename, str(self._groups.device)))
 
     def _first_names(self) -> dict[str, Any]:
@@ -74,19 +76,15 @@ class Worker:
         failure: RankFailure | None = None
         cut_off = False
         try:
-            try:
-                self._state.enter_user_code()
-                with guard.guarded(message.ranks, self._spec.world_size):
-                    value = self._execute(message, frames)
-                    self._groups.finish_device_work()
-            finally:
-                self._state.leave_user_code()
+            value = self._mend(message) if message.kind == "rebuild" else self._run_user_code(message, frames)
             if value is not _NOTHING:
                 packed = pack(value, share_memory=self._wire.same_machine)
         except BaseException as error:
             failure = self._failure(error)
             cut_off = backends.is_cut_off(error)
             tracebacks.release_frames(error)
+        if message.kind != "rebuild":
+            self._recovery.end(cut=cut_off or self._state.interrupt_requested)
         self._state.end()
         self._capture.flush()
         if failure is not None:
@@ -94,6 +92,21 @@ class Worker:
             self._wire.send_event(Failed(self._spec.rank, message.run_id, failure, group_lost=lost, cut_off=cut_off))
         else:
             self._answer(message.run_id, packed)
+
+    def _mend(self, message: Execute) -> Any:
+        assert message.group is not None
+        return self._recovery.mend(message.group, message.run_id)
+
+    def _run_user_code(self, message: Execute, frames: list[bytes]) -> Any:
+        self._recovery.begin(message.run_id)
+        try:
+            self._state.enter_user_code()
+            with guard.guarded(message.ranks, self._spec.world_size):
+                value = self._execute(message, frames)
+                self._groups.finish_device_work()
+        finally:
+            self._state.leave_user_code()
+        return value
 
     def _answer(self, run_id: int, packed: Packed | None) -> None:
         if packed is not None:
@@ -109,11 +122,7 @@ class Worker:
         if message.kind == "push":
             self._shell.user_ns.update(self._unpack(message, frames))
             return _NOTHING
-        if message.kind == "pull":
-            return eval(compile(message.source, "<pull>", "eval"), self._shell.user_ns)
-        assert message.group is not None
-        self._groups.renew(message.group, message.run_id)
-        return _NOTHING
+        return eval(compile(message.source, "<pull>", "eval"), self._shell.user_ns)
 
     def _run_cell(self, message: Execute) -> Any:
         value, shown = self._shell.run_source(message.source, message.cell_number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch._C import _distributed_c10d as _c10d
 
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
-from labkit.worker import backends
+from labkit.worker import backends, cut
 
 # labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
 # the process with NCCL, which would lose the rank's state while its reader is still thinking.
@@ -33,7 +34,9 @@ class ProcessGroups:
         self.device = torch.device("cuda", spec.local_rank) if spec.device == "cuda" else torch.device("cpu")
         self._lock = threading.Lock()
         self._renewed_by = 0
+        self._store_paths = [spec.group.store]  # that of the groups, then that of a meeting under way
         self._gloo_sockets: set[tuple[int, int]] = set()
+        self._store: Any = None
         self.lost = False
 
     def form(self) -> None:
@@ -55,7 +58,7 @@ class ProcessGroups:
             **bound,
         )
         self._first_collective()
-        self._gloo_sockets = backends.peer_sockets()
+        self._gloo_sockets = cut.peer_sockets()
 
     def finish_device_work(self) -> None:
         """Wait for the accelerator. A cell that has ended has really ended: its hangs and errors show in it, not in the next."""
@@ -76,25 +79,48 @@ class ProcessGroups:
                 return "too late: the groups have been renewed"
             self.lost = True
             communicators = backends.abort_nccl() if self.device.type == "cuda" else 0
-            sockets = backends.cut_gloo(self._gloo_sockets)
+            sockets = cut.cut_gloo(self._gloo_sockets)
+            for path in self._store_paths:
+                if not path.startswith("tcp://"):
+                    cut.cut_store(path)
         return f"{communicators} NCCL communicators aborted, {sockets} gloo sockets shut down"
 
-    def renew(self, group: GroupSpec, run_id: int) -> None:
-        """Give every group new backends. Collective over all ranks of the pool.
+    def meet(self, group: GroupSpec, run_id: int, condition: Callable[[], str]) -> list[str]:
+        """Exchange the ranks' conditions before anything is mended. Collective over all ranks of the pool.
 
         Args:
-            group: Where the ranks meet; a generation after the last one.
-            run_id: The run that renews; aborts of earlier runs come too late from now on.
+            group: Where the ranks meet; a new place each time.
+            run_id: The run that mends; aborts of earlier runs come too late from now on.
+            condition: Describes this rank. Called when no abort can come any more that it would not mention.
+
+        Returns:
+            What each rank said, in rank order.
         """
         with self._lock:
             self._renewed_by = run_id
-        others = backends.peer_sockets()
-        store = _store(group)
-        for process_group in backends.groups():
-            backends.replace_backends(process_group, store, group.generation, TIMEOUT)
-        self.lost = False
+            self._store_paths = [self._store_paths[0], group.store]
+            self._store = _store(group)
+        self._store.set(f"condition/{self._spec.rank}", condition())
+        return [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
+
+    def renew(self, broken: Set[str]) -> None:
+        """Give every working group new backends. Collective over all ranks of the pool, after :meth:`meet`.
+
+        Args:
+            broken: Names of groups to leave out, equal on all ranks.
+        """
+        if not self.lost:
+            backends.abort_nccl()
+            cut.cut_gloo(self._gloo_sockets)
+            self.lost = True
+        others = cut.peer_sockets()
+        for group in sorted(backends.groups(), key=_order):
+            if backends.group_name(group) not in broken:
+                backends.replace_backends(group, self._store, TIMEOUT)
         self._first_collective()
-        self._gloo_sockets = backends.peer_sockets() - others
+        self.lost = False
+        self._store_paths = self._store_paths[-1:]
+        self._gloo_sockets = cut.peer_sockets() - others
 
     def _first_collective(self) -> None:
         """Connect everything now: gloo's pairs and NCCL's communicator are otherwise made by the first user."""
@@ -104,6 +130,11 @@ class ProcessGroups:
             on_device = ones.to(self.device)
             dist.all_reduce(on_device)
             torch.cuda.synchronize()
+
+
+def _order(group: Any) -> tuple[bool, str]:
+    """The default group first, then an order that is the same on all ranks: forming a group waits for its other ranks."""
+    return group is not dist.group.WORLD, backends.group_name(group)
 
 
 def _store(group: GroupSpec) -> Any:

@@ -7,6 +7,10 @@ import threading
 import time
 from types import FrameType
 
+# An optimizer's step is let finish, since half a step cannot be undone. The controller repeats its signal every 0.25 s,
+# so an interrupt is delivered within this time and one repetition, and the cell ends within 2 s all the same.
+HOLD_S = 1.5
+
 
 class RunState:
     """The current run of this rank.
@@ -22,12 +26,15 @@ class RunState:
         self.started = 0.0
         self.interrupt_requested = False
         self._in_user_code = False
+        self._holds = 0
+        self._held_since: float | None = None
         self._main = threading.main_thread().ident or 0
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def begin(self, run_id: int) -> None:
         """The main thread takes up a run."""
         self.interrupt_requested = False
+        self._holds, self._held_since = 0, None
         self.started = time.monotonic()
         self.run_id = run_id
 
@@ -45,6 +52,21 @@ class RunState:
         """From here on SIGINT does nothing: labkit's own code is not interrupted half way."""
         self._in_user_code = False
 
+    def hold(self) -> None:
+        """From here on SIGINT waits, for HOLD_S at most: an update in place has begun."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """The update in place is done.
+
+        Raises:
+            KeyboardInterrupt: SIGINT came meanwhile.
+        """
+        self._holds = max(0, self._holds - 1)
+        if self._holds == 0 and self._held_since is not None:
+            self._held_since = None
+            raise KeyboardInterrupt
+
     def interrupt(self, run_id: int) -> None:
         """Interrupt the main thread if it still works on that run. Called from the control thread."""
         if self.run_id != run_id:
@@ -54,5 +76,11 @@ class RunState:
         signal.pthread_kill(self._main, signal.SIGINT)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        if self._in_user_code:
-            raise KeyboardInterrupt
+        if not self._in_user_code:
+            return
+        if self._holds:
+            now = time.monotonic()
+            self._held_since = self._held_since or now
+            if now - self._held_since < HOLD_S:
+                return
+        raise KeyboardInterrupt

@@ -1,0 +1,270 @@
+"""What each rank knows after a run was cut off, and what all of them conclude from it.
+
+Every rank writes down its condition, the ranks exchange them, and each comes to the same verdict on its own:
+:func:`judge` is a pure function of the exchanged conditions. Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Literal
+
+from labkit.ranks import format_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCondition:
+    """A process group as one of its ranks knows it.
+
+    Attributes:
+        ranks: Its global ranks.
+        sequence: Collectives begun so far, per device type.
+        obstacle: Why it cannot be rebuilt; empty where it can.
+    """
+
+    ranks: tuple[int, ...]
+    sequence: tuple[int, ...]
+    obstacle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCondition:
+    """An optimizer that was used in the run.
+
+    Attributes:
+        label: It in words, for example ``opt (Adam, for model)``.
+        signature: See :func:`labkit.worker.optimizer_steps.signature_of`.
+        completed: Steps completed in this run.
+        under_way: A step was cut half way.
+        shared: Its parameters belong to a sharded or replicated model, so all ranks have to take the same steps.
+        rates: The learning rate of each of its groups.
+    """
+
+    label: str
+    signature: str
+    completed: int
+    under_way: bool
+    shared: bool
+    rates: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What one rank knows.
+
+    Attributes:
+        rank: The rank.
+        run_id: The last run it took part in.
+        cut: It was interrupted in that run, or freed from a collective.
+        touched: In that run it began a collective, built an autograd graph or took an optimizer step.
+        lost: Its process groups have been aborted.
+        waiting: A collective that it began has not ended.
+        homeless: It has no default process group any more.
+        groups: Its process groups by name.
+        group_count: Torch's counter for the names of new groups.
+        steps: The run's optimizers in the order of their first steps.
+        random: Digests of each random state before and after the run, by name.
+        unsynced: FSDP2 parameter groups whose gradients are not reduced (``set_requires_gradient_sync(False)``).
+    """
+
+    rank: int
+    run_id: int
+    cut: bool = False
+    touched: bool = False
+    lost: bool = False
+    waiting: bool = False
+    homeless: bool = False
+    groups: Mapping[str, GroupCondition] = field(default_factory=dict)
+    group_count: int = 0
+    steps: tuple[StepCondition, ...] = ()
+    random: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    unsynced: int = 0
+
+    def to_json(self) -> str:
+        """As text for the exchange."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Condition:
+        """Read what :meth:`to_json` wrote."""
+        fields = json.loads(text)
+        fields["groups"] = {
+            name: GroupCondition(tuple(group["ranks"]), tuple(group["sequence"]), group["obstacle"])
+            for name, group in fields["groups"].items()
+        }
+        fields["steps"] = tuple(StepCondition(**{**step, "rates": tuple(step["rates"])}) for step in fields["steps"])
+        fields["random"] = {name: (before, after) for name, (before, after) in fields["random"].items()}
+        return cls(**fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """An optimizer that must take no further step; see :meth:`labkit.worker.optimizer_steps.OptimizerSteps.refuse`."""
+
+    ranks: tuple[int, ...]
+    position: int
+    signature: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the ranks do, alike.
+
+    Attributes:
+        renew: Give the process groups new backends.
+        drop: Which iterations to drop: ``all``, those ``in flight`` on this rank, or ``none``.
+        group_count: Torch's counter from now on.
+        broken: Groups that cannot be used any more, by name, with the reason.
+        refusals: Optimizers that must not go on.
+        notes: What cannot be brought back, a sentence each.
+    """
+
+    renew: bool
+    drop: Literal["all", "in flight", "none"]
+    group_count: int
+    broken: Mapping[str, str]
+    refusals: tuple[Refusal, ...]
+    notes: tuple[str, ...]
+
+
+def judge(conditions: Sequence[Condition]) -> Verdict:
+    """Conclude from the conditions of all ranks of the pool.
+
+    Raises:
+        RuntimeError: The groups need new backends, and a rank has no default group to put them into.
+    """
+    latest = max(condition.run_id for condition in conditions)
+    # A rank that did not take part reports on an earlier run.
+    took_part = [condition for condition in conditions if condition.run_id == latest]
+    broken = _broken_groups(conditions)
+    renew = any(condition.lost or condition.waiting for condition in conditions) or _out_of_step(conditions, broken)
+    homeless = [condition.rank for condition in conditions if condition.homeless]
+    if renew and homeless:
+        raise RuntimeError(f"the default process group was destroyed on {_subject(homeless)}")
+    cut = renew or any(condition.cut for condition in took_part)
+    touched = any(condition.touched for condition in took_part)
+    refusals, notes = _judge_steps(took_part)
+    notes = [*broken.values(), *notes]
+    if cut:
+        notes += _judge_random(took_part) + _judge_switches(took_part)
+    return Verdict(
+        renew=renew,
+        drop="none" if not touched else "all" if cut else "in flight",
+        group_count=max(condition.group_count for condition in conditions),
+        broken=broken,
+        refusals=tuple(refusals),
+        notes=tuple(notes),
+    )
+
+
+def _broken_groups(conditions: Sequence[Condition]) -> dict[str, str]:
+    holders: dict[str, dict[int, GroupCondition]] = {}
+    for condition in conditions:
+        for name, group in condition.groups.items():
+            holders.setdefault(name, {})[condition.rank] = group
+    broken = {}
+    for name, found in holders.items():
+        first = next(iter(found.values()))
+        what = f"The process group {name!r} of {_subject(first.ranks)}"
+        obstacles = sorted({group.obstacle for group in found.values() if group.obstacle})
+        if any(group.ranks != first.ranks for group in found.values()) or set(found) != set(first.ranks):
+            broken[name] = (
+                f"{what} exists only on {_subject(sorted(found))}, for the run stopped while it was being made. "
+                "Using it raises an error; make it again on all its ranks."
+            )
+        elif obstacles:
+            broken[name] = f"{what} cannot be rebuilt: {obstacles[0]}. Using it raises an error; make it again."
+    return broken
+
+
+def _out_of_step(conditions: Sequence[Condition], broken: Mapping[str, str]) -> bool:
+    """Whether ranks of a group have begun different numbers of collectives: the next one would meet another's."""
+    sequences: dict[str, set[tuple[int, ...]]] = {}
+    for condition in conditions:
+        for name, group in condition.groups.items():
+            sequences.setdefault(name, set()).add(group.sequence)
+    return any(len(found) > 1 for name, found in sequences.items() if name not in broken)
+
+
+def _judge_steps(took_part: Sequence[Condition]) -> tuple[list[Refusal], list[str]]:
+    refusals: list[Refusal] = []
+    notes: list[str] = []
+    for position in range(max(len(condition.steps) for condition in took_part)):
+        kinds: dict[str, dict[int, StepCondition]] = {}
+        for condition in took_part:
+            if position < len(condition.steps):
+                step = condition.steps[position]
+                kinds.setdefault(step.signature, {})[condition.rank] = step
+        for signature, steps in kinds.items():
+            # Of ranks that run different programs only they know which steps belong together.
+            shared = len(kinds) == 1 and any(step.shared for step in steps.values())
+            label = next(iter(steps.values())).label
+            half = [rank for rank, step in steps.items() if step.under_way]
+            happened = _what_diverged(label, half, _counts(took_part, steps) if shared else {})
+            if happened:
+                ranks = tuple(condition.rank for condition in took_part) if shared else tuple(half)
+                refusals.append(Refusal(ranks, position, signature, _refusal(label, happened)))
+                notes.append(
+                    f"{happened} Its parameters are not those of one step any more: its next step() raises an error until a "
+                    "checkpoint has been loaded into model and optimizer; pool.restart() gives fresh ranks."
+                )
+            elif shared and len({step.rates for step in steps.values()}) > 1:
+                rates = "; ".join(f"rank {rank}: {', '.join(map(str, step.rates))}" for rank, step in steps.items())
+                notes.append(f"The learning rates of {label} differ now ({rates}). Set them alike before the next step.")
+    return refusals, notes
+
+
+def _counts(took_part: Sequence[Condition], steps: Mapping[int, StepCondition]) -> dict[int, list[int]]:
+    counts: dict[int, list[int]] = {}
+    for condition in took_part:
+        counts.setdefault(steps[condition.rank].completed if condition.rank in steps else 0, []).append(condition.rank)
+    return counts
+
+
+def _what_diverged(label: str, half: Sequence[int], counts: Mapping[int, Sequence[int]]) -> str:
+    if half:
+        return f"{_subject(half).capitalize()} stopped inside step() of {label}, which is half applied there."
+    if len(counts) < 2:
+        return ""
+    told = ", ".join(f"{count} on {_subject(ranks)}" for count, ranks in sorted(counts.items(), reverse=True))
+    return f"Steps of {label} completed in this run: {told}."
+
+
+def _refusal(label: str, happened: str) -> str:
+    return (
+        f"step() of {label} is refused, for a run was stopped at a bad moment. {happened} Load a checkpoint into model and "
+        "optimizer on all ranks (load_state_dict or set_optimizer_state_dict lifts this), or call pool.restart()."
+    )
+
+
+def _judge_random(took_part: Sequence[Condition]) -> list[str]:
+    notes = []
+    for name in took_part[0].random:
+        states = {item.rank: item.random[name] for item in took_part if name in item.random}
+        before, after = ({state[i] for state in states.values()} for i in (0, 1))
+        if len(states) < len(took_part) or len(before) > 1 or len(after) < 2:
+            continue
+        drew = [rank for rank, state in states.items() if state[0] != state[1]]
+        others = "in different numbers" if len(drew) == len(states) else "and the others did not"
+        notes.append(
+            f"{_subject(drew).capitalize()} drew random numbers {others}, so the {name} random states, equal before, differ now; "
+            "torch.manual_seed(...) on all ranks makes them equal."
+        )
+    return notes
+
+
+def _judge_switches(took_part: Sequence[Condition]) -> list[str]:
+    off = [condition.rank for condition in took_part if condition.unsynced]
+    if len({condition.unsynced for condition in took_part}) < 2:
+        return []
+    return [
+        f"Gradient synchronization of an FSDP2 model is switched off on {_subject(off)} only; call "
+        "set_requires_gradient_sync(True) on all ranks before the next step."
+    ]
+
+
+def _subject(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"

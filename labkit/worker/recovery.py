@@ -1,0 +1,177 @@
+"""Brings a rank back after a run that was cut off: process groups, sharded models, and an honest word on the rest.
+
+What comes back: every process group whose ranks all know it, with everything that stands on it (meshes, DTensors);
+every FSDP2, FSDP1 and DDP model, as it was after its last completed optimizer step, gradients None.
+
+What cannot come back, and is named in the run's notes: a group that exists on some of its ranks only; an optimizer that
+took a step on some ranks and not on others, or half a step; random states that came to differ. What this module cannot
+know, and does not name: buffers that the cut forward updated (running statistics), positions of data loaders and of
+learning-rate schedulers, parameters that user code changes in place outside an optimizer.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.autograd import _get_sequence_nr
+
+from labkit.wire.messages import GroupSpec
+from labkit.worker import backends, fsdp_private, wrappers
+from labkit.worker.conditions import Condition, GroupCondition, StepCondition, judge
+from labkit.worker.optimizer_steps import OptimizerSteps, StepRecord, parameters_of
+from labkit.worker.process_group import ProcessGroups
+from labkit.worker.run_state import RunState
+
+
+class Recovery:
+    """What this rank has to remember of a run in order to mend what the run may break.
+
+    Args:
+        rank: This rank.
+        state: What the main thread works on.
+        groups: This rank's process groups.
+        namespace: The variables of the rank's cells; they give models and optimizers their names.
+    """
+
+    def __init__(self, rank: int, state: RunState, groups: ProcessGroups, namespace: Mapping[str, Any]) -> None:
+        self._rank, self._groups, self._namespace = rank, groups, namespace
+        self._steps = OptimizerSteps(state)
+        self._steps.install()
+        self._run_id = 0
+        self._cut = False
+        self._graph_nodes = 0
+        self._random: dict[str, torch.Tensor] = {}
+        self._sequences: dict[str, tuple[int, ...]] = {}
+
+    def begin(self, run_id: int) -> None:
+        """A run begins. Takes about 10 us."""
+        self._run_id, self._cut = run_id, False
+        self._steps.begin_run()
+        self._graph_nodes = _get_sequence_nr()
+        self._random = _random_states()
+        self._sequences = _sequences()
+
+    def end(self, *, cut: bool) -> None:
+        """The run has ended on this rank.
+
+        Args:
+            cut: It was interrupted, or freed from a collective.
+        """
+        self._cut = cut
+
+    def mend(self, group: GroupSpec, run_id: int) -> dict[str, Any]:
+        """Bring back what can be brought back. Collective over all ranks of the pool; may be repeated.
+
+        Args:
+            group: Where the ranks meet.
+            run_id: The run that mends.
+
+        Returns:
+            ``renewed`` (the process groups have new backends) and ``notes`` (a sentence for each thing to know).
+
+        Raises:
+            RuntimeError: The process groups could not be rebuilt.
+        """
+        found = functools.cache(wrappers.find)
+        conditions = self._groups.meet(group, run_id, lambda: self._condition(found).to_json())
+        verdict = judge([Condition.from_json(text) for text in conditions])
+        backends.set_group_count(verdict.group_count)
+        if verdict.renew:
+            self._groups.renew(verdict.broken.keys())
+        for process_group in backends.groups():
+            reason = verdict.broken.get(backends.group_name(process_group))
+            if reason:
+                backends.break_group(process_group, reason)
+        notes = list(verdict.notes)
+        if verdict.drop != "none":
+            dropped, problems = wrappers.reset(found(), only_in_flight=verdict.drop == "in flight")
+            notes = problems + notes
+            if dropped:
+                notes.insert(0, _DROPPED)
+        for refusal in verdict.refusals:
+            if self._rank in refusal.ranks:
+                self._steps.refuse(refusal.position, refusal.signature, refusal.reason)
+        return {"renewed": verdict.renew, "notes": notes}
+
+    def _condition(self, found: Callable[[], wrappers.Wrappers]) -> Condition:
+        groups = {
+            backends.group_name(group): GroupCondition(
+                backends.group_ranks(group), backends.sequence(group), backends.obstacle(group)
+            )
+            for group in backends.groups()
+        }
+        now = _random_states()
+        return Condition(
+            rank=self._rank,
+            run_id=self._run_id,
+            cut=self._cut,
+            touched=bool(self._steps.records) or _get_sequence_nr() != self._graph_nodes or _sequences() != self._sequences,
+            lost=self._groups.lost,
+            waiting=backends.waiting(),
+            homeless=not torch.distributed.is_initialized(),
+            groups=groups,
+            group_count=backends.group_count(),
+            steps=self._step_conditions(found),
+            random={name: (_digest(state), _digest(now[name])) for name, state in self._random.items()},
+            unsynced=fsdp_private.fsdp2_unsynced(),
+        )
+
+    def _step_conditions(self, found: Callable[[], wrappers.Wrappers]) -> tuple[StepCondition, ...]:
+        if not self._steps.records:
+            return ()
+        owners = found().owners()
+        return tuple(self._step_condition(record, owners) for record in self._steps.records)
+
+    def _step_condition(self, record: StepRecord, owners: dict[int, Any]) -> StepCondition:
+        optimizer = record.optimizer()
+        if optimizer is None:
+            return StepCondition("an optimizer that is gone", record.signature, record.completed, False, shared=False)
+        return StepCondition(
+            label=self._label(optimizer, owners),
+            signature=record.signature,
+            completed=record.completed,
+            under_way=record.under_way,
+            shared=any(id(parameter) in owners for parameter in parameters_of(optimizer)),
+            rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
+        )
+
+    def _label(self, optimizer: torch.optim.Optimizer, owners: dict[int, Any]) -> str:
+        """An optimizer in words: the variables that hold it and its model, if there are any."""
+        owned = {id(parameter) for parameter in parameters_of(optimizer)}
+        wrapped = {id(owner) for parameter, owner in owners.items() if parameter in owned}
+        variables = list(self._namespace.items())
+        name = next((name for name, value in variables if value is optimizer), "an optimizer")
+        model = next((name for name, value in variables if _holds(value, owned, wrapped)), None)
+        kind = type(optimizer).__name__
+        return f"{name} ({kind}, for {model})" if model else f"{name} ({kind})"
+
+
+_DROPPED = "The iteration that was under way is dropped: parameters are those of the last completed step, gradients are None."
+
+
+def _holds(value: Any, parameters: set[int], modules: set[int]) -> bool:
+    if not issubclass(type(value), torch.nn.Module):
+        return False
+    try:
+        return any(id(module) in modules for module in value.modules()) or any(id(p) in parameters for p in value.parameters())
+    except Exception:
+        return False  # a module whose making was cut off
+
+
+def _sequences() -> dict[str, tuple[int, ...]]:
+    return {backends.group_name(group): backends.sequence(group) for group in backends.groups()}
+
+
+def _random_states() -> dict[str, torch.Tensor]:
+    states = {"CPU": torch.random.default_generator.get_state()}
+    if torch.cuda.is_initialized():
+        states["CUDA"] = torch.cuda.default_generators[torch.cuda.current_device()].get_state()
+    return states
+
+
+def _digest(state: torch.Tensor) -> str:
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=8).hexdigest()
