@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from labkit.controller import memory
 from labkit.controller.launchers.fork_server import ForkServer
 from labkit.controller.launchers.launcher import Launcher, WorkerExit
 from labkit.controller.plan import PoolPlan
@@ -56,6 +57,7 @@ class Members:
         self._ranks_by_pid: dict[int, int] = {}
         self._last_text: dict[int, deque[str]] = {rank: deque(maxlen=64) for rank in range(plan.world_size)}
         self._killed: set[int] = set()
+        self._oom_kills = memory.oom_kills()
         self._run: Run | None = None
         self._left: set[int] = set()
         self.pids: dict[int, int] = {}
@@ -249,6 +251,9 @@ class Members:
         name, message = describe_exit(event.exitcode)
         if rank in self._killed:
             message = "labkit killed it because it did not answer"
+        elif name == "SIGKILL":
+            cause = "the system killed it because memory ran out" if memory.oom_kills() > self._oom_kills else message
+            message = f"{cause}; {memory.describe(event.peak_bytes)}"
         return RankFailure(rank, "died", name, message, exitcode=event.exitcode, last_output="\n".join(last))
 
     def _remember(self, message: Output) -> None:

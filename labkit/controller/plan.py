@@ -9,7 +9,7 @@ from typing import Literal
 from labkit.controller.launchers import fork_server
 from labkit.controller.launchers.launcher import Launcher
 from labkit.controller.launchers.spawn import SpawnLauncher
-from labkit.errors import InvalidPoolError
+from labkit.errors import InvalidPoolError, PoolStateError
 
 DEVICES = ("auto", "cpu", "cuda")
 DEFAULT_WORLD_SIZE = 2
@@ -41,8 +41,14 @@ def check_arguments(world_size: int | None, device: str) -> None:
     """Refuse what no machine can run.
 
     Raises:
+        PoolStateError: This process is a rank of a pool itself.
         InvalidPoolError: The world size is not a positive integer, or the device is unknown.
     """
+    if "LABKIT_RANK" in os.environ:
+        raise PoolStateError(
+            f"this is rank {os.environ['LABKIT_RANK']} of a pool, and only the notebook makes pools: "
+            "take WorkerPool out of the %%spmd cell."
+        )
     if device not in DEVICES:
         raise InvalidPoolError(f"unknown device {device!r}. Write 'auto', 'cpu' or 'cuda'.")
     if world_size is None:

@@ -137,13 +137,14 @@ def _pack_with_companions(value: Any, share_memory: bool) -> Packed:
     the same names in ``__main__``, so that pickle and torch.save find them there. Sources are the cells that define them,
     so that tracebacks on the rank show their lines.
     """
-    main = sys.modules["__main__"]
+    own_names = vars(sys.modules["__main__"])
     companions: dict[str, Any] = {}
     sources: dict[str, tuple[list[str], int | None]] = {}
 
     def note(thing: Any) -> None:
-        if vars(main).get(thing.__qualname__) is thing:
-            companions[thing.__qualname__] = thing
+        name: str = thing.__qualname__
+        if own_names.get(name) is thing:
+            companions[name] = thing
         for code in _codes(thing):
             if code.co_filename not in sources and (lines := _cell_lines(code.co_filename)):
                 sources[code.co_filename] = (lines, cell_number(code.co_filename))

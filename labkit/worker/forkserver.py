@@ -166,13 +166,14 @@ class Server:
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 continue
             _kill_group(pid)
-            _, status = os.waitpid(pid, 0)
+            _, status, usage = os.wait4(pid, 0)
             del self.children[pid]
             tails = tuple(drain(fd) for fd in child.read_fds)
             for fd in child.read_fds:
                 os.close(fd)
             with contextlib.suppress(OSError):
-                self.connection.send(("exited", pid, child.rank, os.waitstatus_to_exitcode(status), tails))
+                code, peak = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024  # Linux counts KiB
+                self.connection.send(("exited", pid, child.rank, code, tails, peak))
         self._reap_adopted()
 
     def _reap_adopted(self) -> None:
@@ -206,6 +207,7 @@ def enter(spec: WorkerSpec) -> None:
         WORLD_SIZE=str(spec.world_size),
         LOCAL_RANK=str(spec.local_rank),
         LOCAL_WORLD_SIZE=str(spec.local_world_size),
+        LABKIT_RANK=str(spec.rank),
     )
     os.chdir(spec.cwd)
     sys.path[:] = spec.sys_path

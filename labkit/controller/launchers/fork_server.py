@@ -144,7 +144,8 @@ class ForkServer:
                 elif name == "broken":
                     self._broken = f"the fork server cannot import what it needs: {args[0]}"
                 elif name == "exited":
-                    self._exited(WorkerExit(args[0], args[2], *args[3]))
+                    pid, _, code, (stdout, stderr), peak = args
+                    self._exited(WorkerExit(pid, code, stdout, stderr, peak))
                 elif (box := self._answers.get(args[0])) is not None:
                     box.put(args[1])
         except (EOFError, OSError):

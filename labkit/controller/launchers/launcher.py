@@ -18,12 +18,14 @@ class WorkerExit:
         exitcode: As in :attr:`subprocess.Popen.returncode`: negative for a signal.
         stdout_tail: What was left in its output pipe, at most 1 MiB.
         stderr_tail: The same for stderr.
+        peak_bytes: The most memory it had resident; 0 where nobody counted.
     """
 
     pid: int
     exitcode: int
     stdout_tail: str = ""
     stderr_tail: str = ""
+    peak_bytes: int = 0
 
 
 OnExit = Callable[[WorkerExit], None]

@@ -59,10 +59,10 @@ class SpawnLauncher:
         code = running.process.wait()
         _kill_group(pid)
         del self._running[pid]
-        tails = [drain(fd) for fd in running.read_fds]
+        stdout, stderr = (drain(fd) for fd in running.read_fds)
         for fd in (*running.read_fds, running.lifeline):
             os.close(fd)
-        on_exit(WorkerExit(pid, code, *tails))
+        on_exit(WorkerExit(pid, code, stdout, stderr))
 
     def kill(self, pid: int) -> None:
         """Kill a worker; see :class:`Launcher`."""
