@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labkit.course.lab01.app_state import check_app_state
-from labkit.course.lab01.chunk_rows import check_chunk_rows
+from labkit.course.lab01.chunk_rows import ChunkRows, check_chunk_rows
 from labkit.course.lab01.manifest import check_manifest
 
-__all__ = ["check_app_state", "check_chunk_rows", "check_manifest"]
+__all__ = ["ChunkRows", "check_app_state", "check_chunk_rows", "check_manifest"]

@@ -65,14 +65,18 @@ def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
             "The weights are not the saved ones. Look at what load_state_dict does with the model's part.",
         ),
         (
-            lambda found: not found.moments and found.learning_rate == _FRESH_LEARNING_RATE,
-            "The optimizer knows nothing of the past: its moments, its steps or its learning rate are not the saved ones. Loading "
-            "fills tensors in place, but what it reads reaches the optimizer only when load_state_dict hands it over. And "
-            "optimizer.state_dict() does not name its parameters; get_state_dict does.",
+            lambda found: found.learning_rate == _FRESH_LEARNING_RATE,
+            "The optimizer knows nothing of the past. Loading fills tensors in place, but a number such as the learning rate is "
+            "only replaced in the dict: it reaches the optimizer when load_state_dict hands it over.",
+        ),
+        (
+            lambda found: any(difference.kind == "missing" for difference in found.moments.differences),
+            "The learning rate came back, the moments did not. A new optimizer has no moments yet, so its own state_dict() offers "
+            "no place to load them into. get_state_dict makes them, and names them after their parameters.",
         ),
         (
             lambda found: not found.moments,
-            "The weights came back, the optimizer's moments did not. Save them by name: get_state_dict.",
+            "The optimizer's moments or steps came back changed. Look at what is done after loading.",
         ),
         (
             lambda found: found.position != _STEPS_BEFORE,

@@ -65,7 +65,7 @@ def _refuse_rows(num_rows: int, num_ranks: int, rank: int, predicted: Sequence[S
         else "the right number, elsewhere"
     )
     refuse(
-        f"{num_rows} rows on {num_ranks} ranks: you predict {_rows(predicted[rank])} for rank {rank}, {gap}.",
+        f"{num_rows} {'row' if num_rows == 1 else 'rows'} on {num_ranks} ranks: you predict {_rows(predicted[rank])} for rank {rank}, {gap}.",
         f"{_rows(spans[rank])} on rank {rank}.",
         hint_for(
             list(predicted),
@@ -79,6 +79,8 @@ def _rows(span: Span) -> str:
     first, stop = span
     if first == stop:
         return "no row"
+    if stop < first:
+        return f"the slice {first}:{stop}"
     return f"row {first}" if stop == first + 1 else f"rows {first} to {stop - 1}"
 
 
