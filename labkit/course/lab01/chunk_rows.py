@@ -64,8 +64,9 @@ def _refuse_rows(num_rows: int, num_ranks: int, rank: int, predicted: Sequence[S
         if off
         else "the right number, elsewhere"
     )
+    rows = f"{num_rows} {'row' if num_rows == 1 else 'rows'}"
     refuse(
-        f"{num_rows} {'row' if num_rows == 1 else 'rows'} on {num_ranks} ranks: you predict {_rows(predicted[rank])} for rank {rank}, {gap}.",
+        f"{rows} on {num_ranks} ranks: you predict {_rows(predicted[rank])} for rank {rank}, {gap}.",
         f"{_rows(spans[rank])} on rank {rank}.",
         hint_for(
             list(predicted),
