@@ -248,7 +248,10 @@ def count_gpus(environ: dict[str, str]) -> int:
 
 def _kill_group(pid: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            os.kill(pid, signal.SIGKILL)  # a moment after its fork a worker has no group of its own yet
 
 
 def _child_pids() -> list[int]:
