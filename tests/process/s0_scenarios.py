@@ -126,7 +126,7 @@ def round_trip(device: str, shape: str, path: LoadPath, folder: str) -> RoundTri
 
 
 def load(source: nn.Module, target: nn.Module, path: LoadPath, folder: str) -> bool:
-    """Move the state of one model into another."""
+    """Move the state of one model into another; False where a rank above 0 was sent a state that it was not to hold."""
     if path == "full":
         full = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
         set_model_state_dict(target, full, options=StateDictOptions(full_state_dict=True))
@@ -159,7 +159,8 @@ def train_mixed(device: str, shape: str, num_steps: int) -> tuple[list[float], P
     losses = [_train(model, batches) for model in models]
     full = StateDictOptions(full_state_dict=True)
     mixed, whole = (get_model_state_dict(model, options=full) for model in models)
-    assert losses[0] == losses[1] or dist.get_world_size() > 2
+    if device == "cpu" and dist.get_world_size() == 2:
+        return losses[0], compare(mixed, whole)  # two numbers have one sum
     return losses[0], compare(mixed, whole, rtol=1e-4, atol=1e-6)
 
 
