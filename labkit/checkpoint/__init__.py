@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.findings import Finding, Report
+from labkit.checkpoint.engine import Result
 from labkit.checkpoint.load import LoadReport, load
+from labkit.checkpoint.migrate import migrate
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry
 from labkit.checkpoint.names import canonical_fqn
 from labkit.checkpoint.read import Reader
+from labkit.checkpoint.reshard import reshard
 from labkit.checkpoint.save import PendingSave, save, save_async
 from labkit.checkpoint.show import show
 from labkit.checkpoint.state import PerRank, Rng, module_state, optimizer_state
@@ -25,14 +28,17 @@ __all__ = [
     "PerRank",
     "Reader",
     "Report",
+    "Result",
     "Rng",
     "TensorEntry",
     "ValueEntry",
     "canonical_fqn",
     "load",
+    "migrate",
     "module_state",
     "open_checkpoint",
     "optimizer_state",
+    "reshard",
     "save",
     "save_async",
     "show",

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import click
+import torch
 from rich.console import Console
 
 from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.engine import Result
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.progress import ByteProgress
 from labkit.checkpoint.safe_pickle import Unknown
-from labkit.checkpoint.show import DEFAULT_ROWS, describe, printable, render
+from labkit.checkpoint.show import DEFAULT_ROWS, bytes_text, describe, printable, render
 
 PATH = click.Path(path_type=Path)
 
@@ -85,6 +89,104 @@ def verify_command(
     else:
         _print_report(report)
     sys.exit(0 if report.ok and not (strict and report.findings) else 1)
+
+
+@checkpoint.command("migrate")
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
+@click.option("--to", type=click.Choice(["dcp", "safetensors", "torch"]), help="Default: by DESTINATION's suffix, else dcp.")
+@click.option("--model", help="MODULE:FUNCTION that builds the model: for FSDP1 LOCAL, numbered optimizer state, tied names.")
+@click.option("--order", type=PATH, help="File with the optimizer's parameter names in its order, one a line.")
+@click.option("--rename", type=PATH, help="Rename table: 'old.* -> new.*' a line; an empty right side drops.")
+@click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out keys such as 'scheduler.*'. May be repeated.")
+@click.option("--dtype", "dtypes", multiple=True, metavar="PATTERN=DTYPE", help="Change dtypes, such as '*=bfloat16'; overflow is refused.")
+@click.option("--copies", type=click.Choice(["refuse", "first"]), default="refuse", show_default=True, help="When rank files disagree.")
+@click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 1 GiB for DCP, 5 GB for safetensors.")
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Files written at the same time.")
+def migrate_command(
+    source: Path,
+    destination: Path,
+    to: Literal["dcp", "safetensors", "torch"] | None,
+    model: str | None,
+    order: Path | None,
+    rename: Path | None,
+    drop: tuple[str, ...],
+    dtypes: tuple[str, ...],
+    copies: Literal["refuse", "first"],
+    shard_bytes: int | None,
+    workers: int,
+) -> None:
+    """Turn the checkpoint at SOURCE into one that FSDP2 loads, at DESTINATION: names canonical, optimizer state by name.
+
+    SOURCE is only read. DESTINATION appears complete and verified, or not at all; a killed run goes on where it was.
+    """
+    from labkit.checkpoint.migrate import migrate
+    from labkit.checkpoint.transform import read_rules
+
+    def work(progress: ByteProgress) -> Result:
+        return migrate(
+            source,
+            destination,
+            to=to,
+            model=model,
+            order=None if order is None else order.read_text().split(),
+            rules=[] if rename is None else read_rules(rename),
+            drop=drop,
+            dtypes=dict(map(_parse_dtype, dtypes)),
+            copies=copies,
+            shard_bytes=shard_bytes,
+            workers=workers,
+            progress=progress.advance,
+        )
+
+    _run_and_tell("migrate", source, work)
+
+
+@checkpoint.command("reshard")
+@click.argument("source", type=PATH)
+@click.argument("destination", type=PATH)
+@click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the next job shards over, as fully_shard does.")
+@click.option("--mesh", help="Mesh of the next job, outermost axis first, such as dp=4,tp=2.")
+@click.option("--shard", "shards", multiple=True, metavar="AXIS:PATTERN=DIM", help="What an inner axis shards: 'tp:*.w1.weight=0'.")
+@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Files written at the same time.")
+def reshard_command(
+    source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
+) -> None:
+    """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end."""
+    from labkit.checkpoint.reshard import parse_mesh, parse_rule, reshard
+
+    if (ranks is None) == (mesh is None):
+        raise click.UsageError("Give either --ranks or --mesh.")
+
+    def work(progress: ByteProgress) -> Result:
+        axes = parse_mesh(mesh) if mesh is not None else ranks
+        assert axes is not None
+        rules = [parse_rule(text) for text in shards]
+        return reshard(source, destination, axes, rules=rules, workers=workers, progress=progress.advance)
+
+    _run_and_tell("reshard", source, work)
+
+
+def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
+    pattern, _, name = text.rpartition("=")
+    dtype = getattr(torch, name, None)
+    if not pattern or not isinstance(dtype, torch.dtype):
+        raise click.BadParameter(f"{text!r} is no PATTERN=DTYPE, such as '*=bfloat16'", param_hint="--dtype")
+    return pattern, dtype
+
+
+def _run_and_tell(title: str, source: Path, work: Callable[[ByteProgress], Result]) -> None:
+    total = open_or_fail(source).size_bytes
+    try:
+        with ByteProgress(title, total) as progress:
+            result = work(progress)
+    except CheckpointError as error:
+        raise click.ClickException(str(error)) from None
+    for note in result.notes:
+        click.echo(f"note: {printable(note).plain}")
+    if result.resumed:
+        click.echo(f"took over {result.resumed} finished files of an earlier run")
+    click.echo(f"{result.path}: {result.num_tensors:,} tensors, {bytes_text(result.size_bytes)}, in {result.num_files:,} files, verified")
 
 
 def _print_report(report: Report) -> None:

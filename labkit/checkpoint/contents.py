@@ -128,7 +128,7 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
     differing: list[str] = []
     with Reader(checkpoint, checksums=True) as reader:
         for entry in checkpoint.tensors.values():
-            if entry.replicas and not _copies_agree(reader, entry):
+            if entry.replicas and not _is_piece(entry) and not _copies_agree(reader, entry):
                 if entry.section == "other":
                     roots.add(str(entry.path[0]))
                 else:
@@ -149,6 +149,12 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
     notes.extend(f"{key} differs between the rank files; the first rank's is taken" for key in differing)
     notes.extend(f"{root} differs between the rank files and is keyed by rank" for root in sorted(roots))
     return roots
+
+
+def _is_piece(entry: TensorEntry) -> bool:
+    """Whether each file may hold another stretch of a flattened moment: 1-D, of a parameter that has only a number."""
+    keys = [str(part) for part in entry.path]
+    return entry.section == "optimizer" and len(entry.shape) == 1 and any(key.isdigit() for key in keys[-2:-1])
 
 
 def _copies_agree(reader: Reader, entry: TensorEntry) -> bool:

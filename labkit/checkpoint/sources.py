@@ -54,7 +54,9 @@ class EntrySource:
 
     @property
     def label(self) -> str:
-        return self.entry.key if self.chunks is None else f"{self.entry.key} in {self.chunks.file_names()}"
+        if self.chunks is None:
+            return self.entry.tied_to or self.entry.key
+        return f"{self.entry.key} in {self.chunks.file_names()}"
 
     def read(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         return reader.box(self.entry, offsets, sizes, self.chunks)

@@ -83,12 +83,13 @@ def write_torch_archive(
 ) -> None:
     """Write a whole state. Tensors with equal sources share one storage, so ties survive."""
     storages: dict[str, tuple[_Storage, Piece]] = {}
-    leaves: dict[tuple[str | int, ...], Any] = {value.path: plain[value.key] for value in values}
+    leaves: dict[tuple[str | int, ...], Any] = {}
     for piece in pieces:
         source = piece.tensor.source
         storage = _Storage(str(len(storages)), source.dtype, piece.size_bytes // source.dtype.itemsize)
         known, _ = storages.setdefault(source.label, (storage, piece))
         leaves[piece.tensor.path] = _Tensor(known, source.shape)
+    leaves |= {value.path: plain[value.key] for value in values}
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=2).dump(nested(leaves))
     stem = PurePath(name.removesuffix(".tmp")).stem or "archive"

@@ -13,7 +13,7 @@ import torch
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, read_values
 from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, FQNMismatchError
-from labkit.checkpoint.flat import ParameterList, layout, units_of
+from labkit.checkpoint.flat import ParameterList, Stretch, layout, units_of
 from labkit.checkpoint.model import Chunk, ChunkTable, Path_, TensorEntry
 from labkit.checkpoint.names import canonical_fqn
 from labkit.checkpoint.sections import model_prefix
@@ -92,8 +92,8 @@ def transform(contents: Contents, options: Options) -> Contents:
     contents = replace(contents, tensors=list(contents.tensors), values=list(contents.values), notes=list(contents.notes))
     _drop(contents, options.drop)
     _canonical(contents)
-    _take_flat_apart(contents, options)
-    _name_numbers(contents, options)
+    where = _take_flat_apart(contents, options)
+    _name_numbers(contents, options, where)
     _rename(contents, options.rules)
     _add_tied(contents, options.parameters)
     _cast(contents, options.dtypes)
@@ -169,11 +169,12 @@ def _map_group_names(contents: Contents, change: Callable[[str], str]) -> None:
 # -- FSDP1 LOCAL ------------------------------------------------------------------------------------------------------
 
 
-def _take_flat_apart(contents: Contents, options: Options) -> None:
+def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Stretch]]:
+    """Replace flat parameters by what is in them; returns where each parameter lies, per unit."""
     checkpoint = contents.checkpoint
     units = units_of(checkpoint, model_prefix(checkpoint))
     if not units:
-        return
+        return {}
     if options.parameters is None:
         raise FQNMismatchError(
             checkpoint.path,
@@ -193,25 +194,57 @@ def _take_flat_apart(contents: Contents, options: Options) -> None:
     }
     contents.tensors = [made[name] for name in options.parameters.shapes if name in made] + plain
     contents.notes.append(f"{len(units)} flat parameters were taken apart into {len(made)} parameters")
+    return where
 
 
 # -- state numbered by position ---------------------------------------------------------------------------------------
 
 
-def _name_numbers(contents: Contents, options: Options) -> None:
+def _name_numbers(contents: Contents, options: Options, where: Mapping[str, list[Stretch]]) -> None:
     groups = [item for item in contents.values if _is_group_parameters(item)]
     ids = read_values(contents, groups, drop_advice=_DROP_ADVICE)
     numbered = [item for item in groups if ids[item.key] and all(isinstance(number, int) for number in ids[item.key])]
     if not numbered:
         return
-    names = _names_by_number(contents, [ids[item.key] for item in numbered], options)
+    numbers = sorted(number for item in numbered for number in ids[item.key])
+    if where and len(numbers) == len(where) and options.order is None:
+        # use_orig_params=False: the optimizer saw the flat parameters, in the order of the units.
+        members = {number: [stretch.name for stretch in where[unit]] for number, unit in zip(numbers, where, strict=True)}
+        _split_flat_moments(contents, dict(zip(numbers, where.values(), strict=True)))
+    else:
+        names = _names_by_number(contents, [ids[item.key] for item in numbered], options)
+        members = {number: [name] for number, name in names.items()}
+        _map_state_names(contents, lambda name: names.get(int(name), name) if name.isdigit() else name)
     for index, item in enumerate(contents.values):
         if item in numbered:
-            contents.values[index] = OutValue(item.path, item.section, [names[number] for number in ids[item.key]])
-    _map_state_names(contents, lambda name: names.get(int(name), name) if name.isdigit() else name)
+            listed = [name for number in ids[item.key] for name in members[number]]
+            contents.values[index] = OutValue(item.path, item.section, listed)
     if options.parameters is not None:
         _join_pieces(contents, options.parameters)
         _check_moments(contents, options.parameters)
+
+
+def _split_flat_moments(contents: Contents, stretches: Mapping[int, list[Stretch]]) -> None:
+    """Give each parameter its stretch of a flat moment, and its own copy of what is one per flat parameter (``step``)."""
+    result: list[OutTensor] = []
+    for item in contents.tensors:
+        split = split_state(item.path) if item.section == "optimizer" else None
+        if split is None or not split[1].isdigit() or not isinstance(item.source, EntrySource):
+            result.append(item)
+            continue
+        nesting, number, piece = split
+        flat = None if not item.source.shape else _concatenated(item.source.entry)
+        for stretch in stretches[int(number)]:
+            path = (*nesting, stretch.name, piece)
+            source = item.source if flat is None else FlatSource(flat, stretch.start, stretch.shape)
+            result.append(replace(item, path=path, source=source))
+    contents.tensors = result
+    for index, value in reversed(list(enumerate(contents.values))):
+        split = split_state(value.path) if value.section == "optimizer" else None
+        if split is not None and split[1].isdigit():
+            nesting, number, piece = split
+            copies = [replace(value, path=(*nesting, stretch.name, piece)) for stretch in stretches[int(number)]]
+            contents.values[index : index + 1] = copies
 
 
 def _names_by_number(contents: Contents, groups: Sequence[Sequence[int]], options: Options) -> dict[int, str]:
@@ -226,10 +259,9 @@ def _names_by_number(contents: Contents, groups: Sequence[Sequence[int]], option
                 advice="The model's order does not say how its parameters were divided into groups. List the names in the "
                 "optimizer's order, one a line: --order FILE.",
             )
-        every = [name for name in options.parameters.shapes]
+        every = list(options.parameters.shapes)
         trainable = [name for name in every if name in options.parameters.trainable]
         order = every if len(every) == len(numbers) else trainable
-        order = [unit for unit in _flat_order(contents)] if _flat_order(contents) and len(order) != len(numbers) else order
     if order is None:
         raise FQNMismatchError(
             path,
@@ -237,14 +269,8 @@ def _names_by_number(contents: Contents, groups: Sequence[Sequence[int]], option
             advice="Name the parameters: --model MODULE:FUNCTION, or --order FILE with one name a line in the optimizer's order.",
         )
     if len(order) != len(numbers):
-        raise FQNMismatchError(
-            path, unexpected=[f"optimizer state of {len(numbers)} parameters, and {len(order)} names were given"]
-        )
+        raise FQNMismatchError(path, unexpected=[f"optimizer state of {len(numbers)} parameters, and {len(order)} names were given"])
     return dict(zip(sorted(numbers), (canonical_fqn(name) for name in order), strict=True))
-
-
-def _flat_order(contents: Contents) -> list[str]:
-    return list(units_of(contents.checkpoint, model_prefix(contents.checkpoint)))
 
 
 def _join_pieces(contents: Contents, parameters: ParameterList) -> None:
@@ -253,10 +279,12 @@ def _join_pieces(contents: Contents, parameters: ParameterList) -> None:
     for item in contents.tensors:
         split = split_state(item.path) if item.section == "optimizer" else None
         shape = parameters.shapes.get(split[1]) if split is not None else None
-        if shape is None or not isinstance(item.source, EntrySource) or len(item.source.shape) != 1 or item.source.shape == shape:
+        source = item.source
+        in_pieces = contents.checkpoint.kind == "torch_ranks" and len(source.shape) == 1
+        if shape is None or not isinstance(source, EntrySource) or not in_pieces or source.shape == shape:
             joined.append(item)
             continue
-        flat = _concatenated(item.source.entry)
+        flat = _concatenated(source.entry)
         if flat.numel != prod(shape):
             raise CheckpointMismatchError(
                 contents.checkpoint.path,

@@ -118,6 +118,13 @@ def _optimizer_name(entry: TensorEntry) -> str:
 def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, workers: int, progress: Progress) -> None:
     """Bit-equality with another checkpoint, box by box of this one's chunks."""
     mine, theirs = comparable(checkpoint), comparable(other)
+    for section in {entry.section for entry in (*mine.values(), *theirs.values())}:
+        for side, others, path in ((mine, theirs, other.path), (theirs, mine, checkpoint.path)):
+            alone = [name for name, entry in side.items() if entry.section == section]
+            if alone and not any(entry.section == section for entry in others.values()):
+                report.unchecked.append(f"{path} has no {section} tensors, so {len(alone)} of the other side are not compared")
+                for name in alone:
+                    del side[name]
     for name in mine.keys() - theirs.keys():
         report.error("missing-key", name, f"{other.path} lacks it", "the two are not the same state")
     for name in theirs.keys() - mine.keys():

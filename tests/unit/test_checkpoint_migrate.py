@@ -1,0 +1,385 @@
+"""Migration and resharding: bit-equal, streaming, refusing what is ambiguous, resuming what was killed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from labkit import checkpoint
+from labkit.checkpoint import Reader, migrate, open_checkpoint, reshard, verify
+from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointMismatchError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    DtypeNarrowingError,
+    FQNMismatchError,
+)
+from labkit.checkpoint.layout import coordinate_of, local_box
+from labkit.checkpoint.read import same_bits
+from labkit.checkpoint.reshard import parse_mesh, parse_rule
+from labkit.checkpoint.transform import Rule, read_rules
+from tests.unit.test_checkpoint_formats import DTYPES, make
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4))
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.embed(tokens) * self.scale))
+
+
+def trained(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(2):
+        model(torch.arange(7)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        del step
+    return model, optimizer
+
+
+def full_file(path: Path, prefix: str = "") -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, optimizer = trained()
+    state = {f"{prefix}{name}": value for name, value in model.state_dict().items()}
+    torch.save({"model": state, "optim": optimizer.state_dict(), "epoch": 3, "sched": {"last": 2}}, path)
+    return model, optimizer
+
+
+def test_a_full_file_becomes_what_torchs_state_dict_functions_load(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, optimizer = full_file(tmp_path / "full.pt", prefix="module._orig_mod.")
+    result = migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net())
+    assert result.num_tensors == 22
+    assert verify(tmp_path / "dcp", model=Net()).findings == []
+    other = Net()
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    target: dict[str, Any] = {"model": other.state_dict(), "optim": get_optimizer_state_dict(other, fresh), "epoch": 0}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_optimizer_state_dict(other, fresh, target["optim"])
+    assert target["epoch"] == 3
+    assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    assert fresh.param_groups[0]["lr"] == 0.01
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        for piece, value in optimizer.state[theirs].items():
+            assert torch.equal(fresh.state[mine][piece], value)
+
+
+def test_labkit_loads_what_it_migrated(tmp_path: Path) -> None:
+    model, optimizer = full_file(tmp_path / "full.pt")
+    migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net())
+    other = Net()
+    fresh = torch.optim.AdamW(other.parameters())
+    state = {"model": other, "optim": fresh, "epoch": 0}
+    checkpoint.load(tmp_path / "dcp", state, ignore=["sched.*"])
+    assert state["epoch"] == 3
+    assert other.head.weight is other.embed.weight
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+        assert torch.equal(fresh.state[mine]["exp_avg_sq"], optimizer.state[theirs]["exp_avg_sq"])
+
+
+def test_numbered_state_needs_names_and_the_right_ones(tmp_path: Path) -> None:
+    full_file(tmp_path / "full.pt")
+    with pytest.raises(FQNMismatchError, match="--model MODULE:FUNCTION, or --order"):
+        migrate(tmp_path / "full.pt", tmp_path / "dcp")
+    with pytest.raises(FQNMismatchError, match="of 5 parameters, and 2 names"):
+        migrate(tmp_path / "full.pt", tmp_path / "dcp", order=["a", "b"])
+    names = [name for name, _ in Net().named_parameters()]
+    with pytest.raises(CheckpointMismatchError, match="--order"):
+        migrate(tmp_path / "full.pt", tmp_path / "dcp", order=names[::-1], model=Net())
+    migrate(tmp_path / "full.pt", tmp_path / "dcp", order=names)
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_two_groups_are_refused_without_their_order(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(FQNMismatchError, match="over 2 parameter groups"):
+        migrate(tmp_path / "x.pt", tmp_path / "dcp", model=model)
+    migrate(tmp_path / "x.pt", tmp_path / "dcp", model=model, order=["1.weight", "1.bias", "0.weight", "0.bias"])
+    with Reader(open_checkpoint(tmp_path / "dcp")) as reader:
+        assert torch.equal(reader.tensor("optim.state.1.weight.exp_avg"), optimizer.state[model[1].weight]["exp_avg"])
+        assert reader.value("optim.param_groups.0.params") == ["1.weight", "1.bias"]
+
+
+def test_a_round_trip_through_torch_save_restores_moments_and_ties(tmp_path: Path) -> None:
+    model, optimizer = full_file(tmp_path / "full.pt")
+    migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net())
+    migrate(tmp_path / "full.pt", tmp_path / "again.pt", model=Net())
+    for options in ({"weights_only": True}, {"weights_only": True, "mmap": True}):
+        state = torch.load(tmp_path / "again.pt", **options)
+        assert state["epoch"] == 3
+        assert state["sched"] == {"last": 2}
+        assert all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
+        assert torch.equal(state["optim"]["state"]["body.0.weight"]["exp_avg"], optimizer.state[model.body[0].weight]["exp_avg"])
+        assert state["model"]["head.weight"].untyped_storage().data_ptr() == state["model"]["embed.weight"].untyped_storage().data_ptr()
+    assert verify(tmp_path / "again.pt", against=tmp_path / "dcp").ok
+
+
+def test_digits_that_dcp_made_of_parameter_numbers_become_numbers_again(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
+
+    model, optimizer = full_file(tmp_path / "full.pt")
+    torch_save_to_dcp(tmp_path / "full.pt", tmp_path / "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "torch.pt")
+    # The trap: the keys are text now, load_state_dict says nothing and restores nothing.
+    theirs = torch.load(tmp_path / "torch.pt", weights_only=True)["optim"]
+    assert set(theirs["state"]) == {"0", "1", "2", "3", "4"}
+    fresh = torch.optim.AdamW(model.parameters())
+    fresh.load_state_dict(theirs)
+    assert "exp_avg" not in fresh.state[model.body[0].weight]
+    names = [name for name, _ in Net().named_parameters()]
+    migrate(tmp_path / "dcp", tmp_path / "ours.pt", order=names)
+    state = torch.load(tmp_path / "ours.pt", weights_only=True)["optim"]["state"]
+    assert torch.equal(state["body.0.weight"]["exp_avg"], optimizer.state[model.body[0].weight]["exp_avg"])
+    with pytest.raises(FQNMismatchError, match="numbered by position"):
+        migrate(tmp_path / "dcp", tmp_path / "other.pt")
+
+
+def test_safetensors_and_back(tmp_path: Path) -> None:
+    model, _ = full_file(tmp_path / "full.pt")
+    result = migrate(tmp_path / "full.pt", tmp_path / "model.safetensors", model=Net())
+    assert "left out" in result.notes[-1]
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() == model.state_dict().keys()
+    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    migrate(tmp_path / "full.pt", tmp_path / "sharded", to="safetensors", shard_bytes=200, model=Net())
+    index = json.loads((tmp_path / "sharded/model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    migrate(tmp_path / "sharded", tmp_path / "dcp")
+    assert verify(tmp_path / "dcp", against=tmp_path / "model.safetensors").ok
+    target = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    dcp.load(target, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert all(torch.equal(value, target[name]) for name, value in model.state_dict().items())
+
+
+def test_rules_drops_and_dtypes(tmp_path: Path) -> None:
+    full_file(tmp_path / "full.pt")
+    (tmp_path / "table").write_text("# a table\nbody.*.weight -> layers.*.w\nscale ->\n\nembed.weight -> tok.weight # tied\n")
+    rules = read_rules(tmp_path / "table")
+    assert rules[0] == Rule("body.*.weight", "layers.*.w")
+    migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net(), rules=rules, drop=["sched.*"], dtypes={"layers.0.*": torch.bfloat16})
+    found = open_checkpoint(tmp_path / "dcp")
+    assert "model.layers.0.w" in found.tensors
+    assert found.tensors["model.layers.0.w"].dtype is torch.bfloat16
+    assert "optim.state.layers.1.w.exp_avg" in found.tensors
+    assert not [key for key in (*found.tensors, *found.values) if "scale" in key or key.startswith("sched")]
+    with Reader(found) as reader:
+        assert "layers.0.w" in reader.value("optim.param_groups.0.params")
+    (tmp_path / "table").write_text("a -> b.*")
+    with pytest.raises(CheckpointError, match="line 1"):
+        read_rules(tmp_path / "table")
+    with pytest.raises(FQNMismatchError, match="two entries get the name"):
+        migrate(tmp_path / "full.pt", tmp_path / "x", model=Net(), rules=[Rule("body.*", "same")])
+
+
+def test_a_dtype_that_overflows_is_refused_by_name(tmp_path: Path) -> None:
+    torch.save({"a": torch.tensor([70000.0]), "b": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(DtypeNarrowingError, match="a: 1 finite values become inf"):
+        migrate(tmp_path / "x.pt", tmp_path / "dcp", dtypes={"*": torch.float16})
+    assert not (tmp_path / "dcp").exists()
+
+
+def test_the_destination_is_never_overwritten(tmp_path: Path) -> None:
+    full_file(tmp_path / "full.pt")
+    (tmp_path / "dcp").mkdir()
+    with pytest.raises(CheckpointExistsError):
+        migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net())
+    with pytest.raises(CheckpointExistsError):
+        reshard(tmp_path / "full.pt", tmp_path / "dcp", 2)
+
+
+def test_a_flipped_bit_in_the_source_is_refused(tmp_path: Path) -> None:
+    big = torch.arange(1000.0).reshape(10, 100)
+    dcp.save({"a": big}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save({"a": big, "b": big[2:4], "c": big.t()}, tmp_path / "x.pt")
+    for source, file in ((tmp_path / "dcp", "dcp/__0_0.distcp"), (tmp_path / "x.pt", "x.pt")):
+        data = bytearray((tmp_path / file).read_bytes())
+        data[data.find(big.numpy().tobytes()) + 1999] ^= 8
+        (tmp_path / file).write_bytes(data)
+        for number, run in enumerate((lambda s, d: migrate(s, d), lambda s, d: reshard(s, d, 3))):
+            with pytest.raises(CorruptCheckpointError, match="checksum"):
+                run(source, tmp_path / f"out{number}")
+            assert not (tmp_path / f"out{number}").exists()
+    with pytest.raises(CorruptCheckpointError, match="checksum"):
+        checkpoint.load(tmp_path / "dcp", {"a": torch.zeros(10, 100)})
+
+
+def test_a_killed_run_goes_on_with_the_files_it_had_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit.checkpoint import engine, staging_area
+
+    tensors = {f"t{index}": torch.full((100,), float(index)) for index in range(6)}
+    torch.save(tensors, tmp_path / "x.pt")
+    original = staging_area.StagingArea.finish_file
+    finished: list[str] = []
+
+    def fail_after_three(self: Any, name: str, written: Any) -> None:
+        if len(finished) == 3:
+            raise KeyboardInterrupt
+        finished.append(name)
+        original(self, name, written)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.StagingArea, "finish_file", fail_after_three)
+        with pytest.raises(KeyboardInterrupt):
+            migrate(tmp_path / "x.pt", tmp_path / "dcp", shard_bytes=400, workers=1)
+    assert not (tmp_path / "dcp").exists()
+    partial = tmp_path / "dcp.partial"
+    (partial / finished[0]).write_bytes(b"damaged since")
+    result = migrate(tmp_path / "x.pt", tmp_path / "dcp", shard_bytes=400, workers=1)
+    assert result.resumed == 2
+    assert verify(tmp_path / "dcp", against=tmp_path / "x.pt").findings == []
+    assert not partial.exists()
+
+
+def test_a_partial_result_of_another_plan_is_not_mixed_in(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    partial = tmp_path / "dcp.partial"
+    partial.mkdir()
+    (partial / "__0_0.distcp").write_bytes(b"of another run")
+    assert migrate(tmp_path / "x.pt", tmp_path / "dcp").resumed == 0
+    assert verify(tmp_path / "dcp", against=tmp_path / "x.pt").findings == []
+
+
+def test_two_runs_into_one_destination_do_not_meet(tmp_path: Path) -> None:
+    from labkit.checkpoint.staging_area import StagingArea
+
+    torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
+    held = StagingArea(tmp_path / "dcp", {})
+    with pytest.raises(CheckpointWriteError, match="another process"):
+        migrate(tmp_path / "x.pt", tmp_path / "dcp")
+    held.close()
+
+
+def test_each_rank_of_the_next_job_reads_one_whole_file(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(7, 3), "b": torch.randn(2, 5), "c": torch.randn(1), "s": torch.tensor(3.0), "d": torch.randn(4, 4)}
+    torch.save(tensors, tmp_path / "x.pt")
+    reshard(tmp_path / "x.pt", tmp_path / "out", 3)
+    found = open_checkpoint(tmp_path / "out")
+    for rank in range(3):
+        name = f"__{rank}_0.distcp"
+        ranges = []
+        for key, tensor in tensors.items():
+            box = local_box(tensor.shape, (3,), (rank,), [None if tensor.dim() == 0 else checkpoint.layout.ShardDim(0)])
+            held = [chunk for chunk in found.tensors[key].chunks if (chunk.offsets, chunk.sizes) == box]
+            ranges += [(chunk.start, chunk.length) for chunk in held if chunk.file == name]
+        ranges.sort()
+        assert ranges[0][0] == 0
+        assert all(start + length == after for (start, length), (after, _) in zip(ranges, ranges[1:], strict=False))
+        assert sum(ranges[-1]) == found.files[name]
+    assert verify(tmp_path / "out", against=tmp_path / "x.pt").findings == []
+
+
+def test_a_mesh_cuts_by_its_rules(tmp_path: Path) -> None:
+    torch.save({"w1": torch.arange(48.0).reshape(8, 6), "w2": torch.arange(48.0).reshape(6, 8), "n": torch.ones(5)}, tmp_path / "x.pt")
+    reshard(tmp_path / "x.pt", tmp_path / "out", parse_mesh("dp=2,tp=2"), rules=[parse_rule("tp:w1=0"), parse_rule("tp:w2=-1")])
+    found = open_checkpoint(tmp_path / "out")
+    boxes = {key: sorted((chunk.offsets, chunk.sizes, chunk.writer) for chunk in entry.chunks) for key, entry in found.tensors.items()}
+    assert boxes["w1"] == [((0, 0), (2, 6), 0), ((2, 0), (2, 6), 2), ((4, 0), (2, 6), 1), ((6, 0), (2, 6), 3)]
+    assert boxes["w2"] == [((0, 0), (3, 4), 0), ((0, 4), (3, 4), 1), ((3, 0), (3, 4), 2), ((3, 4), (3, 4), 3)]
+    assert boxes["n"] == [((0,), (3,), 0), ((3,), (2,), 2)]
+    assert verify(tmp_path / "out", against=tmp_path / "x.pt").findings == []
+    for text in ("dp", "dp=0", "dp=2,dp=2"):
+        with pytest.raises(CheckpointError, match="cannot read the mesh"):
+            parse_mesh(text)
+    with pytest.raises(CheckpointError, match="cannot read the rule"):
+        parse_rule("tp w1")
+    with pytest.raises(CheckpointError, match="does not fit w1"):
+        reshard(tmp_path / "x.pt", tmp_path / "y", {"tp": 2}, rules=[parse_rule("tp:w1=2")])
+    with pytest.raises(CheckpointError, match="no axis 'pp'"):
+        reshard(tmp_path / "x.pt", tmp_path / "y", {"tp": 2}, rules=[parse_rule("pp:w1=0")])
+
+
+def test_the_command_line_migrates_reshards_and_tells(tmp_path: Path) -> None:
+    torch.save({"module.a": torch.ones(4, 4)}, tmp_path / "x.pt")
+    runner = CliRunner()
+    done = runner.invoke(command, ["migrate", str(tmp_path / "x.pt"), str(tmp_path / "dcp")])
+    assert done.exit_code == 0, done.output
+    assert "1 tensors, 64 B, in 1 files, verified" in done.output
+    done = runner.invoke(command, ["reshard", str(tmp_path / "dcp"), str(tmp_path / "r"), "--mesh", "dp=2"])
+    assert done.exit_code == 0, done.output
+    assert runner.invoke(command, ["verify", str(tmp_path / "r"), "--against", str(tmp_path / "x.pt")]).exit_code == 0
+    told = runner.invoke(command, ["show", str(tmp_path / "r"), "--json"])
+    assert json.loads(told.output)["tensors"][0]["num_chunks"] == 2
+    failed = runner.invoke(command, ["migrate", str(tmp_path / "x.pt"), str(tmp_path / "dcp")])
+    assert failed.exit_code == 1
+    assert "destination exists" in failed.output
+    assert runner.invoke(command, ["reshard", str(tmp_path / "dcp"), str(tmp_path / "q")]).exit_code == 2
+
+
+SHAPES = st.lists(st.sampled_from([1, 2, 3, 5, 7, 0]), max_size=3).map(tuple)
+
+
+@settings(max_examples=25)
+@given(
+    tensors=st.dictionaries(st.sampled_from("abcdefgh"), st.tuples(st.sampled_from(DTYPES), SHAPES), min_size=1, max_size=5),
+    mesh=st.sampled_from([{"dp": n} for n in range(1, 6)] + [{"dp": 2, "tp": 2}, {"tp": 3}, {"replicate": 2, "dp": 2}]),
+    dim=st.integers(-3, 2),
+    back=st.sampled_from(["x.pt", "x.safetensors", "x"]),
+)
+def test_any_tensors_survive_any_chain_of_formats_bit_for_bit(
+    tmp_path_factory: pytest.TempPathFactory, tensors: dict[str, Any], mesh: dict[str, int], dim: int, back: str
+) -> None:
+    folder = tmp_path_factory.mktemp("chain")
+    made = {name: make(dtype, shape, index) for index, (name, (dtype, shape)) in enumerate(tensors.items())}
+    torch.save({"model": made}, folder / "start.pt")
+    rules = [parse_rule(f"tp:{name}={dim}") for name, tensor in made.items() if "tp" in mesh and -tensor.dim() <= dim < tensor.dim()]
+    migrate(folder / "start.pt", folder / "dcp")
+    reshard(folder / "dcp", folder / "cut", mesh, rules=rules)
+    migrate(folder / "cut", folder / back)
+    with Reader(open_checkpoint(folder / back)) as reader:
+        found = {entry.key.removeprefix("model."): reader.tensor(entry.key) for entry in reader.checkpoint.tensors.values()}
+    assert found.keys() == made.keys()
+    assert [name for name in made if not same_bits(found[name], made[name])] == []
+
+
+@given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+def test_the_boxes_of_all_ranks_cover_a_tensor_exactly(shape: list[int], mesh: list[int], data: st.DataObject) -> None:
+    from labkit.checkpoint.layout import ShardDim
+
+    placements = [data.draw(st.one_of(st.none(), st.builds(ShardDim, st.integers(0, len(shape) - 1), st.booleans()))) for _ in mesh]
+    count = torch.zeros(shape, dtype=torch.int64)
+    total = 1
+    for size in mesh:
+        total *= size
+    replicas = 1
+    for size, placement in zip(mesh, placements, strict=True):
+        replicas *= size if placement is None else 1
+    for rank in range(total):
+        offsets, sizes = local_box(shape, mesh, coordinate_of(rank, mesh), placements)
+        count[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+    assert (count == replicas).all()
+
+
+def test_save_file_of_the_safetensors_library_and_ours_agree_byte_for_byte_in_the_data(tmp_path: Path) -> None:
+    tensors = {f"t{index}": make(dtype, (3, 2), index) for index, dtype in enumerate(DTYPES)}
+    torch.save(tensors, tmp_path / "x.pt")
+    migrate(tmp_path / "x.pt", tmp_path / "ours.safetensors")
+    save_file(tensors, tmp_path / "theirs.safetensors")
+    ours, theirs = load_file(tmp_path / "ours.safetensors"), load_file(tmp_path / "theirs.safetensors")
+    assert [name for name in theirs if not same_bits(ours[name], theirs[name])] == []
