@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from labkit.controller.pool import WorkerPool, current_pool
+from labkit.controller.current import current_pool
+from labkit.controller.pool import WorkerPool
 from labkit.errors import (
     LabkitError,
     PoolStateError,

@@ -153,13 +153,13 @@ class RunReport(BaseException):
         if self.diagnosis:
             lines.append(self.diagnosis)
         elif self.interrupted_ranks:
-            rest = f"; {_subject(self.finished)} finished" if self.finished else ""
-            lines.append(f"{_subject(self.interrupted_ranks)} did not finish and had to be interrupted{rest}.")
+            rest = f"; {_name_ranks(self.finished)} finished" if self.finished else ""
+            lines.append(f"{_name_ranks(self.interrupted_ranks)} did not finish and had to be interrupted{rest}.")
         return "\n".join([*lines, *self.notes])
 
     def _headline(self) -> str:
-        parts = [f"{_subject(ranks)}: {text}" for text, ranks in self._by_headline().items()]
-        return "; ".join(parts) or f"{_subject(self.interrupted_ranks)}: interrupted"
+        parts = [f"{_name_ranks(ranks)}: {text}" for text, ranks in self._by_headline().items()]
+        return "; ".join(parts) or f"{_name_ranks(self.interrupted_ranks)}: interrupted"
 
     def _by_headline(self) -> Mapping[str, list[int]]:
         groups: dict[str, list[int]] = {}
@@ -183,7 +183,7 @@ class RunReport(BaseException):
         for ranks, failure in self.grouped():
             if failure.kind == "interrupted":
                 continue
-            lines.append(f"{_BOLD}{_subject(ranks)}{_PLAIN}")
+            lines.append(f"{_BOLD}{_name_ranks(ranks)}{_PLAIN}")
             lines.append(failure.traceback or failure.headline())
             if failure.last_output:
                 lines.append("Its last output in this run:\n" + indent(failure.last_output))
@@ -256,7 +256,7 @@ def indent(text: str) -> str:
     return "\n".join("    " + line for line in text.rstrip("\n").split("\n"))
 
 
-def _subject(ranks: Sequence[int]) -> str:
-    from labkit.ranks import format_ranks  # labkit.ranks raises this module's RankSpecError, so it imports this one
+def _name_ranks(ranks: Sequence[int]) -> str:
+    from labkit.ranks import name_ranks  # labkit.ranks raises this module's RankSpecError, so it imports this one
 
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
+    return name_ranks(ranks)

@@ -81,6 +81,12 @@ def format_ranks(ranks: Iterable[int]) -> str:
     return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
 
 
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks as the subject of a sentence: ``rank 2``, ``ranks 0-2, 5``."""
+    text = format_ranks(ranks)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+
+
 class RankResults(Mapping[int, T], Generic[T]):
     """One value per rank, in rank order.
 
@@ -138,7 +144,7 @@ class RankResults(Mapping[int, T], Generic[T]):
         groups: dict[str, list[int]] = {}
         for rank, value in self._values.items():
             groups.setdefault(repr(value), []).append(rank)
-        return [(("rank " if len(ranks) == 1 else "ranks ") + format_ranks(ranks), text) for text, ranks in groups.items()]
+        return [(name_ranks(ranks), text) for text, ranks in groups.items()]
 
 
 def _equal(left: Any, right: Any) -> bool:

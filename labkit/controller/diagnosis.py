@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from labkit.ranks import format_ranks
+from labkit.ranks import name_ranks
 from labkit.wire.messages import Collective, RankReport
 
 State = Literal["idle", "finished", "failed", "waiting", "working", "native", "silent", "dead"]
@@ -279,7 +279,7 @@ def _each(states: list[RankState]) -> str:
     parts: dict[str, list[int]] = {}
     for state in states:
         parts.setdefault(f"in {state.call} at {state.place}", []).append(state.rank)
-    return "; ".join(f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)} {text}" for text, ranks in parts.items())
+    return "; ".join(f"{name_ranks(ranks)} {text}" for text, ranks in parts.items())
 
 
 def _places(states: list[RankState]) -> str:
@@ -288,7 +288,7 @@ def _places(states: list[RankState]) -> str:
 
 
 def _who(states: list[RankState]) -> str:
-    return f"{'rank' if len(states) == 1 else 'ranks'} {format_ranks(state.rank for state in states)}"
+    return name_ranks(state.rank for state in states)
 
 
 def _is(states: list[RankState]) -> str:

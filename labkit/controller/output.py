@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from typing import Any, Protocol
 
-from labkit.ranks import format_ranks
+from labkit.ranks import name_ranks
 from labkit.wire.messages import Display, Stream, StreamName
 
 # A rank's text beyond this many characters in one run is counted, not shown: a notebook of 100 MB cannot be opened.
@@ -215,7 +215,7 @@ class RankOutput:
             return
         for ranks, shown in groups:
             if self._label:
-                self._screen.display(*_heading(_subject(ranks)), None, False)
+                self._screen.display(*_heading(name_ranks(ranks)), None, False)
             self._screen.display(shown.data, shown.metadata, None, False)
 
     def _show_plain(self, groups: list[tuple[list[int], str]]) -> None:
@@ -223,7 +223,7 @@ class RankOutput:
             if not self._label:
                 return text
             separator = "\n" if "\n" in text else " "
-            return f"{_subject(ranks)}:{separator}{text}"
+            return f"{name_ranks(ranks)}:{separator}{text}"
 
         self._screen.display({"text/plain": "\n".join(one(ranks, text) for ranks, text in groups)}, {}, None, False)
 
@@ -249,7 +249,3 @@ def _settled(line: str) -> str:
 
 def _heading(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"text/plain": f"{text}:", "text/html": f"<b>{text}</b>"}, {}
-
-
-def _subject(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"

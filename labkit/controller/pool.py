@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import atexit
-import os
-import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from labkit.controller import plan, sending
+from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.launchers.launcher import Launcher
 from labkit.controller.members import Members
 from labkit.controller.runner import Runner
 from labkit.errors import PoolStateError
-from labkit.ranks import RankResults, RankSpec, format_ranks, parse_ranks
+from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
 
 T = TypeVar("T")
-
-
-def current_pool() -> WorkerPool:
-    """The open pool of this process.
-
-    Raises:
-        PoolStateError: No pool is open.
-    """
-    pool = _open_pool()
-    if pool is None:
-        raise PoolStateError("no pool is open. Start one with: pool = labkit.WorkerPool(world_size=4)")
-    return pool
 
 
 class WorkerPool:
@@ -52,8 +39,6 @@ class WorkerPool:
         WorkerStartError: A rank did not come up; nothing is left running.
     """
 
-    _latest: ClassVar[weakref.ref[WorkerPool] | None] = None
-
     def __init__(
         self,
         world_size: int | None = None,
@@ -65,31 +50,22 @@ class WorkerPool:
         self._closed = True
         plan.check_arguments(world_size, device)
         if not replace:
-            self._refuse_second_pool()
+            refuse_second_pool()
         launcher = plan.launcher()
         self._plan = plan.make_plan(world_size, device, launcher)
         # Not before this: nobody loses a pool for one that this machine cannot run.
-        if (other := _open_pool()) is not None:
+        if (other := open_pool()) is not None:
             other.close()
         self._launcher: Launcher = launcher
         self._start_timeout_s = start_timeout_s
         self._start()
-
-    @staticmethod
-    def _refuse_second_pool() -> None:
-        other = _open_pool()
-        if other is not None:
-            raise PoolStateError(
-                f"a pool is open already: {other!r}. Use it (labkit.current_pool()), close it (pool.close()), "
-                "or pass replace=True to close it and start this one."
-            )
 
     def _start(self) -> None:
         self._members = Members(self._plan, self._launcher)
         self._members.start(self._start_timeout_s)
         self._runner = Runner(self._members, self.world_size)
         self._closed = False
-        WorkerPool._latest = weakref.ref(self)
+        set_open_pool(self)
         atexit.register(self.close)
 
     # ---- what the pool is ----------------------------------------------------------------------------------------
@@ -275,7 +251,7 @@ class WorkerPool:
             WorkerStartError: A rank did not come up.
         """
         if self._closed:
-            self._refuse_second_pool()
+            refuse_second_pool()
         self.close()
         self._start()
 
@@ -294,6 +270,11 @@ class WorkerPool:
             atexit.unregister(self.close)
             self._members.close()
 
+    def abandon(self) -> None:
+        """Forget the ranks without a word to them: what a forked child of this process does, to which they do not belong."""
+        self._closed = True
+        atexit.unregister(self.close)
+
     def __enter__(self) -> WorkerPool:
         """Use the pool as a context manager: it closes at the end."""
         return self
@@ -311,25 +292,9 @@ class WorkerPool:
         sending.check_limit(timeout_s)
         self._members.note_deaths()
         if self._members.deaths:
-            dead = format_ranks(self._members.deaths)
             first = next(iter(self._members.deaths.values()))
-            who = f"rank {dead} is" if len(self._members.deaths) == 1 else f"ranks {dead} are"
-            raise PoolStateError(f"{who} dead ({first.message}). pool.restart() gives fresh ranks.")
+            are = "is" if len(self._members.deaths) == 1 else "are"
+            raise PoolStateError(
+                f"{name_ranks(self._members.deaths)} {are} dead ({first.message}). pool.restart() gives fresh ranks."
+            )
         return chosen
-
-
-def _open_pool() -> WorkerPool | None:
-    pool = WorkerPool._latest() if WorkerPool._latest is not None else None
-    return None if pool is None or pool.closed else pool
-
-
-def _after_fork() -> None:
-    """A forked child of the kernel has no pool: the sockets and workers belong to its parent."""
-    pool = _open_pool()
-    if pool is not None:
-        pool._closed = True
-        atexit.unregister(pool.close)
-    WorkerPool._latest = None
-
-
-os.register_at_fork(after_in_child=_after_fork)

@@ -22,7 +22,7 @@ from labkit.errors import (
     WireError,
     WorkerDiedError,
 )
-from labkit.ranks import RankResults, format_ranks
+from labkit.ranks import RankResults, name_ranks
 from labkit.wire.messages import Execute, Output, RankReport, Release
 from labkit.wire.payload import Packed, unpack
 
@@ -133,14 +133,14 @@ class Runner:
             return
         mended = self.values(rebuild)
         if any(item["renewed"] for item in mended.values()):
-            freed = f"labkit released {_subject(run.released)} and" if run.released else "labkit"
+            freed = f"labkit released {name_ranks(run.released)} and" if run.released else "labkit"
             took = time.monotonic() - began
             run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
         notes: dict[str, list[int]] = {}
         for rank, item in mended.items():
             for note in item["notes"]:
                 notes.setdefault(note, []).append(rank)
-        run.steps += [note if len(ranks) == len(mended) else f"{_subject(tuple(ranks))}: {note}" for note, ranks in notes.items()]
+        run.steps += [note if len(ranks) == len(mended) else f"{name_ranks(tuple(ranks))}: {note}" for note, ranks in notes.items()]
 
     def _rebuild(self) -> Run:
         self._count += 1
@@ -210,7 +210,3 @@ def _raise_for(run: Run, timeout_s: float | None) -> None:
     else:
         report = RankFailedError(failures, finished, notes, diagnosis=verdict)
     raise report
-
-
-def _subject(ranks: tuple[int, ...]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"

@@ -11,7 +11,7 @@ from typing import Any
 
 from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
 from labkit.errors import RunTimeoutError
-from labkit.ranks import format_ranks
+from labkit.ranks import name_ranks
 
 _NUMBERS_PER_PIECE = 3
 
@@ -47,8 +47,8 @@ def check_mean_loss(pool: Pool) -> str:
             ],
         )
         distance = f"{abs(value - target):.4g} too {'large' if value > target else 'small'}"
-        refuse(f"mean_loss is {value:.4g} on rank {wrong[0]}, {distance}.", f"{target:.4g} on {_subject(values)}.", hint)
-    return f"Solved: mean_loss is {target:.4g} on {_subject(values)}, the mean of {num_losses} losses."
+        refuse(f"mean_loss is {value:.4g} on rank {wrong[0]}, {distance}.", f"{target:.4g} on {name_ranks(values)}.", hint)
+    return f"Solved: mean_loss is {target:.4g} on {name_ranks(values)}, the mean of {num_losses} losses."
 
 
 def check_my_all_reduce(pool: Pool) -> str:
@@ -80,7 +80,7 @@ def check_my_all_reduce(pool: Pool) -> str:
             refuse(
                 f"The result is right, but rank {rank} called these collectives: {counted}.", "1 reduce-scatter and 1 all-gather."
             )
-    return f"Solved: {_subject(trials)} got {_numbers(target)}, with one reduce-scatter and one all-gather each."
+    return f"Solved: {name_ranks(trials)} got {_numbers(target)}, with one reduce-scatter and one all-gather each."
 
 
 def check_log_mean(pool: Pool, *, timeout_s: float) -> str:
@@ -214,10 +214,6 @@ def _counted() -> Iterator[Counter[str]]:
 
 def _close(value: float, target: float) -> bool:
     return math.isclose(value, target, rel_tol=1e-5, abs_tol=1e-6)
-
-
-def _subject(ranks: Any) -> str:
-    return f"rank {next(iter(ranks))}" if len(ranks) == 1 else f"ranks {format_ranks(ranks)}"
 
 
 def _numbers(value: Any) -> str:

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, needs_local_scope
 
+from labkit.controller.current import current_pool
 from labkit.controller.launchers import fork_server
-from labkit.controller.pool import WorkerPool, current_pool
+from labkit.controller.pool import WorkerPool
 from labkit.errors import LabkitError, PoolStateError
 from labkit.notebook.expect import error_class, expect_error
 
