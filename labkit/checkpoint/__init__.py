@@ -6,6 +6,20 @@ Usable without a notebook and without a pool; ``labkit checkpoint`` is the same 
 from __future__ import annotations
 
 from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointFormatError,
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CheckpointWriteError,
+    CorruptCheckpointError,
+    DtypeNarrowingError,
+    FQNMismatchError,
+    IncompleteCheckpointError,
+    RankDivergenceError,
+    UnsafeCheckpointError,
+)
 from labkit.checkpoint.findings import Finding, Report
 from labkit.checkpoint.engine import Result
 from labkit.checkpoint.load import LoadReport, load
@@ -21,16 +35,28 @@ from labkit.checkpoint.verify import verify
 
 __all__ = [
     "Checkpoint",
+    "CheckpointError",
+    "CheckpointExistsError",
+    "CheckpointFormatError",
+    "CheckpointMismatchError",
+    "CheckpointNotFoundError",
+    "CheckpointWriteError",
     "Chunk",
+    "CorruptCheckpointError",
+    "DtypeNarrowingError",
+    "FQNMismatchError",
     "Finding",
+    "IncompleteCheckpointError",
     "LoadReport",
     "PendingSave",
     "PerRank",
+    "RankDivergenceError",
     "Reader",
     "Report",
     "Result",
     "Rng",
     "TensorEntry",
+    "UnsafeCheckpointError",
     "ValueEntry",
     "canonical_fqn",
     "load",
