@@ -97,7 +97,7 @@ def _imported(*files: Path) -> dict[str, str]:
                 found |= {alias.name.split(".")[0]: file.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 found[node.module.split(".")[0]] = file.name
-    return {name: file for name, file in found.items() if name not in {*sys.stdlib_module_names, "labkit", "tests"}}
+    return {name: file for name, file in found.items() if name not in {*sys.stdlib_module_names, "__main__", "labkit", "tests"}}
 
 
 @pytest.mark.parametrize(
