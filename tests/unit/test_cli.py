@@ -31,9 +31,9 @@ def _labkit(*arguments: object) -> Result:
 
 
 def test_an_unknown_parameter_runs_nothing_and_lists_the_known_ones(make_notebook: MakeNotebook, tmp_path: Path) -> None:
-    result = _labkit("run", make_notebook("good", "1"), "--out", "out", "-p", "siz", "2")
+    result = _labkit("run", make_notebook("good", "1"), "--out", "out", "-p", "sizes", "2")
     assert result.exit_code == 2
-    assert "has no parameter 'siz'. Did you mean 'size'? It knows: size, label." in result.output
+    assert "has no parameter 'sizes'. Did you mean 'size'? It knows: size, label." in result.output
     assert not (tmp_path / "out").exists()
 
 
