@@ -10,12 +10,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from labkit.spmd.collectives import count_collectives
     from labkit.spmd.initialize import build_model, init_weights
     from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
     from labkit.spmd.parity import compare, require_equal
     from labkit.spmd.sharding import check_optimizer, shard_model
     from labkit.spmd.shards import shard_table
     from labkit.spmd.text import BatchSampler, english_text
+    from labkit.spmd.trace import record_events
     from labkit.spmd.training import train
 
 _HOME = {
@@ -26,9 +28,11 @@ _HOME = {
     "build_model": "initialize",
     "check_optimizer": "sharding",
     "compare": "parity",
+    "count_collectives": "collectives",
     "english_text": "text",
     "init_weights": "initialize",
     "next_token_loss": "model",
+    "record_events": "trace",
     "require_equal": "parity",
     "shard_model": "sharding",
     "shard_table": "shards",
@@ -43,9 +47,11 @@ __all__ = [
     "build_model",
     "check_optimizer",
     "compare",
+    "count_collectives",
     "english_text",
     "init_weights",
     "next_token_loss",
+    "record_events",
     "require_equal",
     "shard_model",
     "shard_table",
