@@ -36,6 +36,8 @@ def main() -> None:
     from labkit.worker.loop import main as serve
 
     serve(spec, tuple(args.read_fds))
+    # As in the fork server. The interpreter's own shutdown takes up to 2 s with torch in it, and nobody waits for it.
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ class Worker:
             message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"
         # Nobody reads where an interrupted rank was interrupted (the diagnosis says it), and its interrupter waits.
         quiet = kind == "interrupted" or isinstance(error, WireError)
-        trace = "" if quiet else tracebacks.format_error(error, self._shell.number_of)
+        trace = "" if quiet else tracebacks.format_error(error, self._shell.number_of, own_lines_only=kind == "exited")
         return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace)
 
 
