@@ -85,18 +85,32 @@ def run(
 
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
-    area = StagingArea(destination, {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer)})
+    plan = {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer)}
+    try:
+        resumed = _run(writer, checkpoint, destination, plan, workers, progress)
+    except OSError as error:
+        raise CheckpointWriteError(
+            error.filename or destination.with_name(destination.name + ".partial"),
+            f"{error.strerror or error}. The destination was not made; the files that were finished are kept for the next try.",
+        ) from error
+    pieces = [piece for file in writer.files for piece in file.pieces]
+    num_tensors = len({piece.tensor.key for piece in pieces})
+    return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), resumed, notes)
+
+
+def _run(
+    writer: Writer, checkpoint: Checkpoint, destination: Path, plan: Mapping[str, Any], workers: int, progress: Progress
+) -> int:
+    area = StagingArea(destination, plan)
     try:
         resumed = area.resumed
         _write_files(writer, checkpoint, area, workers, progress)
         extra = writer.finish(area.folder, area.done)
         _check_result(writer, area)
-        area.publish(extra, {"source": str(checkpoint.path), **options}, as_file=writer.single)
+        area.publish(extra, {"source": str(checkpoint.path), **plan["options"]}, as_file=writer.single)
     finally:
         area.close()
-    pieces = [piece for file in writer.files for piece in file.pieces]
-    num_tensors = len({piece.tensor.key for piece in pieces})
-    return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), resumed, notes)
+    return resumed
 
 
 def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, workers: int, progress: Progress) -> None:
@@ -113,14 +127,8 @@ def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, work
             return
         temporary = area.temporary(file.name)
         temporary.unlink(missing_ok=True)
-        try:
-            with Reader(checkpoint, checksums=True) as reader:
-                area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, progress))
-        except OSError as error:
-            raise CheckpointWriteError(
-                error.filename or temporary,
-                f"{error.strerror or error}. The destination was not made; the files that were finished are kept for the next try.",
-            ) from error
+        with Reader(checkpoint, checksums=True) as reader:
+            area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, progress))
 
     with ThreadPoolExecutor(max(1, min(workers, len(todo))), thread_name_prefix="labkit-migrate") as pool:
         futures: list[Future[None]] = [pool.submit(work, file) for file in todo]

@@ -187,14 +187,24 @@ class _Save:
 
     def run(self) -> Path:
         self.comm.on_first(self._prepare, self.directory)
+        try:
+            self._write_and_publish()
+        except CheckpointError:
+            # Every rank is here with the same error, so nobody writes any more. What is there never counted; on a full
+            # disk it is in the way of everything else.
+            if self.comm.rank == 0 and not (self.directory / manifest.MANIFEST_FILE).exists():
+                shutil.rmtree(self.directory, ignore_errors=True)
+            raise
+        if self.keep is not None:
+            self.comm.on_first(self._retain, self.directory)
+        return self.directory
+
+    def _write_and_publish(self) -> None:
         writer = DirectoryWriter(self.directory, threads=self.threads)
         self._write(writer)
         # The metadata file exists on rank 0 only after every rank has written, so this is a barrier too.
         sums = self.comm.everywhere(lambda: self._read_back(writer.sums), self.directory)
         self.comm.on_first(lambda: self._publish(sums), self.directory)
-        if self.keep is not None:
-            self.comm.on_first(self._retain, self.directory)
-        return self.directory
 
     def _prepare(self) -> None:
         if (self.directory / manifest.MANIFEST_FILE).exists():

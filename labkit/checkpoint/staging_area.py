@@ -64,8 +64,12 @@ class StagingArea:
             self._guard.close()
             raise CheckpointWriteError(destination, "another process is writing it. Wait for it, or end it.") from None
         text = json.dumps(plan, sort_keys=True)
-        if not self._resume(text):
-            self._start(text)
+        try:
+            if not self._resume(text):
+                self._start(text)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def resumed(self) -> int:

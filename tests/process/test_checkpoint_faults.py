@@ -1,0 +1,181 @@
+"""SIGKILL at random instants, a full disk, damaged and missing files: never a wrong tensor, never a lost step."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from labkit import checkpoint
+from labkit.checkpoint import Reader, manifest, migrate, open_checkpoint, reshard, verify
+from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from labkit.checkpoint.read import same_bits
+from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
+
+KILLS = [pytest.param(3, id="few"), pytest.param(200, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
+NUMEL = 200_000
+
+
+def save_forever(rank: int, folder: str, first: int) -> None:
+    """Save step after step; every value in a step is the step's number."""
+    from tests.process.checkpoint_models import Net, fsdp2
+
+    model = fsdp2(Net())
+    for step in range(first, first + 10_000):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(step))
+        state = {"model": model, "big": torch.full((NUMEL,), float(step)), "step": step, "mine": checkpoint.PerRank(step)}
+        if step % 2:
+            checkpoint.save(folder, state, step, keep=2, threads=2)
+        else:
+            checkpoint.save_async(folder, state, step, keep=2).wait()
+
+
+def assert_whole(store: Path, step: int) -> None:
+    """A step is what was saved, and nothing of another step."""
+    with Reader(open_checkpoint(manifest.step_directory(store, step)), checksums=True) as reader:
+        for key in reader.checkpoint.tensors:
+            tensor = reader.tensor(key)
+            assert key.endswith("scale") or (tensor == step).all(), f"{key} of step {step} holds another step's values"
+        assert reader.value("step") == reader.value("mine.rank_0") == reader.value("mine.rank_1") == step
+
+
+@pytest.mark.parametrize("kills", KILLS)
+def test_ranks_killed_while_saving_never_lose_a_published_step(launcher: Launcher, tmp_path: Path, kills: int) -> None:
+    store, draw, newest = tmp_path / "store", random.Random(kills), 0
+    for _ in range(kills):
+        ranks = launcher.start(save_forever, 2, tmp_path, str(store), newest + 1)
+        deadline = time.monotonic() + 30
+        wait_for = newest + draw.randint(0, 2)
+        while (manifest.complete_steps(store) or [0])[-1] < wait_for and ranks.alive() and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(draw.random() * 0.15)  # the random instant, not a wait for anything
+        published = manifest.complete_steps(store)
+        ranks.kill()
+        left = manifest.complete_steps(store)
+        # Retention may have removed older steps meanwhile; the newest one that anybody could have seen is there.
+        assert not published or left[-1] >= published[-1]
+        if left:
+            newest = left[-1]
+            assert verify(store).ok
+            assert_whole(store, newest)
+            assert_whole(store, left[0])
+    assert newest > 0
+
+
+def source(folder: Path) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    tensors = {f"layer{index}.weight": torch.randn(300, 400) for index in range(12)}
+    dcp.save({"model": tensors, "epoch": 3}, checkpoint_id=folder, no_dist=True)
+    return tensors
+
+
+def migrate_once(rank: int, source_path: str, destination: str) -> int:
+    return migrate(source_path, destination, shard_bytes=500_000).resumed
+
+
+def reshard_once(rank: int, source_path: str, destination: str) -> int:
+    return reshard(source_path, destination, 8).resumed
+
+
+@pytest.mark.parametrize("kills", KILLS)
+@pytest.mark.parametrize("work", [migrate_once, reshard_once])
+def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
+    launcher: Launcher, tmp_path: Path, kills: int, work: Callable[..., int]
+) -> None:
+    tensors = source(tmp_path / "source")
+    digests = {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()}
+    draw, destination, done, resumed = random.Random(kills), tmp_path / "destination", 0, 0
+    for _ in range(kills):
+        run = launcher.start(work, 1, tmp_path, str(tmp_path / "source"), str(destination))
+        pause, began = draw.random() * 0.25, time.monotonic()
+        while run.alive() and time.monotonic() - began < pause:
+            time.sleep(0.001)
+        run.kill()
+        if destination.exists():
+            assert verify(destination, against=tmp_path / "source").findings == []
+            shutil.rmtree(destination)
+            done += 1
+    if not destination.exists():
+        [resumed] = launcher.run(work, 1, tmp_path, str(tmp_path / "source"), str(destination))
+    with Reader(open_checkpoint(destination)) as reader:
+        assert all(same_bits(reader.tensor(f"model.{name}"), tensor) for name, tensor in tensors.items())
+    assert {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()} == digests
+    assert done + resumed >= 0
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 3 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=False).returncode == 0
+    if not mounted:
+        pytest.skip("needs the right to mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named_and_the_last_step_stays(small_disk: Path, tmp_path: Path) -> None:
+    small, large = {"a": torch.ones(1000)}, {"a": torch.ones(2_000_000)}
+    checkpoint.save(small_disk / "store", small, 1)
+    for save in (checkpoint.save, lambda *args: checkpoint.save_async(*args).wait(30)):
+        with pytest.raises(CheckpointError, match="No space left"):
+            save(small_disk / "store", large, 2)
+    assert checkpoint.load(small_disk / "store", {"a": torch.zeros(1000)}).step == 1
+    torch.save(large, tmp_path / "large.pt")
+    for run in (lambda: migrate(tmp_path / "large.pt", small_disk / "out"), lambda: reshard(tmp_path / "large.pt", small_disk / "out", 2)):
+        with pytest.raises(CheckpointError, match=r"out\.partial.*No space left"):
+            run()
+        assert not (small_disk / "out").exists()
+        shutil.rmtree(small_disk / "out.partial")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_damage_anywhere_gives_the_right_tensors_or_an_error_that_names_the_file(tmp_path: Path, seed: int) -> None:
+    tensors = {f"t{index}": torch.randn(30, 10) for index in range(4)}
+    store = tmp_path / "store"
+    directory = checkpoint.save(store, {**tensors, "n": 3}, 1, threads=2)
+    good = {path.name: path.read_bytes() for path in directory.iterdir()}
+    draw = random.Random(seed)
+    outcomes = {"right": 0, "named": 0}
+    for _ in range(40):
+        name = draw.choice(sorted(good))
+        data = bytearray(good[name])
+        kind = draw.choice(["flip", "cut", "remove", "zero", "swap"])
+        if kind == "flip":
+            data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        elif kind == "cut":
+            del data[draw.randrange(len(data)) :]
+        elif kind == "zero":
+            at = draw.randrange(len(data))
+            data[at : at + 64] = bytes(len(data[at : at + 64]))
+        elif kind == "swap":
+            data = bytearray(good[draw.choice(sorted(good))])
+        (directory / name).write_bytes(data)
+        if kind == "remove":
+            (directory / name).unlink()
+        target: dict[str, Any] = {**{key: torch.zeros(30, 10) for key in tensors}, "n": 0}
+        try:
+            checkpoint.load(store, target)
+        except CheckpointError as error:
+            named = str(directory / name) in str(error) or (name == "manifest.json" and isinstance(error, CheckpointNotFoundError))
+            assert named, f"{kind} of {name}: {error}"
+            assert not any(target[key].any() for key in tensors)
+            outcomes["named"] += 1
+        else:
+            assert bytes(data) == good[name]
+            assert all(torch.equal(target[key], value) for key, value in tensors.items())
+            outcomes["right"] += 1
+        (directory / name).write_bytes(good[name])
+    assert outcomes["named"] > 20
