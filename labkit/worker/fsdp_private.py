@@ -234,6 +234,8 @@ def reset_ddp(module: Any) -> None:
     if getattr(module, "reducer", None) is not None:
         # The same group as before: this resets the reducer, and its next rebuild of buckets starts on all ranks alike.
         module._update_process_group(module.process_group)
+        # Whether the next forward broadcasts buffers depends on whether the last one was inside no_sync().
+        module.require_forward_param_sync = True
     loaded_class(DDP, "DistributedDataParallel")._active_ddp_module = None
     _drop_gradients([module])
 
