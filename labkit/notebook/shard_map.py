@@ -29,7 +29,7 @@ _CAPTION = (
 
 
 @dataclass(frozen=True)
-class _Box:
+class Box:
     """A part of a tensor and the ranks that hold it, as fractions of the bar."""
 
     ranks: tuple[int, ...]
@@ -60,8 +60,8 @@ def shard_map(
 
     Ranks: controller.
     """
-    rows = _rows_by_tensor(tables, names)
-    boxes = {name: _boxes(by_rank) for name, by_rank in rows.items()}
+    rows = rows_by_tensor(tables, names)
+    boxes = {name: boxes_of(by_rank) for name, by_rank in rows.items()}
     heights = [_BLOCK_ROW_IN if any(box.height < 1 for box in boxes[name]) else _ROW_IN for name in rows]
     with figure(height_in=sum(heights) + 0.5 + (0.2 if title else 0.0)) as fig:
         axes = fig.subplots()
@@ -74,7 +74,12 @@ def shard_map(
         return Picture.from_figure(fig, alt=_alt(rows), caption=caption, columns=head, rows=_table(rows))
 
 
-def _rows_by_tensor(tables: Mapping[int, Sequence[ShardRecord]], names: Sequence[str]) -> dict[str, dict[int, ShardRecord]]:
+def rows_by_tensor(tables: Mapping[int, Sequence[ShardRecord]], names: Sequence[str]) -> dict[str, dict[int, ShardRecord]]:
+    """The records of the tensors that match, by name and rank.
+
+    Raises:
+        ValueError: See `shard_map`.
+    """
     by_name: dict[str, dict[int, ShardRecord]] = {}
     for rank, records in sorted(tables.items()):
         for record in records:
@@ -90,7 +95,8 @@ def _rows_by_tensor(tables: Mapping[int, Sequence[ShardRecord]], names: Sequence
     return by_name
 
 
-def _boxes(by_rank: Mapping[int, ShardRecord]) -> list[_Box]:
+def boxes_of(by_rank: Mapping[int, ShardRecord]) -> list[Box]:
+    """The parts of one tensor, each once with all ranks that hold it."""
     holders: dict[Chunk, list[int]] = {}
     for rank, record in by_rank.items():
         for chunk in record.chunks:
@@ -99,7 +105,7 @@ def _boxes(by_rank: Mapping[int, ShardRecord]) -> list[_Box]:
     found = []
     for chunk, ranks in holders.items():
         (left, width), (top, height) = (_fraction(chunk, shape, dim) for dim in (0, 1))
-        found.append(_Box(tuple(ranks), chunk, left, top, width, height))
+        found.append(Box(tuple(ranks), chunk, left, top, width, height))
     return found
 
 
@@ -121,7 +127,7 @@ def _style_axes(axes: Axes, height: float, title: str) -> None:
         axes.set_title(title)
 
 
-def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence[_Box], below: float, height: float) -> None:
+def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence[Box], below: float, height: float) -> None:
     record = next(iter(by_rank.values()))
     pad = 0.035
     bottom, tall = below + pad, height - 2 * pad
@@ -140,12 +146,12 @@ def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence
         axes.text(1.005, middle, f"none: {format_ranks(empty)}", ha="left", va="center", fontsize=6, color=MUTED, clip_on=False)
 
 
-def _wording(box: _Box, record: ShardRecord, num_ranks: int) -> int:
+def _wording(box: Box, record: ShardRecord, num_ranks: int) -> int:
     fits = (len(text) * _CHAR_IN <= box.width * _BAR_IN for text in _labels(box, record, num_ranks))
     return next(index for index, fitting in enumerate(fits) if fitting)
 
 
-def _draw_box(axes: Axes, box: _Box, record: ShardRecord, num_ranks: int, wording: int, bottom: float, tall: float) -> None:
+def _draw_box(axes: Axes, box: Box, record: ShardRecord, num_ranks: int, wording: int, bottom: float, tall: float) -> None:
     from matplotlib.patches import Rectangle
 
     shared = _is_shared(box, num_ranks)
@@ -169,11 +175,11 @@ def _draw_box(axes: Axes, box: _Box, record: ShardRecord, num_ranks: int, wordin
     axes.text(*center, label, ha="center", va="center_baseline", fontsize=7, color=ink)
 
 
-def _is_shared(box: _Box, num_ranks: int) -> bool:
+def _is_shared(box: Box, num_ranks: int) -> bool:
     return len(box.ranks) == num_ranks > 1
 
 
-def _labels(box: _Box, record: ShardRecord, num_ranks: int) -> list[str]:
+def _labels(box: Box, record: ShardRecord, num_ranks: int) -> list[str]:
     """What to write into a box, the fullest first, nothing last: always four."""
     ranks = format_ranks(box.ranks)
     who = f"rank {ranks}" if len(box.ranks) == 1 else f"ranks {ranks}"
@@ -181,11 +187,12 @@ def _labels(box: _Box, record: ShardRecord, num_ranks: int) -> list[str]:
         return [f"plain, {who} each its own" if len(box.ranks) > 1 else f"plain, {who}", f"plain: {ranks}", ranks, ""]
     if _is_shared(box, num_ranks):
         return [f"a copy on each of {who}", who, ranks, ""]
-    held = _span(box.chunk, 0)
+    held = span(box.chunk, 0)
     return [f"{who}: {held}", f"{ranks}: {held}", ranks, ""]
 
 
-def _span(chunk: Chunk, dim: int) -> str:
+def span(chunk: Chunk, dim: int) -> str:
+    """The indices of a chunk in one dim, such as ``8-15``."""
     if dim >= len(chunk.offsets):
         return "all"
     first, size = chunk.offsets[dim], chunk.sizes[dim]
@@ -211,7 +218,7 @@ def _table(rows: Mapping[str, Mapping[int, ShardRecord]]) -> list[tuple[str, ...
 
 
 def _held(record: ShardRecord) -> str:
-    boxes = [" x ".join(_span(chunk, dim) for dim in range(len(chunk.offsets))) or "all" for chunk in record.chunks]
+    boxes = [" x ".join(span(chunk, dim) for dim in range(len(chunk.offsets))) or "all" for chunk in record.chunks]
     return "; ".join(boxes) or "nothing"
 
 

@@ -1,0 +1,90 @@
+"""How ranks are laid out on a mesh and how its axes cut a tensor: plain data without torch, so that the kernel can draw it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+_SHARD = re.compile(r"(_Strided)?Shard\(dim=(\d+)")
+_REPLICATE = re.compile(r"Replicate\(\)")
+
+
+class Split(NamedTuple):
+    """What one mesh axis does to a tensor.
+
+    Attributes:
+        dim: The dim that the axis cuts; None where each rank of the axis has a copy.
+        strided: torch's ``_StridedShard``: the axes to the right have cut this dim before. FSDP2 over TP places it.
+    """
+
+    dim: int | None
+    strided: bool = False
+
+
+@dataclass(frozen=True)
+class MeshRecord:
+    """A device mesh without torch.
+
+    Attributes:
+        axes: Name of each axis, outermost first; ``""`` where the mesh has no names.
+        shape: Number of ranks along each axis.
+        ranks: The ranks in row-major order: the last axis runs fastest.
+    """
+
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.axes) != len(self.shape) or prod(self.shape) != len(self.ranks):
+            raise ValueError(f"axes {self.axes}, shape {self.shape} and {len(self.ranks)} ranks do not fit together")
+
+    def coordinate(self, rank: int) -> tuple[int, ...]:
+        """The place of a rank, one number per axis.
+
+        Raises:
+            ValueError: The rank is not on the mesh.
+        """
+        rest, place = self.ranks.index(rank), []
+        for size in reversed(self.shape):
+            rest, at = divmod(rest, size)
+            place.append(at)
+        return tuple(reversed(place))
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """The process groups of one axis: ranks whose coordinates differ in this axis only.
+
+        Raises:
+            ValueError: The mesh has no such axis.
+        """
+        if axis not in self.axes:
+            raise ValueError(f"the mesh has the axes {', '.join(self.axes)} and no {axis!r}")
+        across = self.axes.index(axis)
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in self.ranks:
+            place = self.coordinate(rank)
+            found.setdefault((*place[:across], *place[across + 1 :]), []).append(rank)
+        return [tuple(group) for group in found.values()]
+
+
+def splits_of(placements: Sequence[str]) -> tuple[Split, ...]:
+    """Read placements as torch writes them and as a `ShardRecord` keeps them.
+
+    Args:
+        placements: Such as ``("_StridedShard(dim=0, sf=2)", "Shard(dim=1)")``; one per mesh axis.
+
+    Raises:
+        ValueError: A placement is neither a shard nor a replica, for example a partial sum.
+    """
+    splits = []
+    for text in placements:
+        if shard := _SHARD.match(text):
+            splits.append(Split(int(shard[2]), strided=shard[1] is not None))
+        elif _REPLICATE.match(text):
+            splits.append(Split(None))
+        else:
+            raise ValueError(f"{text} does not say which part of a tensor a rank holds")
+    return tuple(splits)

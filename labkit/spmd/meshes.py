@@ -1,0 +1,185 @@
+"""Two-axis meshes for FSDP over tensor parallelism (TP), with checks for what torch accepts and gets wrong.
+
+The order is TP first, then FSDP, with the ``dp`` axis outside of the ``tp`` axis. FSDP2 would be right on either order of the
+axes. FSDP1 is not: its checkpoint takes the axes in the order (dp, tp) whatever their order in the mesh, and nothing is raised
+(torch removed the error that once stood in ``parallelize_module``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
+
+from labkit.errors import LabkitError
+from labkit.spmd.layouts import MeshRecord
+from labkit.spmd.sharding import Blocks, shard_model
+from labkit.spmd.tensor_parallel import check_plan
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+class MeshError(LabkitError, ValueError):
+    """The mesh cannot be made, or what is to be done on it would go wrong."""
+
+
+def make_mesh(device_type: str, *, tp: int | None = None) -> DeviceMesh:
+    """Arrange all ranks as ``("dp", "tp")``: ranks of one TP group are neighbours, as TP wants the fastest links.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        tp: Ranks in a TP group. By default 2 where that divides the world size, else 1, which leaves TP out.
+
+    Raises:
+        MeshError: ``tp`` does not divide the world size.
+
+    Ranks: collective.
+    """
+    world_size = dist.get_world_size()
+    if tp is None:
+        tp = 2 if world_size % 2 == 0 else 1
+    if tp < 1 or world_size % tp:
+        divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+        raise MeshError(f"{world_size} ranks cannot be arranged in TP groups of {tp}. Sizes that divide {world_size}: {divisors}.")
+    return init_device_mesh(device_type, (world_size // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str = "tp") -> DeviceMesh:
+    """Refuse a mesh on which FSDP over TP would go wrong without a word.
+
+    Args:
+        mesh: The whole mesh, not one of its axes.
+        fsdp: 1 for ``FullyShardedDataParallel``, 2 for ``fully_shard``.
+        dp: Name of the axis over which FSDP shards.
+        tp: Name of the axis over which TP splits.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        MeshError: The mesh lacks names or one of the two axes; or FSDP1 is to shard over an axis inside of the TP axis, where
+            it trains right and saves wrong weights.
+
+    Ranks: local; equal on all ranks.
+    """
+    names = tuple(mesh.mesh_dim_names or ())
+    if not {dp, tp} <= set(names):
+        has = f"axes {', '.join(names)}" if names else "no named axes"
+        raise MeshError(f"FSDP over TP needs a mesh with the axes {dp!r} and {tp!r}; this one has {has}. Use make_mesh().")
+    if fsdp == 1 and names.index(dp) > names.index(tp):
+        raise MeshError(
+            f"FSDP1 over the mesh {names}: {dp!r} lies inside of {tp!r}. Training would be right, and every sharded checkpoint "
+            f"would hold wrong weights without an error. Make the mesh with {dp!r} outside: ({dp!r}, {tp!r}), or use fully_shard."
+        )
+    return mesh
+
+
+def mesh_record(mesh: DeviceMesh) -> MeshRecord:
+    """The mesh as plain data, to be drawn by ``labkit.notebook.mesh_map``. Ranks: local."""
+    names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
+    return MeshRecord(names, tuple(mesh.shape), tuple(int(rank) for rank in mesh.mesh.flatten().tolist()))
+
+
+def shard_2d(
+    model: ModuleT,
+    mesh: DeviceMesh,
+    plan: Mapping[str, ParallelStyle],
+    *,
+    blocks: Blocks,
+    reshard_after_forward: bool | int | None = None,
+) -> ModuleT:
+    """TP by a plan over the ``tp`` axis, then FSDP2 over the ``dp`` axis.
+
+    Args:
+        model: The whole model, equal on all ranks. Changed in place.
+        mesh: With the axes ``dp`` and ``tp``, see `make_mesh`. FSDP gets every axis but ``tp``, so ``("replicate", "dp", "tp")`` is
+            HSDP over TP.
+        plan: As for ``parallelize_module``; every key and size is checked first. Not applied where ``tp`` has one rank.
+        blocks: The FSDP units, as in `shard_model`.
+        reshard_after_forward: As in `shard_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        MeshError: See `check_mesh`.
+        PlanError: See `check_plan`.
+        ShardingError: See `shard_model`.
+
+    Ranks: collective.
+    Blocks: for the broadcasts of the TP parameters and one all-reduce.
+    """
+    check_mesh(mesh, fsdp=2)
+    tp = mesh["tp"]
+    if tp.size() > 1:
+        check_plan(model, plan, tp.size())
+        parallelize_module(model, tp, dict(plan))
+    data_axes = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
+    return shard_model(model, mesh[data_axes], blocks=blocks, reshard_after_forward=reshard_after_forward)
+
+
+def fsdp1_extended(model: nn.Module) -> list[str]:
+    """Names of the FSDP1 modules with the "2D extension", ``""`` for the root.
+
+    FSDP1 switches it on when its mesh is an axis of a larger mesh. It turns parameters that are DTensors on the other axis into
+    plain tensors for the flat parameter, and the shards of a state dict into two-axis DTensors. FSDP2 has no need of it.
+
+    Ranks: local.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    # No getattr with a default: if torch renames the attribute, that has to be seen and not be taken for "no extension".
+    return [names[unit] for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._fsdp_extension is not None]
+
+
+def fsdp1_over_tp(model: nn.Module) -> list[str]:
+    """Names of the FSDP1 modules whose flat parameter holds tensor-parallel parameters, ``""`` for the root.
+
+    Ranks: local.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    return [names[unit] for unit in units if unit._handle is not None and any(unit._handle.flat_param._param_extensions)]
+
+
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], **options: Any) -> None:
+    """``set_optimizer_state_dict``, refused where torch would corrupt the state.
+
+    Args:
+        model: FSDP1, FSDP2 or plain.
+        optimizer: Built from the model's parameters as they are now.
+        state: What ``get_optimizer_state_dict`` returned or a checkpoint was loaded into.
+        **options: Further arguments of ``set_optimizer_state_dict``.
+
+    Raises:
+        MeshError: The model is FSDP1 over TP. FSDP1 gathers each moment whole and keeps the leading elements of the *whole*
+            tensor where it should keep those of its TP shard, so row-parallel weights get moments of other elements.
+
+    Ranks: collective.
+    Blocks: as long as ``set_optimizer_state_dict``.
+    """
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    if units := fsdp1_over_tp(model):
+        raise MeshError(
+            f"{len(units)} FSDP1 unit{'s' if len(units) > 1 else ''} of this model shard tensor-parallel parameters. Setting the "
+            "optimizer state there gives row-parallel weights the moments of other elements, without an error. The state that "
+            "get_optimizer_state_dict saved is right: load it into the same model under fully_shard."
+        )
+    set_optimizer_state_dict(model, optimizer, state, **options)
+
+
+def coordinate_on(mesh: DeviceMesh, axes: Collection[str] = ("dp", "tp")) -> dict[str, int]:
+    """This rank's place on some axes of a mesh, by name. A batch is chosen by the place on ``dp``, never by the rank.
+
+    Ranks: local.
+    """
+    return {axis: mesh.get_local_rank(axis) for axis in axes}

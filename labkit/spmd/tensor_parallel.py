@@ -1,0 +1,160 @@
+"""Plans for tensor parallelism: one for the course's model, and a linter for any, because torch only warns of a typo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Literal
+
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from labkit.errors import LabkitError
+
+FindingKind = Literal["unmatched", "uneven", "heads", "tied", "twice"]
+
+
+@dataclass(frozen=True)
+class PlanFinding:
+    """One thing that is wrong with a plan.
+
+    Attributes:
+        key: The plan's key.
+        kind: ``unmatched`` (no such module), ``uneven`` (a size does not divide), ``heads`` (attention heads would be cut),
+            ``tied`` (a tied parameter would become two), ``twice`` (an earlier key has split the module already).
+        detail: The finding in words.
+    """
+
+    key: str
+    kind: FindingKind
+    detail: str
+
+
+class PlanError(LabkitError, ValueError):
+    """A tensor-parallel plan does not fit the model; the model has not been changed.
+
+    Attributes:
+        findings: What is wrong, in the plan's order.
+    """
+
+    def __init__(self, findings: tuple[PlanFinding, ...]) -> None:
+        self.findings = findings
+        lines = [f"  {finding.key}: {finding.detail}" for finding in findings]
+        super().__init__("\n".join(["the tensor-parallel plan does not fit the model:", *lines]))
+
+    def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[PlanFinding, ...]]]:
+        return type(self), (self.findings,)
+
+
+def tensor_parallel_plan(layers: str = "layers.*") -> dict[str, ParallelStyle]:
+    """The plan for the course's transformer: split ``wq wk wv w1 w3`` by rows, ``wo w2`` by columns.
+
+    torch names the styles after the product ``x @ W.T``, so *column*-parallel means rows of ``weight``. Between a column-parallel
+    and the following row-parallel layer a rank has its own heads or hidden features only, and one all-reduce follows the pair
+    (Shoeybi et al., 2019, arXiv:1909.08053). Norms, embedding and head stay whole on every TP rank; embedding and head are one
+    tied parameter, which two keys of a plan would untie.
+
+    Args:
+        layers: Pattern of the blocks.
+
+    Ranks: local.
+    """
+    columns = ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3")
+    rows = ("attention.wo", "feed_forward.w2")
+    plan: dict[str, ParallelStyle] = {f"{layers}.{name}": ColwiseParallel() for name in columns}
+    return plan | {f"{layers}.{name}": RowwiseParallel() for name in rows}
+
+
+def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> None:
+    """Refuse a plan that `lint_plan` finds fault with.
+
+    Raises:
+        PlanError: With every finding.
+
+    Ranks: local; equal on all ranks.
+    """
+    if findings := tuple(lint_plan(model, plan, tp_size)):
+        raise PlanError(findings)
+
+
+def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> Iterator[PlanFinding]:
+    """Find what torch would skip with a warning, untie in silence, or trip over in the first forward.
+
+    Args:
+        model: The whole model, also on the meta device.
+        plan: Keys as ``parallelize_module`` reads them: one pattern per level, so ``layers.*`` ends at the layers.
+        tp_size: Ranks in a TP group.
+
+    Yields:
+        Findings in the plan's order. Sizes are judged for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; other
+        styles and modules are checked for a match only.
+
+    Ranks: local.
+    """
+    styles: dict[nn.Module, str] = {}
+    for key, style in plan.items():
+        matched = match_modules(model, key)
+        if not matched:
+            yield PlanFinding(key, "unmatched", "no module has this name; torch would warn and leave it whole on every rank")
+        for name, module in matched.items():
+            if module in styles and isinstance(style, ColwiseParallel | RowwiseParallel):
+                yield PlanFinding(key, "twice", f"{name} is split by {styles[module]!r} already")
+            styles[module] = key
+            yield from _findings(model, key, style, name, module, tp_size)
+
+
+def match_modules(model: nn.Module, key: str) -> dict[str, nn.Module]:
+    """The modules that a plan's key names, as ``parallelize_module`` matches it: level by level. Ranks: local."""
+    if not key:
+        return {"": model}
+    found: dict[str, nn.Module] = {"": model}
+    for pattern in key.split("."):
+        found = {
+            f"{prefix}.{name}" if prefix else name: child
+            for prefix, module in found.items()
+            for name, child in module.named_children()
+            if fnmatch(name, pattern)
+        }
+    return found
+
+
+def _findings(
+    model: nn.Module, key: str, style: ParallelStyle, name: str, module: nn.Module, tp_size: int
+) -> Iterator[PlanFinding]:
+    dim = _split_dim(style, module)
+    if dim is None:
+        return
+    weight = module.weight
+    assert isinstance(weight, nn.Parameter)
+    size = weight.shape[dim]
+    if size % tp_size:
+        what = "rows" if dim == 0 else "columns"
+        detail = f"{size} {what} of {name}.weight cannot be spread evenly over {tp_size} TP ranks"
+        yield PlanFinding(key, "uneven", detail)
+    elif isinstance(style, ColwiseParallel) and (head_dim := _head_dim(model, name)) and size // tp_size % head_dim:
+        detail = f"{size // head_dim} heads of {head_dim} rows cannot be spread evenly over {tp_size} TP ranks"
+        yield PlanFinding(key, "heads", detail)
+    owners = [other for other, owner in model.named_modules() if owner.__dict__.get("_parameters", {}).get("weight") is weight]
+    if len(owners) > 1:
+        others = ", ".join(f"{other}.weight" for other in owners if other != name)
+        yield PlanFinding(key, "tied", f"{name}.weight is also {others}; splitting it here would leave two parameters")
+
+
+def _split_dim(style: ParallelStyle, module: nn.Module) -> int | None:
+    """The dim of ``weight`` that a style cuts, None where this is not known."""
+    by_rows = isinstance(style, ColwiseParallel)
+    if not isinstance(style, ColwiseParallel | RowwiseParallel):
+        return None
+    if isinstance(module, nn.Linear):
+        return 0 if by_rows else 1
+    if isinstance(module, nn.Embedding):
+        return 1 if by_rows else 0
+    return None
+
+
+def _head_dim(model: nn.Module, name: str) -> int | None:
+    """Rows per head where the module around a projection says so, as the course's attention does."""
+    parent = model.get_submodule(name.rpartition(".")[0])
+    head_dim = getattr(parent, "head_dim", None)
+    return head_dim if isinstance(head_dim, int) else None
