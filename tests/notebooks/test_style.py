@@ -10,6 +10,7 @@ import pytest
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
+from tests import scripts
 from tests.notebooks import conventions
 
 PARAMETERS = "world_size = 4  # ranks\nsizes = [1, 2]  # rows"
@@ -38,6 +39,17 @@ def notebook() -> NotebookNode:
         "language_info": {"name": "python"},
     }
     return new_notebook(cells=cells, metadata=metadata)
+
+
+def test_stripping_a_notebook_that_has_run_leaves_what_its_author_wrote(notebook: NotebookNode, tmp_path: Path) -> None:
+    written = [(cell.id, cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in notebook.cells]
+    for breakage in (_output, _count, _cell_trace, _notebook_trace, _python_version, _other_kernel):
+        breakage(notebook)
+    path = tmp_path / "07_sample.ipynb"
+    path.write_text(scripts.load("strip").stripped(nbformat.v4.writes(notebook)))
+    stripped = conventions.read(path)
+    assert [(cell.id, cell.cell_type, cell.source, cell.metadata.get("tags")) for cell in stripped.cells] == written
+    assert [line for check in conventions.CHECKS for line in check(stripped, path)] == []
 
 
 def _violations(check: conventions.Check, notebook: NotebookNode, folder: Path) -> list[str]:
