@@ -62,8 +62,8 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> None:
             checkpoint.values[key] = ValueEntry(key, _path(paths, key), files[file], start, length)
         else:
             checkpoint.tensors[key] = _tensor_entry(key, described.state, storage, files, _path(paths, key), path)
-    for info in (state.get("storage_data") or {}).values():
-        transforms.update(info.state.get("transform_descriptors") or ())
+    for (info,) in (state.get("storage_data") or {}).values():
+        transforms.update(info.get("transform_descriptors") or ())
     if transforms:
         checkpoint.metadata["transforms"] = sorted(transforms)
     for name in files:
@@ -88,11 +88,12 @@ def _storage_index(
 ) -> tuple[dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]], list[str]]:
     index: dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]] = {}
     files: dict[str, int] = {}
-    for where, info in storage_data.items():
-        at, stored = where.state, info.state
-        offset = at.get("offset")
-        file = files.setdefault(_inside(stored["relative_path"], path), len(files))
-        index[at["fqn"], None if offset is None else tuple(offset)] = (file, int(stored["offset"]), int(stored["length"]))
+    for (at,), (stored,) in storage_data.items():
+        name = stored["relative_path"]
+        file = files.get(name)
+        if file is None:
+            file = files[_inside(name, path)] = len(files)
+        index[at["fqn"], at.get("offset")] = (file, stored["offset"], stored["length"])
     return index, list(files)
 
 
@@ -112,8 +113,8 @@ def _tensor_entry(
 ) -> TensorEntry:
     shape = tuple(described["size"])
     chunks = described["chunks"]
-    offsets = [tuple(chunk.state["offsets"]) for chunk in chunks]
-    sizes = [tuple(chunk.state["sizes"]) for chunk in chunks]
+    offsets = [chunk["offsets"] for (chunk,) in chunks]
+    sizes = [chunk["sizes"] for (chunk,) in chunks]
     try:
         # A tensor saved whole may carry no offset in its index (torch 2.0) or an explicit zero one.
         places = [storage.get((key, offset)) or storage[key, None] for offset in offsets]

@@ -140,6 +140,18 @@ class Record:
         return f"<{self.name}>"
 
 
+class Stateful(list[dict[str, Any]]):
+    """A record of a class that occurs by the million: a list whose one item is the state.
+
+    Both its making and its ``__setstate__`` are C functions, so the unpickler never enters Python for it.
+    """
+
+    __slots__ = ()
+    __setstate__ = list.append
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
+
+
 class _Inert:
     """A function that a pickle may call. It has no attributes that a pickle could set."""
 
@@ -237,7 +249,11 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch._tensor", "_rebuild_from_type_v2"): _Inert(_from_type),
     ("torch.serialization", "_get_layout"): _Inert(str),
     ("torch", "device"): _Inert(lambda *args: torch.device(*args)),
-    ("torch", "Size"): _copied(tuple),
+    # The type itself, which nothing can change: sizes and the next three classes are most of a large .metadata file.
+    ("torch", "Size"): tuple,
+    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Stateful,
+    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Stateful,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stateful,
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _Inert(_encode),
     ("builtins", "getattr"): _Inert(_member),
@@ -359,7 +375,7 @@ def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], torch.Tenso
         return _to_numpy(value, path)
     if isinstance(value, TensorRef) and tensor is not None:
         return tensor(value)
-    if isinstance(value, Record | TensorRef | StorageRef | _Inert) or isinstance(value, type):
+    if isinstance(value, Record | Stateful | TensorRef | StorageRef | _Inert) or isinstance(value, type):
         raise CheckpointFormatError(path, f"it holds {value!r}, which labkit does not turn back into an object")
     return value
 
