@@ -6,6 +6,7 @@ Usable without a notebook and without a pool; ``labkit checkpoint`` is the same 
 from __future__ import annotations
 
 from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.engine import Result
 from labkit.checkpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -21,7 +22,6 @@ from labkit.checkpoint.errors import (
     UnsafeCheckpointError,
 )
 from labkit.checkpoint.findings import Finding, Report
-from labkit.checkpoint.engine import Result
 from labkit.checkpoint.load import LoadReport, load
 from labkit.checkpoint.migrate import migrate
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry

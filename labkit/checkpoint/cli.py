@@ -99,8 +99,12 @@ def verify_command(
 @click.option("--order", type=PATH, help="File with the optimizer's parameter names in its order, one a line.")
 @click.option("--rename", type=PATH, help="Rename table: 'old.* -> new.*' a line; an empty right side drops.")
 @click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out keys such as 'scheduler.*'. May be repeated.")
-@click.option("--dtype", "dtypes", multiple=True, metavar="PATTERN=DTYPE", help="Change dtypes, such as '*=bfloat16'; overflow is refused.")
-@click.option("--copies", type=click.Choice(["refuse", "first"]), default="refuse", show_default=True, help="When rank files disagree.")
+@click.option(
+    "--dtype", "dtypes", multiple=True, metavar="PATTERN=DTYPE", help="Change dtypes, such as '*=bfloat16'; overflow is refused."
+)
+@click.option(
+    "--copies", type=click.Choice(["refuse", "first"]), default="refuse", show_default=True, help="When rank files disagree."
+)
 @click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 1 GiB for DCP, 5 GB for safetensors.")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Files written at the same time.")
 def migrate_command(
@@ -186,7 +190,9 @@ def _run_and_tell(title: str, source: Path, work: Callable[[ByteProgress], Resul
         click.echo(f"note: {printable(note).plain}")
     if result.resumed:
         click.echo(f"took over {result.resumed} finished files of an earlier run")
-    click.echo(f"{result.path}: {result.num_tensors:,} tensors, {bytes_text(result.size_bytes)}, in {result.num_files:,} files, verified")
+    click.echo(
+        f"{result.path}: {result.num_tensors:,} tensors, {bytes_text(result.size_bytes)}, in {result.num_files:,} files, verified"
+    )
 
 
 def _print_report(report: Report) -> None:

@@ -81,8 +81,13 @@ def _name_them(captured: Captured, digests: Mapping[str, tuple[str, str]], comm:
         raise RankDivergenceError(
             STATE,
             problems,
-            advice="Wrap what each rank has its own of in PerRank(...). Replicated weights that differ were initialised with different seeds.",
+            advice="Wrap what each rank has its own of in PerRank(...). Replicated weights that differ were "
+            "initialised with different seeds.",
         )
+
+
+def _camp(ranks: list[int]) -> str:
+    return f"ranks {format_ranks(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def _digests(captured: Captured) -> dict[str, tuple[str, str]]:

@@ -36,7 +36,9 @@ def local_box(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Seque
 
     Args:
         shape: The tensor's full shape.
-        mesh_shape, coordinate, placements: One item per mesh axis, outermost first.
+        mesh_shape: The size of each mesh axis, outermost first.
+        coordinate: The rank's place on each axis.
+        placements: What each axis does to the tensor.
 
     Returns:
         Offsets and sizes, one number per dim.

@@ -88,7 +88,8 @@ class Reader:
         if filled != result.numel():
             raise IncompleteCheckpointError(
                 self.checkpoint.path,
-                f"the chunks of {entry.key!r} give {filled} of the {result.numel()} elements at {tuple(offsets)}, size {tuple(sizes)}",
+                f"the chunks of {entry.key!r} give {filled} of the {result.numel()} elements "
+                f"at {tuple(offsets)}, size {tuple(sizes)}",
             )
         return result
 
@@ -195,7 +196,8 @@ class Reader:
         if ref.dtype != entry.dtype or ref.shape != chunk.sizes:
             raise CheckpointFormatError(
                 path,
-                f"the index says that {entry.key!r} has dtype {entry.dtype} and a chunk of shape {chunk.sizes} at byte {chunk.start}, "
+                f"the index says that {entry.key!r} has dtype {entry.dtype} and a chunk of shape "
+                f"{chunk.sizes} at byte {chunk.start}, "
                 f"and the data there are {ref.dtype} of shape {ref.shape}",
             )
         plain = is_contiguous(ref.shape, ref.strides)

@@ -248,7 +248,7 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_wrapper_subclass"): _Inert(_wrapper),
     ("torch._tensor", "_rebuild_from_type_v2"): _Inert(_from_type),
     ("torch.serialization", "_get_layout"): _Inert(str),
-    ("torch", "device"): _Inert(lambda *args: torch.device(*args)),
+    ("torch", "device"): _Inert(torch.device),
     # The type itself, which nothing can change: sizes and the next three classes are most of a large .metadata file.
     ("torch", "Size"): tuple,
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Stateful,
@@ -375,7 +375,7 @@ def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], torch.Tenso
         return _to_numpy(value, path)
     if isinstance(value, TensorRef) and tensor is not None:
         return tensor(value)
-    if isinstance(value, Record | Stateful | TensorRef | StorageRef | _Inert) or isinstance(value, type):
+    if isinstance(value, Record | Stateful | TensorRef | StorageRef | _Inert | type):
         raise CheckpointFormatError(path, f"it holds {value!r}, which labkit does not turn back into an object")
     return value
 

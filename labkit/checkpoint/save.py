@@ -134,7 +134,7 @@ def save_async(store: str | Path, state: Mapping[str, Any], step: int, *, keep: 
 
     Ranks: collective. Blocks for the copy to CPU memory, and for a save that is still running.
     """
-    global _pending  # noqa: PLW0603
+    global _pending
     previous, _pending = _pending, None
     if previous is not None and not previous._collected:
         previous.wait()

@@ -28,10 +28,10 @@ DEFAULT_ROWS = 200
 def bytes_text(size: int) -> str:
     """A size for people: ``1.5 MiB``."""
     value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
-        if value < 1024 or unit == "TiB":
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
             break
-        value /= 1024
+        value, unit = value / 1024, larger
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 

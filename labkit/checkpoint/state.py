@@ -39,8 +39,9 @@ class PerRank:
 
 
 class Rng:
-    """This process's random number generators as state: Python, torch on the CPU and on every visible GPU, and numpy when
-    it is in use. Wrap it in :class:`PerRank`, since every rank has its own: ``{"rng": PerRank(Rng())}``.
+    """This process's random number generators as state: Python's, torch's on the CPU and every visible GPU, numpy's.
+
+    Wrap it in :class:`PerRank`, since every rank has its own: ``{"rng": PerRank(Rng())}``. numpy is included when it is loaded.
 
     Ranks: local.
     """
@@ -243,7 +244,8 @@ def _refuse_fsdp1_over_tp(module: nn.Module) -> None:
             raise CheckpointMismatchError(
                 STATE,
                 [
-                    "FSDP1 is combined with tensor parallelism: torch saves wrong weights when the mesh axes are swapped, and restores "
+                    "FSDP1 is combined with tensor parallelism: torch saves wrong weights when the mesh axes are swapped, and "
+                    "restores "
                     "wrong Adam moments of row-parallel weights in any order"
                 ],
                 advice="Use fully_shard (FSDP2) over the tensor-parallel model.",
@@ -272,9 +274,10 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
         raise FQNMismatchError(
             STATE,
             unexpected=[
-                f"the optimizer holds {len(strangers)} tensors (shapes {shapes}) that are parameters of no module in the state"
+                f"{len(strangers)} tensors in the optimizer (shapes {shapes}) that are parameters of no module in the state"
             ],
-            advice="Build the optimizer after fully_shard, and put the module that it trains into the state too. An optimizer built "
+            advice="Build the optimizer after fully_shard, and put the module that it trains into the state too. An optimizer "
+            "built "
             "before holds the old parameters, and its steps change nothing.",
         )
     return names

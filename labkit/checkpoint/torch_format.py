@@ -202,7 +202,7 @@ def _dtensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
 
 
 def _placement(record: Record, path: Path) -> ShardDim | None:
-    kind = record.name.rsplit(".", 1)[-1]
+    kind = record.name.rpartition(".")[2]
     if kind == "Replicate":
         return None
     if kind in ("Shard", "_StridedShard"):
@@ -248,7 +248,7 @@ def _merge(key: str, files: Sequence[_File], root: Path) -> TensorEntry:
         if (found.dtype, len(found.shape), found.sharded) != (first.dtype, len(first.shape), first.sharded):
             raise CheckpointFormatError(root / file.name, f"{key!r} has another dtype or number of dims than in {files[0].name}")
     dims = len(first.shape)
-    flat = key.split(".")[-1] == FLAT_PARAMETER
+    flat = key.rsplit(".", maxsplit=1)[-1] == FLAT_PARAMETER
     if not first.sharded:
         tables = [ChunkTable.of(file.tensors[key].chunks, dims) for file in files]
         return TensorEntry(key, first.path, first.shape, first.dtype, tables[0], replicas=tuple(tables[1:]), flat=flat)

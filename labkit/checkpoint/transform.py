@@ -269,7 +269,9 @@ def _names_by_number(contents: Contents, groups: Sequence[Sequence[int]], option
             advice="Name the parameters: --model MODULE:FUNCTION, or --order FILE with one name a line in the optimizer's order.",
         )
     if len(order) != len(numbers):
-        raise FQNMismatchError(path, unexpected=[f"optimizer state of {len(numbers)} parameters, and {len(order)} names were given"])
+        raise FQNMismatchError(
+            path, unexpected=[f"optimizer state of {len(numbers)} parameters, and {len(order)} names were given"]
+        )
     return dict(zip(sorted(numbers), (canonical_fqn(name) for name in order), strict=True))
 
 

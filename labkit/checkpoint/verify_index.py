@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -130,7 +131,7 @@ def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
             ranges[value.file].append((value.start, value.start + value.length, value.key))
     for name, found in sorted(ranges.items()):
         found.sort()
-        for (_, end, left), (start, _, right) in zip(found, found[1:], strict=False):
+        for (_, end, left), (start, _, right) in pairwise(found):
             if start < end:
                 report.error(
                     "shared-bytes",

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from labkit import checkpoint
@@ -90,7 +90,9 @@ def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
     result = migrate(source, tmp_path / "new", model=Net())
     report = verify(tmp_path / "new", against=tmp_path / "truth", model=Net())
     # FSDP1 leaves tied names out of some forms, and the truth with them.
-    assert [finding.line() for finding in report.findings if finding.where not in ("head.weight", "rng.rank_0", "embed.weight")] == []
+    assert [
+        finding.line() for finding in report.findings if finding.where not in ("head.weight", "rng.rank_0", "embed.weight")
+    ] == []
     if form in ("sharded", "local", "raw"):
         assert "rng differs between the rank files and is keyed by rank" in result.notes
     how = "torch" if form == "sharded" else "labkit"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
 from labkit.checkpoint import Reader, open_checkpoint
@@ -63,7 +63,10 @@ def test_files_of_each_rank_and_dcp_give_the_whole_tensors(launcher: Launcher, t
 def test_a_missing_rank_file_leaves_a_region_that_is_named(launcher: Launcher, tmp_path: Path) -> None:
     launcher.run(write, 2, tmp_path, "fsdp2", str(tmp_path))
     (tmp_path / "state_rank1.pt").unlink()
-    with Reader(open_checkpoint(tmp_path)) as reader, pytest.raises(IncompleteCheckpointError, match="embed.weight.*20 of the 35"):
+    with (
+        Reader(open_checkpoint(tmp_path)) as reader,
+        pytest.raises(IncompleteCheckpointError, match=r"embed\.weight.*20 of the 35"),
+    ):
         reader.tensor("model.embed.weight")
 
 

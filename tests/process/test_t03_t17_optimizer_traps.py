@@ -101,7 +101,9 @@ def test_t15_an_empty_group_loses_its_options_in_torch_and_keeps_them_here(tmp_p
     theirs = groups_of(other)
     try:
         set_optimizer_state_dict(other, theirs, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
-        right = [group.get("lr") for group in theirs.param_groups] == [1.0, 0.2, 0.4] and all("betas" in g for g in theirs.param_groups)
+        right = [group.get("lr") for group in theirs.param_groups] == [1.0, 0.2, 0.4] and all(
+            "betas" in g for g in theirs.param_groups
+        )
     except Exception:
         right = False
     assert not right  # the trap

@@ -68,7 +68,9 @@ def full_disk(patch: pytest.MonkeyPatch, room: int) -> None:
     patch.setattr(dcp_writer.HashedFile, "__init__", init)
 
 
-def test_t18_a_failing_save_destroys_the_last_checkpoint_in_torch_and_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_t18_a_failing_save_destroys_the_last_checkpoint_in_torch_and_not_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     state = {"a": torch.ones(5000)}
     dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
     checkpoint.save(tmp_path / "ours", state, 1)
@@ -115,7 +117,9 @@ def different_values(rank: int, folder: str) -> Any:
     return loaded["loss"].item(), mine["loss"].value.item()
 
 
-def test_t20_values_that_differ_per_rank_collapse_in_torch_and_are_refused_or_keyed_here(launcher: Launcher, tmp_path: Path) -> None:
+def test_t20_values_that_differ_per_rank_collapse_in_torch_and_are_refused_or_keyed_here(
+    launcher: Launcher, tmp_path: Path
+) -> None:
     theirs, ours = zip(*launcher.run(different_values, 2, tmp_path, str(tmp_path)), strict=True)
     assert theirs[0] == theirs[1]  # the trap: 0 and 1 are right
     assert ours == (0.0, 1.0)
@@ -127,7 +131,7 @@ def test_t21_too_large_values_become_inf_in_torch_and_are_refused_here(tmp_path:
     dcp.load(target, checkpoint_id=tmp_path / "x", no_dist=True)
     assert target["a"].isinf().all()  # the trap
     target = {"a": torch.zeros(1, dtype=torch.float16)}
-    with pytest.raises(DtypeNarrowingError, match="float32 in the checkpoint and torch.float16 here"):
+    with pytest.raises(DtypeNarrowingError, match=r"float32 in the checkpoint and torch\.float16 here"):
         checkpoint.load(tmp_path / "x", target)
     assert not target["a"].any()
 
@@ -203,7 +207,7 @@ def test_t01_replicas_that_differ_are_refused_when_they_are_saved(launcher: Laun
 
 def fsdp1_over_tp(rank: int, folder: str) -> str:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -239,7 +243,7 @@ def test_t24_an_uneven_2d_model_is_restored_exactly(launcher: Launcher, tmp_path
 
 def shared_moments(rank: int, folder: str) -> list[bool]:
     """T10: FSDP1's full optimizer state on the CPU, with its default offload, has one buffer for both moments."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
     from tests.process.checkpoint_models import Net, fsdp1, train
 

@@ -115,7 +115,7 @@ def test_sharded_safetensors_read_through_their_index_and_through_their_director
 def test_a_missing_safetensors_shard_is_named(tmp_path: Path) -> None:
     sharded(tmp_path)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(IncompleteCheckpointError, match="model-00002-of-00002.safetensors: the index names this file"):
+    with pytest.raises(IncompleteCheckpointError, match=r"model-00002-of-00002\.safetensors: the index names this file"):
         open_checkpoint(tmp_path)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +139,10 @@ def test_a_round_trip_through_torch_save_restores_moments_and_ties(tmp_path: Pat
         assert state["sched"] == {"last": 2}
         assert all(torch.equal(value, state["model"][name]) for name, value in model.state_dict().items())
         assert torch.equal(state["optim"]["state"]["body.0.weight"]["exp_avg"], optimizer.state[model.body[0].weight]["exp_avg"])
-        assert state["model"]["head.weight"].untyped_storage().data_ptr() == state["model"]["embed.weight"].untyped_storage().data_ptr()
+        assert (
+            state["model"]["head.weight"].untyped_storage().data_ptr()
+            == state["model"]["embed.weight"].untyped_storage().data_ptr()
+        )
     assert verify(tmp_path / "again.pt", against=tmp_path / "dcp").ok
 
 
@@ -183,7 +188,9 @@ def test_rules_drops_and_dtypes(tmp_path: Path) -> None:
     (tmp_path / "table").write_text("# a table\nbody.*.weight -> layers.*.w\nscale ->\n\nembed.weight -> tok.weight # tied\n")
     rules = read_rules(tmp_path / "table")
     assert rules[0] == Rule("body.*.weight", "layers.*.w")
-    migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net(), rules=rules, drop=["sched.*"], dtypes={"layers.0.*": torch.bfloat16})
+    migrate(
+        tmp_path / "full.pt", tmp_path / "dcp", model=Net(), rules=rules, drop=["sched.*"], dtypes={"layers.0.*": torch.bfloat16}
+    )
     found = open_checkpoint(tmp_path / "dcp")
     assert "model.layers.0.w" in found.tensors
     assert found.tensors["model.layers.0.w"].dtype is torch.bfloat16
@@ -222,7 +229,7 @@ def test_a_flipped_bit_in_the_source_is_refused(tmp_path: Path) -> None:
         data = bytearray((tmp_path / file).read_bytes())
         data[data.find(big.numpy().tobytes()) + 1999] ^= 8
         (tmp_path / file).write_bytes(data)
-        for number, run in enumerate((lambda s, d: migrate(s, d), lambda s, d: reshard(s, d, 3))):
+        for number, run in enumerate((migrate, functools.partial(reshard, mesh=3))):
             with pytest.raises(CorruptCheckpointError, match="checksum"):
                 run(source, tmp_path / f"out{number}")
             assert not (tmp_path / f"out{number}").exists()
@@ -290,16 +297,20 @@ def test_each_rank_of_the_next_job_reads_one_whole_file(tmp_path: Path) -> None:
             ranges += [(chunk.start, chunk.length) for chunk in held if chunk.file == name]
         ranges.sort()
         assert ranges[0][0] == 0
-        assert all(start + length == after for (start, length), (after, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(start + length == after for (start, length), (after, _) in pairwise(ranges))
         assert sum(ranges[-1]) == found.files[name]
     assert verify(tmp_path / "out", against=tmp_path / "x.pt").findings == []
 
 
 def test_a_mesh_cuts_by_its_rules(tmp_path: Path) -> None:
-    torch.save({"w1": torch.arange(48.0).reshape(8, 6), "w2": torch.arange(48.0).reshape(6, 8), "n": torch.ones(5)}, tmp_path / "x.pt")
+    torch.save(
+        {"w1": torch.arange(48.0).reshape(8, 6), "w2": torch.arange(48.0).reshape(6, 8), "n": torch.ones(5)}, tmp_path / "x.pt"
+    )
     reshard(tmp_path / "x.pt", tmp_path / "out", parse_mesh("dp=2,tp=2"), rules=[parse_rule("tp:w1=0"), parse_rule("tp:w2=-1")])
     found = open_checkpoint(tmp_path / "out")
-    boxes = {key: sorted((chunk.offsets, chunk.sizes, chunk.writer) for chunk in entry.chunks) for key, entry in found.tensors.items()}
+    boxes = {
+        key: sorted((chunk.offsets, chunk.sizes, chunk.writer) for chunk in entry.chunks) for key, entry in found.tensors.items()
+    }
     assert boxes["w1"] == [((0, 0), (2, 6), 0), ((2, 0), (2, 6), 2), ((4, 0), (2, 6), 1), ((6, 0), (2, 6), 3)]
     assert boxes["w2"] == [((0, 0), (3, 4), 0), ((0, 4), (3, 4), 1), ((3, 0), (3, 4), 2), ((3, 4), (3, 4), 3)]
     assert boxes["n"] == [((0,), (3,), 0), ((3,), (2,), 2)]
@@ -348,7 +359,9 @@ def test_any_tensors_survive_any_chain_of_formats_bit_for_bit(
     folder = tmp_path_factory.mktemp("chain")
     made = {name: make(dtype, shape, index) for index, (name, (dtype, shape)) in enumerate(tensors.items())}
     torch.save({"model": made}, folder / "start.pt")
-    rules = [parse_rule(f"tp:{name}={dim}") for name, tensor in made.items() if "tp" in mesh and -tensor.dim() <= dim < tensor.dim()]
+    rules = [
+        parse_rule(f"tp:{name}={dim}") for name, tensor in made.items() if "tp" in mesh and -tensor.dim() <= dim < tensor.dim()
+    ]
     migrate(folder / "start.pt", folder / "dcp")
     reshard(folder / "dcp", folder / "cut", mesh, rules=rules)
     migrate(folder / "cut", folder / back)
@@ -358,7 +371,11 @@ def test_any_tensors_survive_any_chain_of_formats_bit_for_bit(
     assert [name for name in made if not same_bits(found[name], made[name])] == []
 
 
-@given(shape=st.lists(st.integers(0, 9), min_size=1, max_size=3), mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3), data=st.data())
+@given(
+    shape=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    mesh=st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    data=st.data(),
+)
 def test_the_boxes_of_all_ranks_cover_a_tensor_exactly(shape: list[int], mesh: list[int], data: st.DataObject) -> None:
     from labkit.checkpoint.layout import ShardDim
 

@@ -126,7 +126,10 @@ def other_dtype(metadata: Metadata) -> None:
 
 def swap_places(metadata: Metadata) -> None:
     storage = metadata.storage_data
-    one, two = (next(index for index in storage if index.fqn == f"optimizer.state.first.weight.{piece}") for piece in ("exp_avg", "exp_avg_sq"))
+    one, two = (
+        next(index for index in storage if index.fqn == f"optimizer.state.first.weight.{piece}")
+        for piece in ("exp_avg", "exp_avg_sq")
+    )
     storage[two] = storage[one]
 
 
