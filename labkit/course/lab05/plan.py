@@ -1,0 +1,116 @@
+"""Exercise 4 of notebook 05: a linter for tensor-parallel plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.course.checks import refuse
+from labkit.errors import ExerciseError
+
+Lint = Callable[[Mapping[str, Any], Any, int], Iterable[str]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, how many ranks it is for, the keys that are wrong with it, and what a wrong answer has overlooked."""
+
+    what: str
+    plan: Mapping[str, Any]
+    model: Any
+    tp_size: int
+    bad: frozenset[str]
+    hint: str
+
+
+def check_plan_linter(lint: Lint) -> str:
+    """Exercise 4: ``lint(plan, model, tp_size)`` returns the keys that match no module or split a size that does not divide.
+
+    Args:
+        lint: Takes a plan, a model whose split modules are ``nn.Linear``, and the number of TP ranks. Returns a set of keys.
+
+    Returns:
+        A line with the number of plans.
+
+    Raises:
+        ExerciseError: A bad key is missed or a good one is accused; the message names the plan's flaw.
+
+    Ranks: controller.
+    """
+    cases = _cases()
+    for case in cases:
+        answer = lint(dict(case.plan), case.model, case.tp_size)
+        if isinstance(answer, str) or not isinstance(answer, Iterable):
+            raise ExerciseError(f"lint returned {answer!r}. It has to return a set of keys of the plan.")
+        found = frozenset(answer)
+        if found != case.bad:
+            said, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (found, case.bad))
+            refuse(f"{case.what}, {case.tp_size} TP ranks: lint reports {said}.", f"{wanted}.", case.hint)
+    return f"Solved: {len(cases)} plans judged rightly, {sum(bool(case.bad) for case in cases)} of them bad."
+
+
+def _cases() -> list[Case]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from labkit.spmd import ModelConfig, build_model
+    from labkit.spmd.tensor_parallel import lint_plan, tensor_parallel_plan
+
+    model = build_model(device="meta")
+    uneven = build_model(ModelConfig(dim=24, hidden_dim=90), device="meta")
+    last = build_model(device="meta")
+    last.layers[2].feed_forward.w1 = _linear(64, 191)  # type: ignore[union-attr]
+    good = tensor_parallel_plan()
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    all_keys = "Report every bad key and nothing else."
+    table: list[tuple[str, dict[str, Any], Any, int, str]] = [
+        ("the course's plan", good, model, 2, "Nothing is wrong with this plan. Is a pattern such as layers.* understood?"),
+        ("a typo", {**good, "layers.*.attention.w0": rows}, model, 2, "A key that names no module has to be reported."),
+        (
+            "a pattern that skips a level",
+            {"layers.*.wq": columns, "layers.*.attention.wk": columns},
+            model,
+            2,
+            "torch matches level by level: a star stands for one name between dots, and fnmatch on the whole name takes more.",
+        ),
+        (
+            "a pattern that ends too early",
+            {"layers.*.attention.wq.weight": columns, "head.*": columns},
+            model,
+            2,
+            "A plan names modules. wq.weight is a parameter, and head has no modules inside.",
+        ),
+        (
+            "hidden size 90",
+            good,
+            uneven,
+            4,
+            "Column-parallel cuts the rows of weight, row-parallel its columns: 90 of them, on 4 ranks.",
+        ),
+        (
+            "more columns than rows",
+            {"layers.*.feed_forward.w2": rows, "layers.*.feed_forward.w1": columns},
+            build_model(ModelConfig(dim=24, hidden_dim=90), device="meta"),
+            4,
+            "Which dim is cut? w2.weight is 24 x 90, and row-parallel cuts its columns.",
+        ),
+        (
+            "only rows divide",
+            {"layers.*.feed_forward.w2": columns, "layers.*.feed_forward.w1": rows},
+            uneven,
+            4,
+            "Here the styles are the other way round, and the dims that they cut do divide. ColwiseParallel cuts dim 0 of weight.",
+        ),
+        ("one odd layer", good, last, 2, "A pattern matches several modules. Look at all of them, also at the last."),
+    ]
+    cases = []
+    for what, plan, on, tp_size, hint in table:
+        bad = frozenset(finding.key for finding in lint_plan(on, plan, tp_size) if finding.kind in ("unmatched", "uneven"))
+        cases.append(Case(what, plan, on, tp_size, bad, hint or all_keys))
+    return cases
+
+
+def _linear(num_in: int, num_out: int) -> Any:
+    from torch import nn
+
+    return nn.Linear(num_in, num_out, bias=False, device="meta")

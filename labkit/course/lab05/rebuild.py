@@ -1,0 +1,104 @@
+"""Exercise 2 of notebook 05: a whole tensor from the files of a checkpoint, without a process group."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from labkit.course.checks import Pool, from_cell, refuse
+from labkit.errors import ExerciseError
+
+Rebuild = Callable[[Path, str], Any]
+
+
+def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
+    """Exercise 2: ``rebuild(folder, name)`` puts a tensor together from a distributed checkpoint, in the kernel.
+
+    The ranks save tensors that are cut by rows, by columns, by rows in a strided order, unevenly, in one dim only, in bfloat16,
+    and copied. What is rebuilt has to be equal bit for bit.
+
+    Args:
+        pool: The pool that saves.
+        rebuild: Takes the folder of the checkpoint and the tensor's name, returns the whole tensor.
+
+    Returns:
+        A line with the numbers of tensors and files.
+
+    Raises:
+        ExerciseError: A tensor is wrong; the message says in how many elements.
+
+    Ranks: controller.
+    """
+    with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
+        folder = Path(scratch, "checkpoint")
+        truth = pool.run(_save, str(folder))[0]
+        for name, expected in truth.items():
+            _judge(name, rebuild(folder, name), expected)
+        num_files = len(list(folder.glob("*.distcp")))
+    files = f"{num_files} file" + ("s" if num_files != 1 else "")
+    return f"Solved: {len(truth)} tensors rebuilt from {files}, all equal bit for bit, and no process group was there to help."
+
+
+def _judge(name: str, got: Any, expected: Any) -> None:
+    import torch
+
+    if not isinstance(got, torch.Tensor):
+        raise ExerciseError(f"rebuild returned {type(got).__name__} for {name}. It has to return a tensor.")
+    if got.shape != expected.shape:
+        hint = "state_dict_metadata[name].size is the whole shape."
+        if got.shape[:1] == expected.shape[:1] or got.numel() == expected.numel():
+            hint = "The right elements in the wrong form: some tensors are cut by columns. index.offset has one number per dim."
+        refuse(f"{name} has the shape {tuple(got.shape)}.", f"{tuple(expected.shape)}.", hint)
+    if got.dtype != expected.dtype:
+        refuse(
+            f"{name} is {got.dtype}.",
+            f"{expected.dtype}.",
+            "state_dict_metadata[name].properties.dtype says what was saved; torch.empty takes it.",
+        )
+    wrong = int((got != expected).sum())
+    if not wrong:
+        return
+    same_elements = torch.equal(got.flatten().sort().values, expected.flatten().sort().values)
+    if same_elements:
+        hint = "All elements are there, in another order. A piece belongs where index.offset says, not where its file comes."
+    elif int((got == 0).sum()) > int((expected == 0).sum()):
+        hint = "Some elements are zero: pieces were left out, or one was written over another. Are all files and all dims used?"
+    else:
+        hint = "Several pieces reach the same place, or a piece is read from a wrong byte. A copy is set, not added."
+    refuse(f"{name}: {wrong} of {got.numel()} elements are wrong.", "no wrong element.", hint)
+
+
+def _save(folder: str) -> dict[str, Any]:
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    device, world_size = from_cell("device"), from_cell("world_size")
+    across = 2 if world_size % 2 == 0 else 1
+    mesh = init_device_mesh(device.type, (world_size // across, across), mesh_dim_names=("dp", "tp"))
+    whole: dict[str, torch.Tensor] = {
+        "uneven": torch.arange(1.0, 36.0).view(7, 5),
+        "bfloat16": torch.arange(1.0, 13.0).view(6, 2).bfloat16(),
+        "one dim": torch.arange(1.0, 12.0),
+        "copied": torch.arange(1.0, 9.0).view(2, 4),
+    }
+    places: dict[str, Any] = {"bfloat16": [Shard(0), Shard(1)], "one dim": [Replicate(), Shard(0)], "copied": [Replicate()] * 2}
+    state = {
+        name: distribute_tensor(tensor.to(device), mesh, places.get(name, [Shard(0), Shard(1)])) for name, tensor in whole.items()
+    }
+    pair = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 3, bias=False)).to(device)
+    with torch.no_grad():
+        for parameter in pair.parameters():
+            parameter.copy_(torch.arange(1.0, parameter.numel() + 1).view(parameter.shape))
+    whole |= {f"pair.{name}": parameter.detach().clone().cpu() for name, parameter in pair.named_parameters()}
+    if across > 1:
+        parallelize_module(pair, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(pair, mesh=mesh["dp"])
+    state |= {f"pair.{name}": p for name, p in pair.named_parameters() if isinstance(p, DTensor)}
+    dcp.save(state, checkpoint_id=folder)
+    return whole

@@ -1,0 +1,131 @@
+"""What torch's ``input_reshard`` keeps for backward, tensor by tensor, and which of it does not come back as it was.
+
+``input_reshard`` registers hooks for *every* tensor that autograd saves during a module's forward. Its rule: a DTensor that is
+replicated, and every plain tensor, is taken to be equal on all TP ranks; each rank keeps its part of the rows, and backward
+gathers them. A plain tensor between a column-parallel and a row-parallel layer is not equal: each rank has other features.
+Backward then gathers rows of different tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """One tensor that autograd saved.
+
+    Attributes:
+        kind: Its placements as torch writes them, or ``plain``.
+        shape: The shape that this rank sees: of a DTensor the global one.
+        kept: Elements that this rank keeps of it.
+        comes_back: Whether unpacking gives the same values on this rank.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    kept: int
+    comes_back: bool
+
+
+@dataclass
+class Trace:
+    """What was saved, in order.
+
+    Attributes:
+        saved: The activations; parameters, which are there anyway, are left out.
+    """
+
+    saved: list[SavedTensor] = field(default_factory=list)
+    _kept: list[Tensor] = field(default_factory=list)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that this rank keeps for backward; what shares its memory counts once."""
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._kept}
+        return sum(storages.values())
+
+
+@contextmanager
+def trace_input_reshard(
+    model: nn.Module, tp_mesh: DeviceMesh, *, modules: Sequence[nn.Module] = (), dim: int = 0
+) -> Iterator[Trace]:
+    """Trace what a forward inside the block saves, as if ``input_reshard(module, tp_mesh, dim)`` had been called on ``modules``.
+
+    Args:
+        model: The model whose forward runs in the block. Backward may run there too.
+        tp_mesh: The TP axis.
+        modules: Where the hooks act; with none of them, everything is saved whole.
+        dim: The dim along which torch spreads what it keeps.
+
+    Yields:
+        The trace, filled as the forward runs.
+
+    Ranks: collective: unpacking gathers, in the same order on every rank.
+    """
+    # Private, and only here: torch's own rule, so that the trace cannot differ from it.
+    from torch.distributed.tensor.parallel.input_reshard import _pack_hook_tp, _unpack_hook_tp
+
+    trace = Trace()
+    parameters = {_local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def pack_whole(tensor: Tensor) -> Any:
+        if _local(tensor).untyped_storage().data_ptr() not in parameters:
+            _record(trace, tensor, tensor, comes_back=True)
+        return tensor
+
+    def pack(tensor: Tensor) -> Any:
+        packed = _pack_hook_tp(tp_mesh, dim, tensor)
+        back = _unpack_hook_tp(tp_mesh, dim, packed)
+        same = torch.equal(_whole(tensor), _whole(back))
+        if _local(tensor).untyped_storage().data_ptr() not in parameters:
+            _record(trace, tensor, packed, comes_back=same)
+        return packed
+
+    def unpack(packed: Any) -> Tensor:
+        return _unpack_hook_tp(tp_mesh, dim, packed)
+
+    handles = []
+    with ExitStack() as stack:
+        stack.enter_context(saved_tensors_hooks(pack_whole, lambda tensor: tensor))
+        for module in modules:
+            inside = saved_tensors_hooks(pack, unpack)
+
+            def enter(*_: object, inside: saved_tensors_hooks = inside) -> None:
+                inside.__enter__()
+
+            def leave(*_: object, inside: saved_tensors_hooks = inside) -> None:
+                inside.__exit__()
+
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+        try:
+            yield trace
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _record(trace: Trace, tensor: Tensor, packed: Any, *, comes_back: bool) -> None:
+    kind = str(tuple(tensor.placements)) if isinstance(tensor, DTensor) else "plain"
+    kept = _local(packed)
+    trace.saved.append(SavedTensor(kind, tuple(tensor.shape), kept.numel(), comes_back))
+    trace._kept.append(kept)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
