@@ -11,6 +11,7 @@ lets the reader empty the other's pipe.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import ctypes
 import io
 import os
@@ -69,12 +70,17 @@ class Capture:
         """Send all that has been written so far. Returns when the wire has taken it."""
         if self._detached:
             return
-        for stream in self._streams:
-            stream.flush()
-        self._c_stdout.flush()
+        self.flush_streams()
         with self._lock:
             while self._read_once():
                 pass
+
+    def flush_streams(self) -> None:
+        """Write out what the streams of Python and C still hold."""
+        for stream in self._streams:
+            with contextlib.suppress(OSError):  # the reader has closed fd 1 or 2
+                stream.flush()
+        self._c_stdout.flush()
 
     def switch(self, stream: _Stream) -> None:
         """Called by a stream that is about to write, so that the other one's text goes first."""
@@ -157,6 +163,10 @@ class _Stream(io.TextIOWrapper):
 
     def isatty(self) -> bool:
         return False
+
+    def close(self) -> None:
+        """Stay open: what later cells print has to go somewhere."""
+        self.flush()
 
 
 Emit = Callable[[Display], Any]

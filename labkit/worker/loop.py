@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 from labkit import tracebacks
@@ -34,12 +35,16 @@ class Worker:
 
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
         self._spec = spec
+        self._pid = os.getpid()
         self._wire = WorkerWire(spec.rank, spec.endpoint)
         self._state = RunState()
         self._groups = ProcessGroups(spec)
         self._control = ControlThread(self._wire, spec.rank, self._state, self._groups)
         self._control.start()
-        self._groups.form()
+        if spec.joining:
+            self._groups.join()
+        else:
+            self._groups.form()
         self._capture = Capture(self._wire, spec.rank, read_fds)
         self._shell = rank_shell.RankShell.create(self._emit, self._first_names())
         self._lent = LentNames(self._shell.user_ns)
@@ -104,9 +109,26 @@ class Worker:
             with guard.guarded(message.ranks, self._spec.world_size):
                 value = self._execute(message, frames)
                 self._groups.finish_device_work()
+        except BaseException as error:
+            self._leave_if_forked(error)
+            raise
+        else:
+            self._leave_if_forked(None)
         finally:
             self._state.leave_user_code()
         return value
+
+    def _leave_if_forked(self, error: BaseException | None) -> None:
+        """A process that the cell has forked ends with the cell, as it would with a script. It is no rank."""
+        if os.getpid() == self._pid:
+            return
+        code = 0 if error is None else 1
+        if isinstance(error, SystemExit):
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        elif error is not None:
+            sys.stderr.write(tracebacks.format_error(error, self._shell.number_of) + "\n")
+        self._capture.flush_streams()
+        os._exit(code)
 
     def _answer(self, run_id: int, packed: Packed | None) -> None:
         if packed is not None:

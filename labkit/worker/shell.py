@@ -6,6 +6,7 @@ them. History, profile folders and prompts are switched off: a rank has no perso
 
 from __future__ import annotations
 
+import sys
 import types
 import warnings
 from typing import Any
@@ -14,6 +15,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
+from labkit.tracebacks import format_error
 from labkit.wire.messages import Display
 from labkit.worker.capture import Emit
 from labkit.worker.display import RankDisplayHook, RankDisplayPublisher
@@ -70,8 +72,13 @@ class RankShell(InteractiveShell):
         """``exit()`` in a cell ends the cell, not the rank."""
         raise SystemExit
 
-    def showtraceback(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing: the run's Failed message carries the traceback."""
+    def enable_gui(self, gui: Any = None) -> None:
+        """Do without: figures are shown inline. ``%matplotlib inline`` comes through here."""
+
+    def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
+        """Show an error that does not fail the cell, such as a broken repr; what does is in the run's Failed message."""
+        if exc_tuple is not None:
+            sys.stderr.write(format_error(exc_tuple[1], self.number_of) + "\n")
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
         """Print nothing: the run's Failed message carries the traceback."""

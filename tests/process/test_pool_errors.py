@@ -220,8 +220,34 @@ def test_keyboard_interrupt_of_the_cells_own_is_no_success(pool: WorkerPool) -> 
     assert [failure.rank for failure in error.failures] == [1]
 
 
+def test_process_that_a_cell_forks_ends_with_the_cell_and_is_no_second_rank(
+    pool: WorkerPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fork = (
+        "import os\npid = os.fork()\nif pid == 0:\n    {}\nelse:\n    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])\ncode"
+    )
+    for end, code in (("code = print('the child', end='')", 0), ("raise SystemExit(7)", 7), ("1 / 0", 1)):
+        results = pool.run_cell(fork.format(end), want_value=True, ranks=0, timeout_s=20)
+        assert results is not None
+        assert results[0] == code
+    shown = capsys.readouterr()
+    assert shown.out == "[rank 0] the child\n"
+    assert shown.err.count("ZeroDivisionError") == 1
+
+
 def test_input_fails_and_does_not_wait(pool: WorkerPool) -> None:
     assert "EOFError" in str(failure_of(lambda: pool.run_cell("input('your name? ')", timeout_s=20)))
+
+
+def test_debugger_ends_the_cell_and_does_not_wait(pool: WorkerPool) -> None:
+    assert "BdbQuit" in str(failure_of(lambda: pool.run_cell("x = 1\nbreakpoint()\nx = 2", timeout_s=20)))
+
+
+def test_syntax_error_while_the_cell_runs_is_an_error_of_the_ranks(pool: WorkerPool) -> None:
+    error = failure_of(lambda: pool.run_cell("ran = True\nexec('x = (')", cell_number=9))
+    assert "SyntaxError: '(' was never closed" in str(error)
+    assert "Cell In[9], line 2" in rendered(error)
+    assert pool.pull("ran").same() is True
 
 
 # ---- the cell as in a notebook ---------------------------------------------------------------------------------------
@@ -261,6 +287,20 @@ def test_cell_magic_inside_the_cell_works(pool: WorkerPool, capsys: pytest.Captu
 def test_underscore_help_and_docstrings_do_not_disturb(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     pool.run_cell("len?", ranks=0)
     assert "Return the number of items" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("method", "left"), [("__repr__", ""), ("_repr_html_", "Broken object")])
+def test_object_that_cannot_be_shown_says_why_and_fails_no_cell(
+    pool: WorkerPool, capsys: pytest.CaptureFixture[str], method: str, left: str
+) -> None:
+    pool.run_cell(f"class Broken:\n    def {method}(self):\n        raise RuntimeError('cannot be shown')\nBroken()", ranks=0)
+    shown = capsys.readouterr()
+    assert "[rank 0] RuntimeError: cannot be shown" in shown.err
+    assert left.split(" ", maxsplit=1)[0] in shown.out
+
+
+def test_matplotlib_magic_is_taken(pool: WorkerPool) -> None:
+    assert value_of(pool, "%matplotlib inline\nimport matplotlib\nmatplotlib.get_backend()").endswith("inline")
 
 
 def test_future_import_of_one_cell_does_not_leak_into_labkit(pool: WorkerPool) -> None:
