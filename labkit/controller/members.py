@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from labkit.controller import memory
@@ -34,7 +34,7 @@ from labkit.wire.messages import (
     ToMain,
 )
 from labkit.wire.spec import WorkerSpec
-from labkit.wire.transport import ControllerWire, Keys
+from labkit.wire.transport import Channel, ControllerWire, Keys
 
 END_S = 2.0
 LAST_LINES = 20
@@ -57,6 +57,7 @@ class Members:
         self._ranks_by_pid: dict[int, int] = {}
         self._last_text: dict[int, deque[str]] = {rank: deque(maxlen=64) for rank in range(plan.world_size)}
         self._killed: set[int] = set()
+        self._unready: set[tuple[int, Channel]] = set()
         self._oom_kills = memory.oom_kills()
         self._run: Run | None = None
         self._left: set[int] = set()
@@ -100,18 +101,45 @@ class Members:
         Raises:
             WorkerStartError: One ended or the time passed; nothing is left running.
         """
-        deadline = time.monotonic() + timeout_s
         try:
+            group = GroupSpec(os.path.join(self._directory, "store-0"), 0, self._plan.world_size)
             for rank in range(self._plan.world_size):
-                pid = self._launcher.start(self._spec(rank), self._on_exit)
-                self.pids[rank] = pid
-                self._ranks_by_pid[pid] = rank
-            self._await_ready(deadline, timeout_s)
+                self._start_worker(self._spec(rank, group))
+            self.await_ready(timeout_s)
         except BaseException:
             self.close(kill=True)
             raise
 
-    def _spec(self, rank: int) -> WorkerSpec:
+    def start_again(self, ranks: Iterable[int], group: GroupSpec) -> None:
+        """Start new processes in the place of these ranks, living or dead. They wait for the others at ``group``.
+
+        Blocks for at most 2 x END_S; :meth:`await_ready` waits for the new processes.
+        """
+        ended = [rank for rank in ranks if rank not in self.deaths]
+        for rank in ended:
+            self._wire.send(rank, "main", Shutdown())
+        self._await_end(ended, END_S)
+        for rank in ended:
+            self._launcher.kill(self.pids[rank])
+        self._await_end(ended, END_S)
+        for rank in ranks:
+            self.deaths.pop(rank, None)
+            self._killed.discard(rank)
+            self._start_worker(self._spec(rank, group, joining=True))
+
+    def _await_end(self, ranks: Sequence[int], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while any(self.pids[rank] in self._ranks_by_pid for rank in ranks) and time.monotonic() < deadline:
+            self._wire.receive(0.02)
+            self._drain_exits()
+
+    def _start_worker(self, spec: WorkerSpec) -> None:
+        pid = self._launcher.start(spec, self._on_exit)
+        self.pids[spec.rank] = pid
+        self._ranks_by_pid[pid] = spec.rank
+        self._unready |= {(spec.rank, "main"), (spec.rank, "control")}
+
+    def _spec(self, rank: int, group: GroupSpec, *, joining: bool = False) -> WorkerSpec:
         environ = dict(os.environ)
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
         environ.setdefault("MASTER_PORT", "29500")
@@ -125,27 +153,35 @@ class Members:
             local_world_size=self._plan.world_size,
             device=self._plan.device,
             endpoint=self._wire.endpoint,
-            group=GroupSpec(os.path.join(self._directory, "store-0"), 0, self._plan.world_size),
+            group=group,
             environ=environ,
             cwd=os.getcwd(),
             sys_path=tuple(path or os.getcwd() for path in sys.path),
+            joining=joining,
         )
 
-    def _await_ready(self, deadline: float, timeout_s: float) -> None:
-        waiting_main = set(range(self._plan.world_size))
-        waiting_control = set(waiting_main)
-        while waiting_main or waiting_control:
+    def await_ready(self, timeout_s: float) -> None:
+        """Wait until every rank that was started is ready.
+
+        Raises:
+            WorkerStartError: One ended, or the time passed.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self._unready:
             if time.monotonic() > deadline:
-                missing = min(waiting_main | waiting_control)
-                raise WorkerStartError(f"it was not ready after {timeout_s:g} s", rank=missing)
-            for message, _ in self._wire.receive(0.2):
-                if isinstance(message, Ready):
-                    waiting_main.discard(message.rank)
-                elif isinstance(message, Aborted):
-                    waiting_control.discard(message.rank)
-                elif isinstance(message, Output):
-                    self._remember(message)
+                raise WorkerStartError(f"it was not ready after {timeout_s:g} s", rank=min(self._unready)[0])
+            self._take_note(self._wire.receive(0.2))
             self._refuse_early_exits()
+
+    def _take_note(self, received: list[tuple[FromWorker, list[bytes]]]) -> None:
+        """What concerns the members themselves: signs of life at the start, and last words for the report of a death."""
+        for message, _ in received:
+            if isinstance(message, Ready):
+                self._unready.discard((message.rank, "main"))
+            elif isinstance(message, Aborted) and message.run_id == 0:
+                self._unready.discard((message.rank, "control"))
+            elif isinstance(message, Output):
+                self._remember(message)
 
     def _refuse_early_exits(self) -> None:
         self.note_deaths()
@@ -222,9 +258,7 @@ class Members:
     def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
         """Wait for messages; a death gives the Output that the pipe still held, and the missing Failed."""
         received = self._wire.receive(timeout_s)
-        for message, _ in received:
-            if isinstance(message, Output):
-                self._remember(message)
+        self._take_note(received)
         if not self._exits.empty():
             # What a rank sent before it died is still on its way through the socket; it comes first.
             received += self._wire.receive(0.05)

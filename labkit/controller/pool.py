@@ -12,6 +12,7 @@ from labkit.controller.current import open_pool, refuse_second_pool, set_open_po
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.launchers.launcher import Launcher
 from labkit.controller.members import Members
+from labkit.controller.output import present_screen
 from labkit.controller.runner import Runner
 from labkit.errors import PoolStateError
 from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
@@ -239,21 +240,37 @@ class WorkerPool:
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
-    def restart(self) -> None:
-        """Replace every worker by a fresh one. All variables on the ranks are gone; the pool's settings stay.
+    def restart(self, ranks: RankSpec = None) -> None:
+        """Replace workers by fresh ones. Blocks as long as a start: fractions of a second on CPU.
 
-        Blocks as long as a start: fractions of a second on CPU.
+        Without ``ranks`` every variable on the ranks is gone; the pool's settings stay. With ``ranks`` the others keep
+        their variables, and new groups are formed; what was sharded over a replaced rank has lost that share. What the
+        others have to know is shown.
 
         Ranks: controller.
 
+        Args:
+            ranks: The ranks to replace, all dead ones among them; None for all.
+
         Raises:
-            PoolStateError: Another pool is open, or a run is in progress.
+            PoolStateError: Another pool is open, a run is in progress, or a dead rank is not among ``ranks``.
             WorkerStartError: A rank did not come up.
         """
-        if self._closed:
-            refuse_second_pool()
-        self.close()
-        self._start()
+        chosen = parse_ranks(ranks, self.world_size)
+        if self._closed or len(chosen) == self.world_size:
+            if self._closed:
+                refuse_second_pool()
+            self.close()
+            self._start()
+            return
+        self._members.note_deaths()
+        left = set(self._members.deaths) - set(chosen)
+        if left:
+            raise PoolStateError(
+                f"{name_ranks(left)} died as well. Name all dead ranks: pool.restart({sorted(left | set(chosen))})."
+            )
+        for note in self._runner.replace(chosen, self._start_timeout_s):
+            present_screen().text("stderr", note + "\n")
 
     def close(self) -> None:
         """End every worker and all they started. Blocks for at most about 3 s; does nothing on a closed pool.

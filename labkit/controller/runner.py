@@ -142,14 +142,44 @@ class Runner:
                 notes.setdefault(note, []).append(rank)
         run.steps += [note if len(ranks) == len(mended) else f"{name_ranks(tuple(ranks))}: {note}" for note, ranks in notes.items()]
 
-    def _rebuild(self) -> Run:
+    def _rebuild(self, replaced: tuple[int, ...] = ()) -> Run:
+        """Let the ranks form new groups; new processes take the places of those that are replaced."""
+        group = self._members.next_group()
+        stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
+        if replaced:
+            self._members.start_again(replaced, group)
         self._count += 1
-        rebuild = Run(self._count, self._members.all_ranks)
-        message = Execute(rebuild.run_id, rebuild.ranks, "rebuild", group=self._members.next_group())
+        rebuild = Run(self._count, stay)
+        message = Execute(rebuild.run_id, rebuild.ranks, "rebuild", group=group)
         self._members.begin(rebuild)
         for rank in rebuild.ranks:
             self._members.send_work(rank, message)
         return RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None).wait()
+
+    def replace(self, ranks: tuple[int, ...], timeout_s: float) -> tuple[str, ...]:
+        """Put new processes in the place of some ranks; the others keep their variables.
+
+        Args:
+            ranks: The ranks to replace; all dead ones are among them, and at least one rank stays.
+            timeout_s: The longest time to wait for the new processes.
+
+        Returns:
+            What the ranks that stay have to know, a sentence each.
+
+        Raises:
+            WorkerStartError: A new process did not come up.
+            PoolStateError: A run is in progress, or the ranks could not form their groups.
+        """
+        with self.alone():
+            rebuild = self._rebuild(ranks)
+            self._members.await_ready(timeout_s)
+            if rebuild.failures:
+                first = next(iter(rebuild.failures.values()))
+                raise PoolStateError(
+                    f"the ranks could not form their groups ({first.headline()}). Use pool.restart() without ranks."
+                )
+            notes = dict.fromkeys(note for item in self.values(rebuild).values() for note in item["notes"])
+        return tuple(notes)
 
     def values(self, run: Run) -> RankResults[Any]:
         """The values that a finished run returned.
@@ -202,7 +232,11 @@ def _raise_for(run: Run, timeout_s: float | None) -> None:
     verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else ""
     report: RunReport
     if any(failure.kind == "died" for failure in failures):
-        report = WorkerDiedError(failures, finished, [*notes, "pool.restart() gives fresh ranks."], diagnosis=verdict)
+        dead = [failure.rank for failure in failures if failure.kind == "died"]
+        way_back = (
+            f"pool.restart({dead}) replaces {name_ranks(dead)}, the others keep their variables; pool.restart() replaces all."
+        )
+        report = WorkerDiedError(failures, finished, [*notes, way_back], diagnosis=verdict)
     elif run.stopped == "timeout":
         report = RunTimeoutError(failures, finished, notes, diagnosis=verdict, timeout_s=timeout_s or 0.0)
     elif run.stopped == "interrupted":

@@ -23,6 +23,7 @@ class WorkerSpec:
         environ: The kernel's environment, taken over whole.
         cwd: Working directory.
         sys_path: The kernel's import path.
+        joining: It takes the place of a rank in a running pool, whose other ranks form new groups at the same moment.
     """
 
     rank: int
@@ -34,6 +35,7 @@ class WorkerSpec:
     environ: dict[str, str] = field(default_factory=dict)
     cwd: str = "."
     sys_path: tuple[str, ...] = ()
+    joining: bool = False
 
     @property
     def world_size(self) -> int:

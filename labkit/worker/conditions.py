@@ -62,6 +62,7 @@ class Condition:
         lost: Its process groups have been aborted.
         waiting: A collective that it began has not ended.
         homeless: It has no default process group any more.
+        new: It has just been started in the place of another and joins.
         groups: Its process groups by name.
         group_count: Torch's counter for the names of new groups.
         steps: The run's optimizers in the order of their first steps.
@@ -76,6 +77,7 @@ class Condition:
     lost: bool = False
     waiting: bool = False
     homeless: bool = False
+    new: bool = False
     groups: Mapping[str, GroupCondition] = field(default_factory=dict)
     group_count: int = 0
     steps: tuple[StepCondition, ...] = ()
@@ -147,7 +149,7 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     cut = renew or any(condition.cut for condition in took_part)
     touched = any(condition.touched for condition in took_part)
     refusals, notes = _judge_steps(took_part)
-    notes = [*broken.values(), *notes]
+    notes = [*_judge_new(conditions), *broken.values(), *notes]
     if cut:
         notes += _judge_random(took_part) + _judge_switches(took_part)
     return Verdict(
@@ -160,8 +162,20 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     )
 
 
+def _judge_new(conditions: Sequence[Condition]) -> list[str]:
+    new = [condition.rank for condition in conditions if condition.new]
+    if not new:
+        return []
+    verb = "is new and has" if len(new) == 1 else "are new and have"
+    return [
+        f"{_subject(new).capitalize()} {verb} no variables. What was sharded over the old one has lost that share: "
+        "build it again on all ranks and load a checkpoint."
+    ]
+
+
 def _broken_groups(conditions: Sequence[Condition]) -> dict[str, str]:
     holders: dict[str, dict[int, GroupCondition]] = {}
+    new = {condition.rank for condition in conditions if condition.new}
     for condition in conditions:
         for name, group in condition.groups.items():
             holders.setdefault(name, {})[condition.rank] = group
@@ -170,7 +184,9 @@ def _broken_groups(conditions: Sequence[Condition]) -> dict[str, str]:
         first = next(iter(found.values()))
         what = f"The process group {name!r} of {_subject(first.ranks)}"
         obstacles = sorted({group.obstacle for group in found.values() if group.obstacle})
-        if any(group.ranks != first.ranks for group in found.values()) or set(found) != set(first.ranks):
+        if (gone := new & set(first.ranks)) - set(found):
+            broken[name] = f"{what} has lost {_subject(sorted(gone))}, which was replaced. Make it again, on all ranks."
+        elif any(group.ranks != first.ranks for group in found.values()) or set(found) != set(first.ranks):
             broken[name] = (
                 f"{what} exists only on {_subject(sorted(found))}, for the run stopped while it was being made. "
                 "Using it raises an error; make it again on all its ranks."

@@ -26,6 +26,7 @@ from typing import Any
 
 from labkit.wire.pipes import drain, make_pipes, redirect
 from labkit.wire.spec import WorkerSpec
+from labkit.worker.lifeline import die_with_parent, ending_with_controller
 
 # What every worker needs; forking waits for these.
 FIRST_IMPORTS = (
@@ -40,7 +41,6 @@ FIRST_IMPORTS = (
 # Imported while nobody asks for anything and no worker lives: a death must not wait for an import to be reported.
 IDLE_IMPORTS = ("matplotlib_inline.backend_inline",)
 
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -93,7 +93,7 @@ class Server:
                 if not self.handle(request):
                     break
             elif not ready and idle_imports and not self.children:
-                with contextlib.suppress(ImportError):
+                with contextlib.suppress(ImportError), ending_with_controller(self.connection, self.end):
                     importlib.import_module(idle_imports.pop(0))
         self.end()
 
@@ -216,12 +216,6 @@ def enter(spec: WorkerSpec) -> None:
     os.close(null)
 
 
-def die_with_parent() -> None:
-    """Ask Linux to kill this process when the fork server dies."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-
-
 def count_gpus(environ: dict[str, str]) -> int:
     """The CUDA devices visible under ``environ``, asked in a throw-away child: asking would bind this process to the driver."""
     import torch
@@ -273,8 +267,9 @@ def main() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     started = time.monotonic()
     try:
-        for name in FIRST_IMPORTS:
-            importlib.import_module(name)
+        with ending_with_controller(connection, lambda: None):
+            for name in FIRST_IMPORTS:
+                importlib.import_module(name)
     except BaseException as error:
         connection.send(("broken", f"{type(error).__name__}: {error}", traceback.format_exc()))
         raise

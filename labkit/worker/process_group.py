@@ -16,6 +16,10 @@ from torch._C import _distributed_c10d as _c10d
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
 from labkit.worker import backends, cut
+from labkit.worker.conditions import Condition, GroupCondition, judge
+
+# What torch calls the default group when it is the first one.
+DEFAULT_GROUP = "0"
 
 # labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
 # the process with NCCL, which would lose the rank's state while its reader is still thinking.
@@ -41,7 +45,22 @@ class ProcessGroups:
 
     def form(self) -> None:
         """Form the default group and complete one collective on it. Collective; blocks until every rank is there."""
-        group = self._spec.group
+        self._store = _store(self._spec.group)
+        self._form()
+
+    def join(self) -> None:
+        """Take a place in a running pool: meet the other ranks, and form the default group while they renew theirs.
+
+        Collective over all ranks of the pool; blocks until they are there.
+        """
+        world = tuple(range(self._spec.world_size))
+        default = {DEFAULT_GROUP: GroupCondition(world, ())}
+        condition = Condition(self._spec.rank, run_id=0, lost=True, new=True, groups=default)
+        conditions = self.meet(self._spec.group, 0, condition.to_json)
+        self._form()
+        backends.set_group_count(judge([Condition.from_json(text) for text in conditions]).group_count)
+
+    def _form(self) -> None:
         if self._spec.endpoint.same_machine:
             # Without this gloo binds to whatever address the host name resolves to, which may be none at all.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -51,9 +70,9 @@ class ProcessGroups:
             bound["device_id"] = self.device
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo",
-            store=_store(group),
+            store=self._store,
             rank=self._spec.rank,
-            world_size=group.world_size,
+            world_size=self._spec.world_size,
             timeout=TIMEOUT,
             **bound,
         )

@@ -1,0 +1,97 @@
+"""pool.restart(ranks): fresh processes for some ranks, while the others keep their variables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import labkit
+from labkit import PoolStateError, WorkerDiedError, WorkerPool
+
+IMPORTS = "import os, signal, torch, torch.distributed as dist"
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(3, device="cpu") as pool:
+        pool.run_cell(f"{IMPORTS}\nkept = torch.full((2,), float(rank))")
+        yield pool
+
+
+def kill(pool: WorkerPool, *ranks: int) -> WorkerDiedError:
+    with pytest.raises(WorkerDiedError) as caught:
+        pool.run_cell(f"if rank in {ranks}: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    return caught.value
+
+
+def sum_of_ranks(pool: WorkerPool) -> float:
+    source = f"{IMPORTS}\ntotal = torch.tensor(float(rank))\ndist.all_reduce(total)\ntotal.item()"
+    results = pool.run_cell(source, want_value=True, timeout_s=60)
+    assert results is not None
+    return float(results.same())
+
+
+def test_dead_rank_is_replaced_and_the_others_keep_their_variables(pool: WorkerPool) -> None:
+    before = pool.pids
+    error = kill(pool, 1)
+    assert "pool.restart([1])" in str(error)
+    pool.restart([1])
+    assert pool.dead_ranks == ()
+    assert {rank: pid == before[rank] for rank, pid in pool.pids.items()} == {0: True, 1: False, 2: True}
+    assert pool.pull("'kept' in globals()") == {0: True, 1: False, 2: True}
+    assert sum_of_ranks(pool) == 3.0
+
+
+def test_living_rank_is_replaced(pool: WorkerPool) -> None:
+    before = pool.pids[0]
+    pool.restart(0)
+    assert pool.pids[0] != before
+    assert pool.pull("'kept' in globals()") == {0: False, 1: True, 2: True}
+    assert sum_of_ranks(pool) == 3.0
+
+
+def test_dead_rank_that_is_not_named_is_refused(pool: WorkerPool) -> None:
+    kill(pool, 0, 2)
+    with pytest.raises(PoolStateError, match=r"rank 2 died as well.*pool\.restart\(\[0, 2\]\)"):
+        pool.restart([0])
+    pool.restart([0, 2])
+    assert sum_of_ranks(pool) == 3.0
+
+
+def test_groups_with_the_replaced_rank_are_named_and_refused_and_others_go_on(
+    pool: WorkerPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool.run_cell("lost = dist.new_group([1, 2])\nsound = dist.new_group([0, 1])")
+    kill(pool, 2)
+    capsys.readouterr()
+    pool.restart([2])
+    told = capsys.readouterr().err
+    assert "Rank 2 is new and has no variables" in told
+    assert "has lost rank 2, which was replaced" in told
+    with pytest.raises(labkit.RankFailedError, match="has lost rank 2"):
+        pool.run_cell("if rank == 1: dist.barrier(group=lost)", timeout_s=60)
+    pool.run_cell("if rank < 2: dist.barrier(group=sound)", timeout_s=60)
+
+
+def test_new_groups_can_be_made_after_a_replacement(pool: WorkerPool) -> None:
+    pool.run_cell("first = dist.new_group([0, 1])")
+    kill(pool, 2)
+    pool.restart([2])
+    pool.run_cell(f"{IMPORTS}\nagain = dist.new_group([1, 2])\nif rank > 0: dist.barrier(group=again)", timeout_s=60)
+
+
+def test_interrupt_after_a_replacement_is_mended(pool: WorkerPool) -> None:
+    kill(pool, 1)
+    pool.restart([1])
+    sum_of_ranks(pool)
+    with pytest.raises(labkit.RunTimeoutError, match="Every rank keeps its variables"):
+        pool.run_cell("if rank != 1: dist.barrier()", timeout_s=1)
+    assert sum_of_ranks(pool) == 3.0
+
+
+def test_all_ranks_named_is_a_fresh_start(pool: WorkerPool) -> None:
+    kill(pool, 0, 1, 2)
+    pool.restart([0, 1, 2])
+    assert pool.pull("'kept' in globals()").same() is False
+    assert sum_of_ranks(pool) == 3.0
