@@ -1,0 +1,43 @@
+"""How a process that serves a controller ends with it, whatever it is doing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+LOOK_S = 0.25
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask Linux to kill this process when the fork server dies."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def ending_with_controller(connection: Connection, clean_up: Callable[[], None]) -> Iterator[None]:
+    """For imports, which take seconds: end this process at once when its controller goes away meanwhile."""
+    parent = os.getppid()
+    poller = select.poll()
+    poller.register(connection.fileno(), 0)  # reports the hang-up and nothing else
+
+    def look(number: int, frame: object) -> None:
+        if os.getppid() != parent or poller.poll(0):
+            clean_up()
+            os._exit(0)
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, LOOK_S, LOOK_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
