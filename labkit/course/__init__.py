@@ -1,0 +1,1 @@
+"""What turns notebooks into a course: checks of exercises, the runner of notebooks."""
