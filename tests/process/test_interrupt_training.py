@@ -50,6 +50,11 @@ def equal(pool: WorkerPool, saved: str) -> bool:
 
 @pytest.mark.parametrize(("pool", "kind", "cut"), ROWS, indirect=["pool"])
 def test_a_step_that_is_cut_leaves_no_trace(pool: WorkerPool, kind: scenarios.Kind, cut: scenarios.Cut, tmp_path: Path) -> None:
+    cut_and_compare(pool, kind, cut, tmp_path)
+
+
+def cut_and_compare(pool: WorkerPool, kind: scenarios.Kind, cut: scenarios.Cut, tmp_path: Path) -> None:
+    """Cut a step; what follows equals a run that nobody interrupted."""
     undisturbed(pool, kind)
     pool.run(scenarios.make, "cut", kind, pool.device)
     pool.run(scenarios.train, "cut", 2, timeout_s=ARRIVES_WITHIN_S)

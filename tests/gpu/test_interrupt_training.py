@@ -1,0 +1,32 @@
+"""The rows of tests/process/test_interrupt_training.py on NCCL."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from labkit import WorkerPool
+from tests.process import interrupt_scenarios as scenarios
+from tests.process.test_interrupt_training import CUTS, ON_FOUR, ON_TWO, VARIANTS, cut_and_compare
+
+ROWS = [
+    *((2, kind, cut) for kind in ON_TWO for cut in CUTS),
+    (2, "fsdp2", "all stuck in backward"),
+    *((2, kind, "stuck in backward") for kind in VARIANTS),
+    *(pytest.param(4, kind, cut, marks=pytest.mark.gpu(4)) for kind in ON_FOUR for cut in CUTS),
+]
+
+pytestmark = pytest.mark.gpu(2)
+
+
+@pytest.fixture(scope="module")
+def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
+    with WorkerPool(request.param, device="cuda", replace=True) as shared:
+        yield shared
+
+
+@pytest.mark.parametrize(("pool", "kind", "cut"), ROWS, indirect=["pool"])
+def test_a_step_that_is_cut_leaves_no_trace(pool: WorkerPool, kind: scenarios.Kind, cut: scenarios.Cut, tmp_path: Path) -> None:
+    cut_and_compare(pool, kind, cut, tmp_path)
