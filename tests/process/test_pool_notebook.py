@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
+import nbformat
+import papermill
 import pytest
+from papermill.exceptions import PapermillExecutionError
 
 from tests.process.notebook import CellRun, run_cells
 
@@ -227,6 +231,23 @@ def test_error_of_labkit_shows_the_readers_line_and_what_to_do(cells: dict[str, 
 
 def test_error_can_be_caught_and_read(cells: dict[str, CellRun]) -> None:
     assert shown(cells, "swallow") == "(0, 1, 2)\n"
+
+
+def test_papermill_stops_at_the_cell_that_fails_on_a_rank(tmp_path: Path) -> None:
+    cells = [
+        "%load_ext labkit\nimport labkit\npool = labkit.WorkerPool(2, device='cpu')",
+        "%%spmd\nif rank == 1:\n    raise ValueError('stop here')",
+        "open('went on', 'w').close()",
+    ]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in cells])
+    nbformat.write(notebook, tmp_path / "in.ipynb")
+    with pytest.raises(PapermillExecutionError) as caught:
+        papermill.execute_notebook(
+            tmp_path / "in.ipynb", tmp_path / "out.ipynb", cwd=tmp_path, kernel_name="python3", progress_bar=False
+        )
+    assert caught.value.ename == "RankFailedError"
+    assert "rank 1: ValueError: stop here" in caught.value.evalue
+    assert not (tmp_path / "went on").exists()
 
 
 def test_cells_that_should_pass_pass(cells: dict[str, CellRun]) -> None:

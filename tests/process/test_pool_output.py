@@ -9,6 +9,7 @@ import pytest
 
 from labkit import RankFailedError, WorkerDiedError, WorkerPool
 from labkit.controller import run as run_module
+from labkit.controller.runner import Runner
 from labkit.wire.messages import Failed, Output, Result, StreamName
 
 Lines = list[tuple[str, str]]
@@ -47,12 +48,21 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[int, list[str]]]:
-    """What each rank sent, in order, as the first letters of the messages."""
+    """The kinds of the messages that each rank sent in the runs so far, in order; making new process groups is no such run."""
     messages: list[Any] = []
+    started: list[int] = []
+    execute = Runner.execute
+
+    def note(self: Runner, *args: Any, **kwargs: Any) -> Any:
+        started.append(self._count + 1)
+        return execute(self, *args, **kwargs)
+
+    monkeypatch.setattr(Runner, "execute", note)
     take = run_module.RunWait.take
 
     def listen(self: Any, message: Any, frames: Any) -> None:
-        messages.append(message)
+        if self.run.run_id in started:
+            messages.append(message)
         take(self, message, frames)
 
     monkeypatch.setattr(run_module.RunWait, "take", listen)
@@ -84,7 +94,7 @@ def test_run_that_fails_gives_its_output_and_then_one_failure(
     pool: WorkerPool, screen: Recorder, heard: Callable[[], dict[int, list[str]]]
 ) -> None:
     with pytest.raises(RankFailedError):
-        pool.run_cell(TALK + "if rank == 1:\n    raise ValueError('boom')")
+        pool.run_cell(TALK + "import torch.distributed as dist\ndist.barrier()\nif rank == 1:\n    raise ValueError('boom')")
     assert heard()[0][-1] == "Result"
     assert heard()[1][-1] == "Failed"
     assert all(set(kinds[:-1]) == {"Output"} for kinds in heard().values())
@@ -181,6 +191,21 @@ def test_bytes_that_are_no_text_are_shown_as_replacement_characters(pool: Worker
 def test_character_that_is_written_in_halves_is_whole(pool: WorkerPool, screen: Recorder) -> None:
     pool.run_cell("import os, sys\nfor part in (b'\\xc3', b'\\xa9\\n'):\n    _ = os.write(1, part); sys.stdout.flush()", ranks=0)
     assert screen.of(0) == ["é"]
+
+
+def test_streams_stay_open_whatever_a_cell_closes(pool: WorkerPool, screen: Recorder) -> None:
+    pool.run_cell("import sys\nprint('last', end='')\nsys.stdout.close()\nsys.stderr.close()", ranks=0)
+    pool.run_cell("print('after', file=sys.stderr)\nprint('after')", ranks=0)
+    assert screen.of(0) == ["last", "after", "after"]
+
+
+def test_redirected_text_is_not_shown_and_the_rest_is(pool: WorkerPool, screen: Recorder) -> None:
+    pool.run_cell(
+        "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as held:\n    print('hidden')\nprint('shown')",
+        ranks=0,
+    )
+    assert screen.of(0) == ["shown"]
+    assert pool.pull("held.getvalue()", ranks=0)[0] == "hidden\n"
 
 
 def test_text_before_an_error_is_shown(pool: WorkerPool, screen: Recorder) -> None:
@@ -320,13 +345,23 @@ def test_figure_of_a_function_is_shown(pool: WorkerPool, screen: Recorder) -> No
 # ---- death -----------------------------------------------------------------------------------------------------------
 
 
-def test_last_words_of_a_rank_that_dies_are_shown_and_in_the_error(screen: Recorder, pool: WorkerPool) -> None:
+def test_rank_that_dies_gives_its_last_words_and_then_one_failure(
+    pool: WorkerPool, screen: Recorder, heard: Callable[[], dict[int, list[str]]]
+) -> None:
     with pytest.raises(WorkerDiedError, match="rank 1") as caught:
         pool.run_cell("import os\nif rank == 1:\n    print('my last words')\n    os._exit(7)")
     assert screen.of(1) == ["my last words"]
+    assert heard() == {0: ["Result"], 1: ["Output", "Failed"]}
     (failure,) = [failure for failure in caught.value.failures if failure.kind == "died"]
     assert (failure.rank, failure.exitcode) == (1, 7)
     assert "my last words" in failure.last_output
     assert "pool.restart()" in str(caught.value)
     pool.restart()
+    assert pool.run(lambda: 1).same() == 1
+
+
+def test_rank_that_closes_its_output_for_good_lives_on(pool: WorkerPool, screen: Recorder) -> None:
+    pool.run_cell("import os\nos.close(1)", ranks=0)
+    with pytest.raises(RankFailedError, match="Bad file descriptor"):
+        pool.run_cell("print('nowhere')", ranks=0)
     assert pool.run(lambda: 1).same() == 1
