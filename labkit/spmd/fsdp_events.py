@@ -92,7 +92,8 @@ def whole_bytes(group: Group) -> int:
 def shard_bytes(group: Group) -> int:
     """Bytes of the group's parameters that this rank keeps between two steps."""
     if isinstance(group, _Handle):
-        local = group.flat_param._local_shard if group.uses_sharded_strategy else group.flat_param
+        # Before the first forward the parameter is its own shard.
+        local = getattr(group.flat_param, "_local_shard", group.flat_param)
         return int(local.numel() * local.element_size())
     locals_ = [param.sharded_param.to_local() for param in group.fsdp_params]
     return sum(local.numel() * local.element_size() for local in locals_)
@@ -101,13 +102,14 @@ def shard_bytes(group: Group) -> int:
 def kept_bytes(group: Group) -> int:
     """Bytes of unsharded parameters that the group holds now, beyond its shard."""
     if isinstance(group, _Handle):
-        # A replicated handle is its own shard: it is always whole and never counts.
-        return 0 if not group.uses_sharded_strategy or group.needs_unshard() else whole_bytes(group)
-    if group.is_sharded:
-        return 0 if group._all_gather_result is None else whole_bytes(group)
+        # A replicated handle is its own shard: it is always whole and never counts. Before the first forward there is no buffer.
+        ready = group.uses_sharded_strategy and hasattr(group.flat_param, "_full_param_padded")
+        return whole_bytes(group) if ready and not group.needs_unshard() else 0
+    if group.is_unsharded or group._all_gather_result is not None:
+        return whole_bytes(group)
     if group.is_sharded_post_forward:
         return int(whole_bytes(group) // group.post_forward_mesh_info.shard_mesh_size)
-    return whole_bytes(group)
+    return 0
 
 
 @contextmanager

@@ -1,0 +1,157 @@
+"""Exercise 2 of notebook 04: how many all-gathers and reduce-scatters a step costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any, NoReturn
+
+from labkit.course.checks import Pool, hint_for, refuse
+from labkit.course.lab04.steps import StepCase, recorded_step
+from labkit.errors import ExerciseError
+
+Counts = tuple[int, int]
+Formula = Callable[[int, int, bool, bool, bool], Counts]
+Rule = Callable[[StepCase, Counts], Counts]
+
+
+def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 180.0) -> str:
+    """Exercise 2: ``collectives(num_blocks, num_micro, reshard, sync_each, keep)`` gives the two counts of one step.
+
+    Args:
+        pool: The pool.
+        collectives: Returns the number of all-gathers and the number of reduce-scatters.
+        timeout_s: Seconds after which the counting counts as hung.
+
+    Returns:
+        A line with the number of steps that were counted.
+
+    Raises:
+        ExerciseError: A count differs; the message shows the case and by how much.
+
+    Ranks: controller. With one rank the runtime calls no collective: gathers are then counted as unshards, and reductions as
+    backward passes of blocks that reduce. Blocks for ``timeout_s`` and a few seconds at most.
+    """
+    cases = [StepCase(3, True), StepCase(3, True, num_micro=2, sync_each=False), StepCase(3, True, num_micro=2, keep=True)]
+    switches = product((1, 2), (1, 3), (True, False), (True, False), (False, True))
+    cases += [StepCase(n, reshard, True, micro, sync, keep) for n, micro, reshard, sync, keep in switches]
+    counted = pool.run(_counts, cases, timeout_s=timeout_s).same()
+    for case, truth in zip(cases, counted, strict=True):
+        answer = _as_counts(collectives(case.num_blocks, case.num_micro, case.reshard, case.sync_each, case.keep))
+        if answer != truth:
+            _refuse_counts(case, answer, truth, collectives, list(zip(cases, counted, strict=True)))
+    gathers, reductions = (sum(column) for column in zip(*counted, strict=True))
+    return f"Solved: {len(cases)} kinds of steps, {gathers} all-gathers and {reductions} reduce-scatters counted, all as predicted."
+
+
+def _counts(cases: list[StepCase]) -> list[Counts]:
+    return [_count(case) for case in cases]
+
+
+def _count(case: StepCase) -> Counts:
+    import torch.distributed as dist
+
+    from labkit.spmd.events import UNSHARD
+
+    trace = recorded_step(case)
+    if dist.get_world_size() > 1:
+        counts = trace.counts()
+        return counts.get("all_gather", 0), counts.get("reduce_scatter", 0)
+    reducing = case.num_micro if case.sync_each else 1
+    return trace.calls(UNSHARD)[1], reducing * len(trace.blocks)
+
+
+def _as_counts(answer: Any) -> Counts:
+    try:
+        gathers, reductions = answer
+        return int(gathers), int(reductions)
+    except (TypeError, ValueError):
+        raise ExerciseError(
+            f"collectives returned {answer!r}. It has to return two numbers: all-gathers, reduce-scatters."
+        ) from None
+
+
+def _refuse_counts(
+    case: StepCase, answer: Counts, truth: Counts, collectives: Formula, known: list[tuple[StepCase, Counts]]
+) -> NoReturn:
+    setting = (
+        f"{case.num_blocks} blocks, {case.num_micro} micro-batches, reshard={case.reshard}, sync_each={case.sync_each}, "
+        f"keep={case.keep}"
+    )
+    names = ("all-gathers", "reduce-scatters")
+    off = [
+        f"{abs(said - right)} {name} too {'many' if said > right else 'few'}"
+        for said, right, name in zip(answer, truth, names, strict=True)
+        if said != right
+    ]
+
+    refuse(
+        f"{setting}: you predict {answer[0]}/{answer[1]}, {' and '.join(off)}.",
+        f"{truth[0]}/{truth[1]}.",
+        hint_for(known, [(partial(_follow, collectives, rule), hint) for rule, hint in _WRONG_RULES])
+        or _hint_for_case(case, answer, truth),
+    )
+
+
+def _follow(collectives: Formula, rule: Rule, known: list[tuple[StepCase, Counts]]) -> bool:
+    """Whether the answers are those of a wrong rule in every case; one case alone fits several rules."""
+    return all(
+        _as_counts(collectives(case.num_blocks, case.num_micro, case.reshard, case.sync_each, case.keep)) == rule(case, truth)
+        for case, truth in known
+    )
+
+
+def _hint_for_case(case: StepCase, answer: Counts, truth: Counts) -> str:
+    if answer[1] != truth[1]:
+        return "A reduce-scatter belongs to each group, the root's included, in each backward that reduces."
+    if case.keep and case.num_micro > 1:
+        return "What stays whole after a backward is not gathered in the next forward. What forward frees, backward gathers again."
+    return "Count the bars in the picture: every bar begins with an all-gather. How many in forward, how many in backward?"
+
+
+def _no_root(case: StepCase, truth: Counts) -> Counts:
+    gathers = truth[0] - (1 if case.keep else case.num_micro)
+    return gathers, truth[1] // (case.num_blocks + 1) * case.num_blocks
+
+
+def _root_regathered(case: StepCase, truth: Counts) -> Counts:
+    return truth[0] + (case.num_micro if case.reshard else 0), truth[1]
+
+
+def _sync_ignored(case: StepCase, truth: Counts) -> Counts:
+    return truth[0], (case.num_blocks + 1) * case.num_micro
+
+
+def _keep_ignored(case: StepCase, truth: Counts) -> Counts:
+    per_micro = 1 + case.num_blocks * (2 if case.reshard else 1)
+    return per_micro * case.num_micro, truth[1]
+
+
+def _keep_is_all(case: StepCase, truth: Counts) -> Counts:
+    per_micro = 1 + case.num_blocks * (2 if case.reshard else 1)
+    return (per_micro if case.keep else per_micro * case.num_micro), truth[1]
+
+
+def _one_micro_batch(case: StepCase, truth: Counts) -> Counts:
+    return 1 + case.num_blocks * (2 if case.reshard else 1), case.num_blocks + 1
+
+
+def _no_sync_saves_gathers(case: StepCase, truth: Counts) -> Counts:
+    per_micro = 1 + case.num_blocks * (2 if case.reshard else 1)
+    return (truth[0] if case.sync_each else per_micro), truth[1]
+
+
+_WRONG_RULES: tuple[tuple[Rule, str], ...] = (
+    (_no_root, "The root is a group too: it is gathered once per forward and reduced once."),
+    (_root_regathered, "The root stays whole after forward, so backward does not gather it again."),
+    (_sync_ignored, "With sync_each=False only the last micro-batch reduces its gradients."),
+    (_keep_ignored, "With keep=True the parameters are still whole when the next forward begins: it has nothing to gather."),
+    (
+        _keep_is_all,
+        "keep=True spares the gathers of the next *forward* only. With reshard=True that forward frees the blocks as it goes, and "
+        "its backward gathers them again.",
+    ),
+    (_one_micro_batch, "Every micro-batch runs forward and backward, and each of them needs whole parameters."),
+    (_no_sync_saves_gathers, "Not reducing gradients spares reduce-scatters. The parameters are gathered as before."),
+)

@@ -1,0 +1,128 @@
+"""Exercise 5 of notebook 04: an evaluation in which some ranks have more batches than others."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
+from labkit.course.lab04.steps import sharded_model
+from labkit.errors import RunTimeoutError
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What one rank saw.
+
+    Attributes:
+        result: What the learner's function returned.
+        losses: The true loss of each of this rank's batches, by a model that is not sharded.
+        filler_loss: That of the filler.
+    """
+
+    result: Any
+    losses: list[float]
+    filler_loss: float
+
+
+def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
+    """Exercise 5: ``eval_loss(model, batches, filler)`` gives the mean loss over all batches of all ranks, on every rank.
+
+    Rank 0 has the most batches, the last rank has one.
+
+    Args:
+        pool: The pool; ``eval_loss`` is defined on its ranks.
+        timeout_s: Seconds after which the call counts as hung.
+
+    Returns:
+        A line with the measured loss.
+
+    Raises:
+        ExerciseError: The call hangs, or a rank gets another value; the message says by how much.
+
+    Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
+    """
+    require_on_ranks(pool, "eval_loss")
+    hang = ""
+    try:
+        seen = pool.run(_evaluate, timeout_s=timeout_s)
+    except RunTimeoutError as error:
+        hang = str(error)
+    if hang:
+        refuse(
+            f"eval_loss hangs: {hang}",
+            "it comes back on every rank.",
+            "A forward of a sharded model is a collective call. A rank that has no batch left has to take part until all are done.",
+        )
+    losses = [loss for found in seen.values() for loss in found.losses]
+    target = math.fsum(losses) / len(losses)
+    for rank, found in seen.items():
+        if not _is_close(found.result, target):
+            wrong = found.result
+            distance = f", {abs(wrong - target):.4g} off" if isinstance(wrong, int | float) else ""
+            refuse(f"eval_loss returned {wrong!r} on rank {rank}{distance}.", f"{target:.6g} on every rank.", _hint(wrong, seen))
+    counts = ", ".join(str(len(found.losses)) for found in seen.values())
+    return f"Solved: every rank got {target:.6g}, the mean over {len(losses)} batches ({counts} by rank), and nobody waits."
+
+
+def _hint(wrong: Any, seen: Any) -> str:
+    ranks = [found.losses for found in seen.values()]
+    filler, most, fewest = seen[0].filler_loss, max(map(len, ranks)), min(map(len, ranks))
+    padded = [loss for losses in ranks for loss in [*losses, *[filler] * (most - len(losses))]]
+    repeated = [loss for losses in ranks for loss in [*losses, *[losses[-1]] * (most - len(losses))]]
+    cut = [loss for losses in ranks for loss in losses[:fewest]]
+    means = [math.fsum(losses) / len(losses) for losses in ranks]
+    everything = math.fsum(loss for losses in ranks for loss in losses)
+    return hint_for(
+        wrong,
+        [
+            (lambda x: not isinstance(x, int | float), "Return a number, for example with .item()."),
+            (
+                lambda x: _is_close(x, _mean(padded)) or _is_close(x, _mean(repeated)),
+                "A batch that only fills up must not be counted.",
+            ),
+            (
+                lambda x: _is_close(x, _mean(cut)),
+                f"You stop after {fewest} for every rank. The other batches are part of the data.",
+            ),
+            (
+                lambda x: _is_close(x, _mean(means)),
+                "This is the mean of the ranks' means. A rank with more batches counts for more.",
+            ),
+            (
+                lambda x: any(_is_close(x, mean) for mean in means),
+                "This is the mean of one rank. Add up losses and counts over all.",
+            ),
+            (lambda x: _is_close(x, everything), "This is the sum. How many batches are there over all ranks?"),
+        ],
+        "Add up the losses of real batches and their number, over all ranks, and divide.",
+    )
+
+
+def _mean(losses: list[float]) -> float:
+    return math.fsum(losses) / len(losses)
+
+
+def _is_close(value: Any, target: float) -> bool:
+    return isinstance(value, int | float) and math.isclose(value, target, rel_tol=1e-5)
+
+
+def _evaluate() -> Evaluated:
+    import torch
+    import torch.distributed as dist
+
+    from labkit.spmd import BatchSampler, ModelConfig, build_model, next_token_loss
+
+    rank, world_size, device = dist.get_rank(), dist.get_world_size(), from_cell("device")
+    rows = BatchSampler(batch_size=2 * world_size, seq_len=8, seed=7, rank=rank, world_size=world_size, device=device)
+    batches = [next(rows) for _ in range(world_size - rank)]
+    filler = torch.zeros_like(batches[0])
+    model = sharded_model(2, reshard=True)
+    config = ModelConfig(dim=16, num_layers=2, num_heads=2, hidden_dim=24, max_seq_len=16)
+    whole = build_model(config, device=device)
+    with torch.no_grad():
+        losses = [next_token_loss(whole, batch).item() for batch in batches]
+        filler_loss = next_token_loss(whole, filler).item()
+    result = from_cell("eval_loss")(model, batches, filler)
+    return Evaluated(result.item() if isinstance(result, torch.Tensor) and result.numel() == 1 else result, losses, filler_loss)
