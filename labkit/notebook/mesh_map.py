@@ -248,7 +248,7 @@ _Lines = Sequence[tuple[str, Mapping[str, Sequence[Box]]]]
 
 
 def _block_rows(lines: _Lines, tensors: Mapping[str, Mapping[int, ShardRecord]]) -> list[tuple[str, ...]]:
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for what, by_name in lines:
         for name, boxes in by_name.items():
             placements = ", ".join(next(iter(tensors[name].values())).placements) or "plain"

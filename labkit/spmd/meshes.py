@@ -160,8 +160,8 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state:
         **options: Further arguments of ``set_optimizer_state_dict``.
 
     Raises:
-        MeshError: The model is FSDP1 over TP. FSDP1 gathers each moment whole and keeps the leading elements of the *whole*
-            tensor where it should keep those of its TP shard, so row-parallel weights get moments of other elements.
+        MeshError: The model is FSDP1 over TP. FSDP1 gathers each moment whole, and every rank keeps the leading elements of
+            the *whole* tensor where it should keep those of its TP shard: TP weights get the moments of other elements.
 
     Ranks: collective.
     Blocks: as long as ``set_optimizer_state_dict``.
@@ -170,8 +170,8 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state:
 
     if units := fsdp1_over_tp(model):
         raise MeshError(
-            f"{len(units)} FSDP1 unit{'s' if len(units) > 1 else ''} of this model shard tensor-parallel parameters. Setting the "
-            "optimizer state there gives row-parallel weights the moments of other elements, without an error. The state that "
+            f"{len(units)} FSDP1 unit{'s' if len(units) > 1 else ''} of this model hold tensor-parallel parameters. Setting the "
+            "optimizer state there gives split weights the moments of other elements, without an error. The state that "
             "get_optimizer_state_dict saved is right: load it into the same model under fully_shard."
         )
     set_optimizer_state_dict(model, optimizer, state, **options)

@@ -1,0 +1,383 @@
+"""Notebook 05's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import labkit
+from labkit.course import lab05
+from labkit.errors import ExerciseError
+from labkit.spmd.layouts import Split
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "05_2d_state_dicts.ipynb"
+IMPORTS = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+"""
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
+    with labkit.WorkerPool(request.param, device="cpu") as pool:
+        pool.run_cell(IMPORTS)
+        yield pool
+
+
+on_four = pytest.mark.parametrize("pool", [4], indirect=True)
+on_two_and_four = pytest.mark.parametrize("pool", [2, 4], indirect=True)
+
+
+def exercise(name: str) -> str:
+    """The notebook's exercise cell that defines ``name``, without its magic."""
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
+    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
+    return re.sub(r"\A%%spmd.*\n", "", cell)
+
+
+def defined_by(source: str, name: str) -> Any:
+    namespace: dict[str, Any] = {"torch": torch, "ColwiseParallel": ColwiseParallel}
+    exec(source, namespace)
+    return namespace[name]
+
+
+# Exercise 1 ----------------------------------------------------------------------------------------------------------
+
+Grid = Sequence[Sequence[int]]
+Owner = Callable[[int, int, tuple[int, int], Grid, Sequence[Split]], set[int]]
+
+
+def test_the_notebook_s_owner_passes_and_real_tensors_are_among_the_answers(pool: labkit.WorkerPool) -> None:
+    line = lab05.check_owner(pool, defined_by(exercise("owner"), "owner"))
+    assert line.startswith("Solved: ")
+    num_real = 9 * 35 + (24 + 18 if pool.world_size % 2 == 0 else 0)
+    assert f"{num_real} of them are for real DTensors" in line
+
+
+def solve(
+    row: int,
+    col: int,
+    shape: tuple[int, int],
+    mesh: Grid,
+    splits: Sequence[Split],
+    *,
+    order: Callable[[Sequence[Split]], Sequence[int]] = lambda splits: sorted((0, 1), key=lambda axis: splits[axis].strided),
+    up: bool = True,
+    shrink: bool = True,
+) -> list[list[int]]:
+    """Places on both axes by a right or wrong rule, written unlike the notebook's solution."""
+    index, left, num = [row, col], list(shape), (len(mesh), len(mesh[0]))
+    places = [list(range(num[0])), list(range(num[1]))]
+    for axis in order(splits):
+        dim = splits[axis].dim
+        if dim is None:
+            continue
+        size = -(-left[dim] // num[axis]) if up else max(left[dim] // num[axis], 1)
+        at = min(index[dim] // size, num[axis] - 1)
+        places[axis] = [at]
+        index[dim] -= at * size
+        if shrink:
+            left[dim] = min(size, left[dim] - at * size)
+    return places
+
+
+def ranks_at(mesh: Grid, places: list[list[int]]) -> set[int]:
+    return {mesh[i][j] for i in places[0] for j in places[1]}
+
+
+def left_to_right(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    return ranks_at(mesh, solve(row, col, shape, mesh, splits, order=lambda splits: (0, 1)))
+
+
+def rounded_down(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    return ranks_at(mesh, solve(row, col, shape, mesh, splits, up=False))
+
+
+def one_copy(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    places = solve(row, col, shape, mesh, splits)
+    return {mesh[places[0][0]][places[1][0]]}
+
+
+def swapped_axes(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    places = solve(row, col, shape, mesh, splits)
+    flat = [rank for line in mesh for rank in line]
+    return {flat[j * len(mesh) + i] for i in places[0] for j in places[1]}
+
+
+def whole_size_twice(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    return ranks_at(mesh, solve(row, col, shape, mesh, splits, shrink=False))
+
+
+def always_tp_first(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    return ranks_at(mesh, solve(row, col, shape, mesh, splits, order=lambda splits: (1, 0)))
+
+
+@on_four
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (left_to_right, "A strided axis comes last"),
+        (rounded_down, "Pieces are rounded up"),
+        (one_copy, "every place on it holds the element"),
+        (swapped_axes, "mesh[i][j] is place i on the first axis"),
+        (whole_size_twice, "index within that slice"),
+        (always_tp_first, "Take one axis after the other"),
+    ],
+)
+def test_wrong_owners_are_refused_with_the_layout_and_a_hint(pool: labkit.WorkerPool, wrong: Owner, hint: str) -> None:
+    with pytest.raises(ExerciseError, match="answers are wrong") as caught:
+        lab05.check_owner(pool, wrong)
+    assert hint in str(caught.value)
+    assert "Target: " in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+@pytest.mark.parametrize("wrong", [left_to_right, rounded_down, one_copy, swapped_axes, whole_size_twice])
+def test_one_rank_is_enough_to_find_a_wrong_owner_out(pool: labkit.WorkerPool, wrong: Owner) -> None:
+    with pytest.raises(ExerciseError):
+        lab05.check_owner(pool, wrong)
+
+
+@on_four
+def test_an_answer_that_is_no_set_is_explained(pool: labkit.WorkerPool) -> None:
+    with pytest.raises(ExerciseError, match="It has to return a set of ranks"):
+        lab05.check_owner(pool, lambda *_: 0)  # type: ignore[arg-type,return-value]
+
+
+# Exercise 2 ----------------------------------------------------------------------------------------------------------
+
+
+def lint_with(
+    match: Callable[[str, str], bool], *, first_only: bool = False, by_rows: Callable[[Any], bool] | None = None, sizes: bool = True
+) -> Callable[..., set[str]]:
+    def lint(plan: dict[str, Any], model: torch.nn.Module, tp_size: int) -> set[str]:
+        bad = set()
+        for key, style in plan.items():
+            found = [module for name, module in model.named_modules() if match(name, key)]
+            if not found:
+                bad.add(key)
+                continue
+            rows = by_rows(style) if by_rows else isinstance(style, ColwiseParallel)
+            for module in found[:1] if first_only else found:
+                weight = getattr(module, "weight", None)
+                if sizes and weight is not None and weight.shape[0 if rows else 1] % tp_size:
+                    bad.add(key)
+        return bad
+
+    return lint
+
+
+def by_level(name: str, key: str) -> bool:
+    parts, patterns = name.split("."), key.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def test_the_notebook_s_linter_passes() -> None:
+    line = lab05.check_plan_linter(defined_by(exercise("lint"), "lint"))
+    assert line == "Solved: 8 plans judged rightly, 6 of them bad."
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case", "hint"),
+    [
+        (lint_with(lambda name, key: name == key), "the course's plan", "Is a pattern such as layers.* understood?"),
+        (lint_with(fnmatchcase), "skips a level", "a star stands for one name between dots"),
+        (lint_with(lambda name, key: key.split(".")[-1] in name), "the course's plan|skips a level|too early", ""),
+        (lint_with(by_level, sizes=False), "hidden size 90", "Column-parallel cuts the rows"),
+        (lint_with(by_level, by_rows=lambda style: True), "hidden size 90|more columns than rows", "row-parallel"),
+        (lint_with(by_level, by_rows=lambda style: not isinstance(style, ColwiseParallel)), "hidden size 90", "row-parallel"),
+        (lint_with(by_level, first_only=True), "one odd layer", "A pattern matches several modules"),
+        (lambda plan, model, tp_size: set(), "a typo", "A key that names no module"),
+    ],
+    ids=["exact_names", "star_over_dots", "last_part", "no_sizes", "always_rows", "styles_swapped", "first_match", "nothing"],
+)
+def test_wrong_linters_are_refused_with_the_plan_and_a_hint(wrong: Callable[..., set[str]], case: str, hint: str) -> None:
+    with pytest.raises(ExerciseError, match=case) as caught:
+        lab05.check_plan_linter(wrong)
+    assert hint in str(caught.value)
+
+
+def test_a_linter_that_returns_a_flag_is_explained() -> None:
+    with pytest.raises(ExerciseError, match="It has to return a set of keys"):
+        lab05.check_plan_linter(lambda plan, model, tp_size: True)  # type: ignore[arg-type,return-value]
+
+
+# Exercise 3 ----------------------------------------------------------------------------------------------------------
+
+
+def pieces_of(folder: Path, name: str) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    found = []
+    for index, place in metadata.storage_data.items():
+        if index.fqn == name:
+            data = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
+            found.append((tuple(index.offset), torch.load(io.BytesIO(data))))
+    return found
+
+
+def whole_of(folder: Path, name: str, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    entry: Any = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[name]
+    return torch.zeros(entry.size, dtype=dtype or entry.properties.dtype)
+
+
+def in_rank_order(folder: Path, name: str) -> torch.Tensor:
+    def rank_of(place: Any) -> int:
+        return int(re.findall(r"\d+", place)[0])
+
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    places = sorted(
+        ((place.relative_path, place.offset, place.length) for index, place in metadata.storage_data.items() if index.fqn == name),
+        key=lambda place: rank_of(place[0]),
+    )
+    pieces = [torch.load(io.BytesIO((folder / path).read_bytes()[start : start + size])) for path, start, size in places]
+    return torch.cat(pieces).reshape(whole_of(folder, name).shape)
+
+
+def rows_only(folder: Path, name: str) -> torch.Tensor:
+    whole = whole_of(folder, name)
+    for offset, piece in pieces_of(folder, name):
+        target = whole[offset[0] : offset[0] + piece.shape[0]]
+        (target[..., : piece.shape[-1]] if piece.dim() == 2 else target).copy_(piece)
+    return whole
+
+
+def stacked_by_offset(folder: Path, name: str) -> torch.Tensor:
+    return torch.cat([piece for _, piece in sorted(pieces_of(folder, name), key=lambda one: one[0])])
+
+
+def always_float32(folder: Path, name: str) -> torch.Tensor:
+    whole = whole_of(folder, name, dtype=torch.float32)
+    for offset, piece in pieces_of(folder, name):
+        whole[tuple(slice(start, start + size) for start, size in zip(offset, piece.shape, strict=True))] = piece
+    return whole
+
+
+def first_file_only(folder: Path, name: str) -> torch.Tensor:
+    whole = whole_of(folder, name)
+    offset, piece = min(pieces_of(folder, name), key=lambda one: one[0])
+    whole[tuple(slice(start, start + size) for start, size in zip(offset, piece.shape, strict=True))] = piece
+    return whole
+
+
+def test_the_notebook_s_rebuild_passes(pool: labkit.WorkerPool) -> None:
+    line = lab05.check_rebuild(pool, defined_by(exercise("rebuild"), "rebuild"))
+    assert line.startswith("Solved: 6 tensors rebuilt from ")
+
+
+@on_four
+@pytest.mark.parametrize(
+    ("wrong", "said", "hint"),
+    [
+        (in_rank_order, "elements are wrong", "A piece belongs where index.offset says"),
+        (rows_only, "elements are wrong", "Some elements are zero"),
+        (stacked_by_offset, "has the shape", "index.offset has one number per dim"),
+        (always_float32, "torch.float32", "properties.dtype says what was saved"),
+        (first_file_only, "elements are wrong", "pieces were left out"),
+    ],
+)
+def test_wrong_rebuilds_are_refused_with_a_hint(
+    pool: labkit.WorkerPool, wrong: Callable[[Path, str], torch.Tensor], said: str, hint: str
+) -> None:
+    with pytest.raises(ExerciseError, match=said) as caught:
+        lab05.check_rebuild(pool, wrong)
+    assert hint in str(caught.value)
+
+
+# Exercise 4 ----------------------------------------------------------------------------------------------------------
+
+BY_HAND = """
+def grad_norm(model):
+    total = 0.0
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if grad is not None:
+            square = grad.to_local().square().sum()
+            for axis, placement in enumerate(grad.placements):
+                if not isinstance(placement, Replicate):
+                    dist.all_reduce(square, group=grad.device_mesh.get_group(axis))
+            total = total + square
+    return total.sqrt()
+"""
+ONE_RESULT = """
+def grad_norm(model):
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    {body}
+"""
+LOCAL = "return nn.utils.get_total_norm([grad.to_local() for grad in grads])"
+COPIES = "total = sum(grad.to_local().square().sum() for grad in grads); dist.all_reduce(total); return total.sqrt()"
+SUM_OF_NORMS = "return sum(grad.norm().full_tensor() for grad in grads)"
+NO_ROOT = "return sum(grad.norm().full_tensor() ** 2 for grad in grads)"
+GATHERED = "return nn.utils.get_total_norm([grad.full_tensor() for grad in grads])"
+OWN_MESH = """total = 0.0
+    for grad in grads:
+        square = grad.to_local().square().sum()
+        for axis in range(grad.device_mesh.ndim):
+            dist.all_reduce(square, group=grad.device_mesh.get_group(axis))
+        total = total + square
+    return total.sqrt()"""
+DP_ONLY = """total = 0.0
+    for grad in grads:
+        square = grad.to_local().square().sum()
+        dist.all_reduce(square, group=grad.device_mesh.get_group(0))
+        total = total + square
+    return total.sqrt()"""
+
+
+def test_the_notebook_s_grad_norm_passes(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(exercise("grad_norm"))
+    assert lab05.check_grad_norm(pool).startswith("Solved: ")
+
+
+def test_a_norm_added_up_by_hand_passes(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(BY_HAND)
+    assert lab05.check_grad_norm(pool).startswith("Solved: ")
+
+
+@on_two_and_four
+@pytest.mark.parametrize(
+    ("body", "said", "hint"),
+    [
+        (LOCAL, "has the norm", "The others have to hear of it"),
+        (COPIES, "has the norm", "you count each copy"),
+        (SUM_OF_NORMS, "has the norm", "Norms do not add up"),
+        (NO_ROOT, "has the norm", "the root is missing"),
+        (GATHERED, "elements per parameter", "You gather gradients"),
+    ],
+    ids=["local", "copies", "sum_of_norms", "no_root", "gathered"],
+)
+def test_wrong_norms_are_refused_with_a_hint(pool: labkit.WorkerPool, body: str, said: str, hint: str) -> None:
+    pool.run_cell(ONE_RESULT.format(body=body))
+    with pytest.raises(ExerciseError, match=said) as caught:
+        lab05.check_grad_norm(pool)
+    assert hint in str(caught.value)
+
+
+@on_four
+@pytest.mark.parametrize(
+    ("body", "hint"), [(OWN_MESH, "along the axes where it is copied"), (DP_ONLY, "on the other axis")], ids=["own_mesh", "dp_only"]
+)
+def test_sums_over_the_wrong_axes_are_refused_with_a_hint(pool: labkit.WorkerPool, body: str, hint: str) -> None:
+    pool.run_cell(ONE_RESULT.format(body=body))
+    with pytest.raises(ExerciseError, match="has the norm") as caught:
+        lab05.check_grad_norm(pool)
+    assert hint in str(caught.value)
+
+
+def test_a_missing_grad_norm_is_said() -> None:
+    with (
+        labkit.WorkerPool(1, device="cpu", replace=True) as pool,
+        pytest.raises(ExerciseError, match="there is no grad_norm on rank 0 yet"),
+    ):
+        lab05.check_grad_norm(pool)
