@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Protocol
 
 from labkit.controller.diagnosis import Diagnosis, judge
-from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
+from labkit.wire.messages import Collective, Inspect, Inspection, RankReport, ToControl
 
 # A cell that lasts this long is looked at once a second; two looks in a row that find a hang show it.
 FIRST_LOOK_S = 2.0
@@ -58,7 +58,7 @@ class Watch:
         self._previous_at = 0.0
         self._reports: dict[int, RankReport] = {}
         self._next_look = FIRST_LOOK_S
-        self._suspected = False
+        self._suspected: dict[int, Collective | None] | None = None
         self._shown = ""
         self._ended_then: tuple[set[int], set[int]] = (set(), set())
         self.latest: Diagnosis | None = None
@@ -127,10 +127,11 @@ class Watch:
         for waiting in self._waiting:
             waiting.set_result(diagnosis)
         self._waiting.clear()
+        waiting_in = {state.rank: state.collective for state in diagnosis.states if state.state == "waiting"}
         if not diagnosis.hangs:
-            self._suspected = False
-        elif not self._suspected:
-            self._suspected = True
+            self._suspected = None
+        elif self._suspected != waiting_in:
+            self._suspected = waiting_in  # a rank that is in another collective at the next look makes progress
         elif diagnosis.verdict != self._shown:
             self._shown = diagnosis.verdict
             self._on_hang(diagnosis)

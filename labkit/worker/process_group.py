@@ -142,13 +142,15 @@ class ProcessGroups:
         self._gloo_sockets = cut.peer_sockets() - others
 
     def _first_collective(self) -> None:
-        """Connect everything now: gloo's pairs and NCCL's communicator are otherwise made by the first user."""
+        """Connect everything now: gloo's pairs and NCCL's communicator are otherwise made by the first user.
+
+        The device first: a rank that joins makes its communicator while it forms its group, and waits in there.
+        """
         ones = torch.ones(1)
-        dist.all_reduce(ones)
         if self.device.type == "cuda":
-            on_device = ones.to(self.device)
-            dist.all_reduce(on_device)
+            dist.all_reduce(ones.to(self.device))
             torch.cuda.synchronize()
+        dist.all_reduce(ones)
 
 
 def _order(group: Any) -> tuple[bool, str]:

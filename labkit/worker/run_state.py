@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
+import sys
 import threading
 import time
 from types import FrameType
 
+from labkit.worker import cut
+
 # An optimizer's step is let finish, since half a step cannot be undone. The controller repeats its signal every 0.25 s,
 # so an interrupt is delivered within this time and one repetition, and the cell ends within 2 s all the same.
 HOLD_S = 1.5
+
+
+def interrupt_borrowed_threads(main: int) -> None:
+    """Raise KeyboardInterrupt in the threads of native code that run Python right now.
+
+    On a GPU autograd runs backward, and the hooks in it, in a thread of its own, while the main thread waits in native
+    code and hears no signal until that thread is done.
+
+    Args:
+        main: The main thread, which gets a signal instead.
+    """
+    own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    for ident in set(sys._current_frames()) - own - {main}:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
 
 
 class RunState:
@@ -35,6 +53,7 @@ class RunState:
         """The main thread takes up a run."""
         self.interrupt_requested = False
         self._holds, self._held_since = 0, None
+        cut.hurry_data_loaders(False)
         self.started = time.monotonic()
         self.run_id = run_id
 
@@ -72,8 +91,11 @@ class RunState:
         if self.run_id != run_id:
             return
         self.interrupt_requested = True
+        cut.hurry_data_loaders(True)
         # A signal and not PyThreadState_SetAsyncExc: it also ends sleeps and system calls.
         signal.pthread_kill(self._main, signal.SIGINT)
+        if self._in_user_code and not self._holds:
+            interrupt_borrowed_threads(self._main)
 
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         if not self._in_user_code:
