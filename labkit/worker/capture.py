@@ -149,17 +149,22 @@ class _CStdout:
 
 
 class _Stream(io.TextIOWrapper):
-    """sys.stdout or sys.stderr of a rank: line buffered text on a file descriptor."""
+    """sys.stdout or sys.stderr of a rank: text on a file descriptor.
+
+    Nothing waits in a buffer here: a dot that a loop prints shows at once, and what was written before a crash is in the pipe.
+    """
 
     def __init__(self, fd: int, capture: Capture) -> None:
         self._capture = capture
         buffer = io.BufferedWriter(io.FileIO(fd, "wb", closefd=False))
-        super().__init__(buffer, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+        super().__init__(buffer, encoding="utf-8", errors="backslashreplace")
 
     def write(self, text: str) -> int:
         if not self._capture.is_last(self):
             self._capture.switch(self)
-        return super().write(text)
+        count = super().write(text)
+        super().flush()
+        return count
 
     def isatty(self) -> bool:
         return False

@@ -48,6 +48,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class _Child:
     pid: int
     rank: int
+    store: str
     read_fds: tuple[int, int]
 
 
@@ -110,7 +111,7 @@ class Server:
         elif name == "directory":
             self.directories.add(args[0])
         elif name == "forget":
-            self.directories.discard(args[0])
+            self.forget(args[0])
         elif name == "count_gpus":
             token, environ = args
             self.connection.send(("counted", token, count_gpus(environ)))
@@ -126,8 +127,15 @@ class Server:
             self._become_worker(spec, read_fds, write_fds)
         for fd in write_fds:
             os.close(fd)
-        self.children[pid] = _Child(pid, spec.rank, read_fds)
+        self.children[pid] = _Child(pid, spec.rank, spec.group.store, read_fds)
         return pid
+
+    def forget(self, directory: str) -> None:
+        """A pool is closed. A worker that is left of it was asked for by a start that was broken off before its pid was known."""
+        self.directories.discard(directory)
+        for child in self.children.values():
+            if os.path.dirname(child.store) == directory:
+                _kill_group(child.pid)
 
     def _become_worker(self, spec: WorkerSpec, read_fds: tuple[int, int], write_fds: tuple[int, int]) -> None:
         """The child's side of the fork. Never returns."""
@@ -136,6 +144,7 @@ class Server:
             server = os.getppid()
             os.setsid()
             die_with_parent()
+            adopt_orphans()
             if os.getppid() != server:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -174,12 +183,14 @@ class Server:
             with contextlib.suppress(OSError):
                 code, peak = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024  # Linux counts KiB
                 self.connection.send(("exited", pid, child.rank, code, tails, peak))
-        self._reap_adopted()
+        self._end_adopted()
 
-    def _reap_adopted(self) -> None:
-        """Collect the grandchildren that this process, as their subreaper, has inherited."""
+    def _end_adopted(self) -> None:
+        """Kill and collect what dead workers have left. Living workers adopt their own orphans, so all others come from dead ones."""
         for pid in _child_pids():
             if pid not in self.children:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
 
@@ -214,6 +225,12 @@ def enter(spec: WorkerSpec) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.close(null)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what descends from this process and has lost its own parent, where the system offers it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def count_gpus(environ: dict[str, str]) -> int:
@@ -263,8 +280,7 @@ def main() -> None:
     connection = Connection(parser.parse_args().fd)
     # The notebook's interrupt goes to its whole process group, and the controller passes it on in its own way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    adopt_orphans()
     started = time.monotonic()
     try:
         with ending_with_controller(connection, lambda: None):
