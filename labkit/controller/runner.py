@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -91,9 +91,12 @@ class Runner:
                 run = Run(self._count, ranks)
                 message = Execute(run.run_id, ranks, kind, payload=packed.payload if packed is not None else None, **fields)
                 self._members.begin(run)
-                for rank in ranks:
-                    self._members.send_work(rank, message, packed.frames if packed is not None else ())
-                self._wait(run, timeout_s)
+
+                def send() -> None:
+                    for rank in ranks:
+                        self._members.send_work(rank, message, packed.frames if packed is not None else ())
+
+                self._wait(run, timeout_s, send)
                 self._mend(run)
         finally:
             if packed is not None:
@@ -101,7 +104,7 @@ class Runner:
         _raise_for(run, timeout_s)
         return run
 
-    def _wait(self, run: Run, timeout_s: float | None) -> None:
+    def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None]) -> None:
         screen: Screen = present_screen()
         output = RankOutput(screen, run.run_id, label=self._world_size > 1)
 
@@ -113,6 +116,7 @@ class Runner:
 
         self._waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
         try:
+            send()  # only now: an interrupt that follows the first sign of life must find whom to interrupt
             self._waiting.wait()
         finally:
             self._waiting = None
