@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 MAX_LANES = 8
 MAX_ROWS = 48
 
-_LEFT_IN = 1.02
+_LABEL_CHAR_IN = 0.083  # bold, 8 points
+_NAME_CHAR_IN = 0.062
 _RIGHT_IN = 0.1
 _ROW_IN = 0.15
 _LANE_GAP_IN = 0.1
@@ -60,13 +61,14 @@ def timeline(
         raise ValueError(
             f"{len(lanes)} lanes with {rows} rows cannot be read; choose up to {MAX_LANES} ranks, with {MAX_ROWS} blocks together."
         )
+    left_in = _left_in(lanes)
     lanes_in = rows * _ROW_IN + len(lanes) * _LANE_GAP_IN
     with figure(height_in=_HEAD_IN + lanes_in + _BYTES_IN + _FOOT_IN) as fig:
         fig.set_layout_engine("none")
         end = max(lane.end for lane in lanes)
-        _draw_lanes(_axes(fig, _BYTES_IN + _FOOT_IN, lanes_in, end), lanes, lanes_in)
-        _draw_bytes(_axes(fig, _FOOT_IN, _BYTES_IN - 0.08, end), lanes, by)
-        _draw_legend(fig, lanes)
+        _draw_lanes(_axes(fig, left_in, _BYTES_IN + _FOOT_IN, lanes_in, end), lanes, lanes_in, left_in)
+        _draw_bytes(_axes(fig, left_in, _FOOT_IN, _BYTES_IN - 0.08, end), lanes, by)
+        _draw_legend(fig, lanes, left_in)
         columns = ("lane", "block", "gathered in", "from", "whole from", "freed at", "bytes")
         unit = "ms" if by == "time" else "event"
         return Picture.from_figure(
@@ -78,9 +80,16 @@ def timeline(
         )
 
 
-def _axes(fig: Figure, bottom_in: float, height_in: float, end: float) -> Axes:
+def _left_in(lanes: Sequence[Lane]) -> float:
+    """Room for the longest label and the longest name of a row."""
+    label = max(len(lane.label) for lane in lanes) * _LABEL_CHAR_IN
+    name = max(len(name) for lane in lanes for name in lane.short_names or ("",)) * _NAME_CHAR_IN
+    return float(0.05 + label + 0.12 + name + 0.1)
+
+
+def _axes(fig: Figure, left_in: float, bottom_in: float, height_in: float, end: float) -> Axes:
     width, height = fig.get_size_inches()
-    box = (_LEFT_IN / width, bottom_in / height, (width - _LEFT_IN - _RIGHT_IN) / width, height_in / height)
+    box = (left_in / width, bottom_in / height, (width - left_in - _RIGHT_IN) / width, height_in / height)
     axes = fig.add_axes(box)
     axes.set_xlim(0, end)
     return axes
@@ -89,7 +98,7 @@ def _axes(fig: Figure, bottom_in: float, height_in: float, end: float) -> Axes:
 # Lanes ------------------------------------------------------------------------------------------------------------------
 
 
-def _draw_lanes(axes: Axes, lanes: Sequence[Lane], height_in: float) -> None:
+def _draw_lanes(axes: Axes, lanes: Sequence[Lane], height_in: float, left_in: float) -> None:
     axes.set_ylim(height_in, 0)  # inches from the top
     axes.axis("off")
     top = 0.0
@@ -98,11 +107,11 @@ def _draw_lanes(axes: Axes, lanes: Sequence[Lane], height_in: float) -> None:
         _draw_phases(axes, lane, top, with_names=number == 0)
         style = rank_style(lane.rank)
         height = len(lane.rows) * _ROW_IN
-        _text_at_left(axes, -0.97, top + height / 2, lane.label, weight="bold", fontsize=8, ha="left")
+        _text_at_left(axes, left_in, 0.05, top + height / 2, lane.label, weight="bold", fontsize=8, ha="left")
         for row, name in enumerate(lane.rows):
             middle = top + (row + 0.5) * _ROW_IN
             axes.plot([0, axes.get_xlim()[1]], [middle, middle], color=FAINT, lw=0.6, zorder=0)
-            _text_at_left(axes, -0.06, middle, lane.short_names[row], fontsize=6.5, ha="right", color=INK)
+            _text_at_left(axes, left_in, left_in - 0.07, middle, lane.short_names[row], fontsize=6.5, ha="right", color=INK)
             for period in lane.periods:
                 if period.block == name:
                     _draw_period(axes, period, middle, style)
@@ -112,10 +121,10 @@ def _draw_lanes(axes: Axes, lanes: Sequence[Lane], height_in: float) -> None:
         top += height
 
 
-def _text_at_left(axes: Axes, x_in: float, y: float, text: str, **how: object) -> None:
-    width_in = WIDTH_IN - _LEFT_IN - _RIGHT_IN
-    left, right = axes.get_xlim()
-    axes.text(left + x_in / width_in * (right - left), y, text, va="center", clip_on=False, **how)  # type: ignore[arg-type]
+def _text_at_left(axes: Axes, left_in: float, x_in: float, y: float, text: str, **how: object) -> None:
+    """Write at a distance from the figure's left edge, in inches."""
+    right = axes.get_xlim()[1]
+    axes.text((x_in - left_in) / (WIDTH_IN - left_in - _RIGHT_IN) * right, y, text, va="center", clip_on=False, **how)  # type: ignore[arg-type]
 
 
 def _draw_phases(axes: Axes, lane: Lane, top: float, *, with_names: bool) -> None:
@@ -170,7 +179,7 @@ def _draw_bytes(axes: Axes, lanes: Sequence[Lane], by: str) -> None:
         axes.legend(loc="upper right", fontsize=6.5, ncols=len(lanes), handlelength=2.6, borderpad=0.1, borderaxespad=0.1)
 
 
-def _draw_legend(fig: Figure, lanes: Sequence[Lane]) -> None:
+def _draw_legend(fig: Figure, lanes: Sequence[Lane], left_in: float) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -189,7 +198,7 @@ def _draw_legend(fig: Figure, lanes: Sequence[Lane]) -> None:
     fig.legend(
         handles=handles,
         loc="upper left",
-        bbox_to_anchor=(_LEFT_IN / WIDTH_IN - 0.03, 1.0),
+        bbox_to_anchor=(min(left_in / WIDTH_IN, 0.2) - 0.03, 1.0),
         ncols=len(handles),
         fontsize=7,
         handlelength=1.3,

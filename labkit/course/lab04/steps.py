@@ -56,11 +56,10 @@ def sharded_model(num_blocks: int, reshard: bool, prefetch: bool = True) -> Tran
 
 
 def recorded_step(case: StepCase) -> Trace:
-    """The events of one step, after one that is not recorded, because the first also initialises. Ranks: collective."""
+    """The events of one step, the first of a new model. Ranks: collective."""
     from labkit.spmd import record_events
 
     model = sharded_model(case.num_blocks, case.reshard, case.prefetch)
-    _step(model, StepCase(case.num_blocks, case.reshard))
     with record_events(model) as recording:
         _step(model, case)
     return recording.trace()
