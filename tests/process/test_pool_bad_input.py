@@ -41,7 +41,6 @@ def refused(kind: type[Exception], act: Callable[[], Any]) -> str:
 # ---- a pool that cannot be -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("replace", [False, True])
 @pytest.mark.parametrize(
     ("world_size", "says"),
     [
@@ -56,23 +55,20 @@ def refused(kind: type[Exception], act: Callable[[], Any]) -> str:
         (10**30, "at most 256 workers"),
     ],
 )
-def test_impossible_world_size_is_refused(world_size: Any, says: str, replace: bool) -> None:
-    assert says in refused(InvalidPoolError, lambda: WorkerPool(world_size, replace=replace))
+def test_impossible_world_size_is_refused(world_size: Any, says: str) -> None:
+    for replace in (False, True):
+        assert says in refused(InvalidPoolError, lambda replace=replace: WorkerPool(world_size, replace=replace))
 
 
-@pytest.mark.parametrize("device", ["gpu", "cuda:0", "CPU", "", None, 0])
-def test_unknown_device_is_refused_with_the_known_ones(device: Any) -> None:
-    text = refused(InvalidPoolError, lambda: WorkerPool(2, device, replace=True))
-    assert f"unknown device {device!r}. Write 'auto', 'cpu' or 'cuda'." in text
+def test_unknown_device_is_refused_with_the_known_ones() -> None:
+    for device in ("gpu", "cuda:0", "CPU", "", None, 0):
+        text = refused(InvalidPoolError, lambda device=device: WorkerPool(2, device, replace=True))
+        assert f"unknown device {device!r}. Write 'auto', 'cpu' or 'cuda'." in text
 
 
-@pytest.mark.parametrize("replace", [False, True])
-def test_more_ranks_than_gpus_is_refused_with_what_there_is(replace: bool) -> None:
+def test_more_ranks_than_gpus_is_refused_with_what_there_is() -> None:
     found = len(machine.nvidia_gpus())
     wanted = found + 1
-    if not replace:
-        refused(PoolStateError, lambda: WorkerPool(wanted, "cuda"))
-        return
     text = refused(InvalidPoolError, lambda: WorkerPool(wanted, "cuda", replace=True))
     assert f"needs {wanted} GPUs" in text
     assert ("no GPU" if found == 0 else f"{found} GPU") in text
@@ -96,18 +92,21 @@ CALLS: dict[str, Callable[[WorkerPool, Any], Any]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("ranks", [2, -1, [0, 5], "0-9", [], "", "a", "1-0", True, 0.5, ["0"]], ids=repr)
-def test_impossible_rank_set_is_refused(pool: WorkerPool, call: str, ranks: Any) -> None:
-    refused(RankSpecError, lambda: CALLS[call](pool, ranks))
+def test_impossible_rank_set_is_refused(pool: WorkerPool, call: str) -> None:
+    for ranks in (2, -1, [0, 5], "0-9", [], "", "a", "1-0", True, 0.5, ["0"]):
+        refused(RankSpecError, lambda ranks=ranks: CALLS[call](pool, ranks))
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, math.nan, "5", True, [1]], ids=repr)
 def test_impossible_time_limit_is_refused(pool: WorkerPool, timeout_s: Any) -> None:
-    text = refused(InvalidRunError, lambda: pool.run(lambda: 1, timeout_s=timeout_s))
-    assert f"a number above 0, not {timeout_s!r}" in text
-    refused(InvalidRunError, lambda: pool.push(x=1, timeout_s=timeout_s))
-    refused(InvalidRunError, lambda: pool.pull("rank", timeout_s=timeout_s))
-    refused(InvalidRunError, lambda: pool.run_cell("1", timeout_s=timeout_s))
+    acts: list[Callable[[], Any]] = [
+        lambda: pool.run(lambda: 1, timeout_s=timeout_s),
+        lambda: pool.run_cell("1", timeout_s=timeout_s),
+        lambda: pool.push(x=1, timeout_s=timeout_s),
+        lambda: pool.pull("rank", timeout_s=timeout_s),
+    ]
+    for act in acts:
+        assert f"a number above 0, not {timeout_s!r}" in refused(InvalidRunError, act)
 
 
 def test_largest_time_limits_are_taken(pool: WorkerPool) -> None:
@@ -115,9 +114,9 @@ def test_largest_time_limits_are_taken(pool: WorkerPool) -> None:
     assert pool.run(lambda: 1, timeout_s=10**12).same() == 1
 
 
-@pytest.mark.parametrize("function", [None, 5, "print(1)"], ids=repr)
-def test_what_cannot_be_called_is_refused(pool: WorkerPool, function: Any) -> None:
-    assert f"{function!r} cannot be called" in refused(InvalidRunError, lambda: pool.run(function))
+def test_what_cannot_be_called_is_refused(pool: WorkerPool) -> None:
+    for function in (None, 5, "print(1)"):
+        assert f"{function!r} cannot be called" in refused(InvalidRunError, lambda function=function: pool.run(function))
 
 
 def test_unpicklable_things_are_refused_and_named(pool: WorkerPool) -> None:
@@ -132,15 +131,15 @@ def test_the_pool_itself_stays_in_the_notebook(pool: WorkerPool) -> None:
     assert "WorkerPool cannot be sent" in refused(WireError, lambda: pool.run(lambda: pool))
 
 
-@pytest.mark.parametrize("expression", ["", "x = 1", "a b", "1 +", "import os"])
-def test_text_that_is_no_expression_cannot_be_pulled(pool: WorkerPool, expression: str) -> None:
-    with pytest.raises(SyntaxError):
-        pool.pull(expression)
+def test_text_that_is_no_expression_cannot_be_pulled(pool: WorkerPool) -> None:
+    for expression in ("", "x = 1", "a b", "1 +", "import os"):
+        with pytest.raises(SyntaxError):
+            pool.pull(expression)
 
 
-@pytest.mark.parametrize("cell", ["", "\n\n", "# only a comment", "pass"])
-def test_empty_cell_runs_and_shows_nothing(pool: WorkerPool, capsys: pytest.CaptureFixture[str], cell: str) -> None:
-    pool.run_cell(cell)
+def test_empty_cell_runs_and_shows_nothing(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
+    for cell in ("", "\n\n", "# only a comment", "pass"):
+        pool.run_cell(cell)
     assert capsys.readouterr() == ("", "")
 
 
