@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from labkit.controller import memory
@@ -38,6 +38,8 @@ from labkit.wire.transport import Channel, ControllerWire, Keys
 
 END_S = 2.0
 LAST_LINES = 20
+# How long a death's report may wait for what the dead rank had sent, while other ranks keep the socket busy.
+LAST_MESSAGES_S = 0.2
 
 
 class Members:
@@ -95,8 +97,12 @@ class Members:
 
     # ---- start and end -------------------------------------------------------------------------------------------
 
-    def start(self, timeout_s: float) -> None:
+    def start(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Start every rank and wait until all are ready.
+
+        Args:
+            timeout_s: The longest time to wait.
+            stop_if_asked: Called where the start can be broken off; it may raise.
 
         Raises:
             WorkerStartError: One ended or the time passed; nothing is left running.
@@ -105,7 +111,8 @@ class Members:
             group = GroupSpec(os.path.join(self._directory, "store-0"), 0, self._plan.world_size)
             for rank in range(self._plan.world_size):
                 self._start_worker(self._spec(rank, group))
-            self.await_ready(timeout_s)
+                stop_if_asked()
+            self.await_ready(timeout_s, stop_if_asked)
         except BaseException:
             self.close(kill=True)
             raise
@@ -160,7 +167,7 @@ class Members:
             joining=joining,
         )
 
-    def await_ready(self, timeout_s: float) -> None:
+    def await_ready(self, timeout_s: float, stop_if_asked: Callable[[], None] = lambda: None) -> None:
         """Wait until every rank that was started is ready.
 
         Raises:
@@ -172,6 +179,7 @@ class Members:
                 raise WorkerStartError(f"it was not ready after {timeout_s:g} s", rank=min(self._unready)[0])
             self._take_note(self._wire.receive(0.2))
             self._refuse_early_exits()
+            stop_if_asked()
 
     def _take_note(self, received: list[tuple[FromWorker, list[bytes]]]) -> None:
         """What concerns the members themselves: signs of life at the start, and last words for the report of a death."""
@@ -261,7 +269,10 @@ class Members:
         self._take_note(received)
         if not self._exits.empty():
             # What a rank sent before it died is still on its way through the socket; it comes first.
-            received += self._wire.receive(0.05)
+            deadline = time.monotonic() + LAST_MESSAGES_S
+            while time.monotonic() < deadline and (more := self._wire.receive(0.05)):
+                self._take_note(more)
+                received += more
             received += [(message, []) for message in self.note_deaths()]
         return received
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 from labkit.controller import plan, sending
 from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool
 from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.launchers.launcher import Launcher
+from labkit.controller.interrupts import held_sigint
 from labkit.controller.members import Members
 from labkit.controller.output import present_screen
 from labkit.controller.runner import Runner
@@ -52,22 +52,23 @@ class WorkerPool:
         plan.check_arguments(world_size, device)
         if not replace:
             refuse_second_pool()
-        launcher = plan.launcher()
-        self._plan = plan.make_plan(world_size, device, launcher)
+        self._plan = plan.make_plan(world_size, device, plan.launcher())
         # Not before this: nobody loses a pool for one that this machine cannot run.
         if (other := open_pool()) is not None:
             other.close()
-        self._launcher: Launcher = launcher
         self._start_timeout_s = start_timeout_s
         self._start()
 
     def _start(self) -> None:
-        self._members = Members(self._plan, self._launcher)
-        self._members.start(self._start_timeout_s)
-        self._runner = Runner(self._members, self.world_size)
-        self._closed = False
-        set_open_pool(self)
-        atexit.register(self.close)
+        launcher = plan.launcher()  # each time: the fork server of the last start may have died
+        launcher.warm_up()
+        with held_sigint() as stop_if_asked:
+            self._members = Members(self._plan, launcher)
+            self._members.start(self._start_timeout_s, stop_if_asked)
+            self._runner = Runner(self._members, self.world_size)
+            self._closed = False
+            set_open_pool(self)
+            atexit.register(self.close)
 
     # ---- what the pool is ----------------------------------------------------------------------------------------
 
@@ -89,7 +90,7 @@ class WorkerPool:
     @property
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose process has ended."""
-        return () if self._closed else tuple(sorted(self._members.deaths))
+        return () if self._closed else self._runner.dead_ranks
 
     @property
     def pids(self) -> dict[int, int]:
@@ -263,8 +264,7 @@ class WorkerPool:
             self.close()
             self._start()
             return
-        self._members.note_deaths()
-        left = set(self._members.deaths) - set(chosen)
+        left = set(self._runner.dead_ranks) - set(chosen)
         if left:
             raise PoolStateError(
                 f"{name_ranks(left)} died as well. Name all dead ranks: pool.restart({sorted(left | set(chosen))})."
@@ -282,7 +282,7 @@ class WorkerPool:
         """
         if self._closed:
             return
-        with self._runner.alone():
+        with self._runner.alone(), held_sigint():
             self._closed = True
             atexit.unregister(self.close)
             self._members.close()
@@ -307,11 +307,5 @@ class WorkerPool:
             raise PoolStateError("the pool is closed. Start it again with pool.restart(), or make a new labkit.WorkerPool(...).")
         chosen = parse_ranks(ranks, self.world_size)
         sending.check_limit(timeout_s)
-        self._members.note_deaths()
-        if self._members.deaths:
-            first = next(iter(self._members.deaths.values()))
-            are = "is" if len(self._members.deaths) == 1 else "are"
-            raise PoolStateError(
-                f"{name_ranks(self._members.deaths)} {are} dead ({first.message}). pool.restart() gives fresh ranks."
-            )
+        self._runner.refuse_dead()
         return chosen

@@ -13,15 +13,13 @@ from native collectives, then kill what still does not answer. A rank that lives
 
 from __future__ import annotations
 
-import contextlib
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from labkit.controller.diagnosis import Diagnosis
+from labkit.controller.interrupts import caught_sigint
 from labkit.controller.watch import Watch
 from labkit.errors import RankFailure
 from labkit.wire.messages import Abort, Aborted, Failed, FromWorker, Inspection, Interrupt, Output, Result, ToControl
@@ -142,7 +140,7 @@ class RunWait:
 
     def wait(self) -> Run:
         """Wait until every rank has ended. Each SIGINT that arrives meanwhile takes the stop one step further."""
-        with _caught_sigint(self._on_sigint):
+        with caught_sigint(self._on_sigint):
             while not self._step():
                 pass
         return self.run
@@ -255,16 +253,3 @@ class RunWait:
             return False
         missing = set(self._pool.all_ranks) - self._abort_answers
         return bool(missing) and time.monotonic() < self._stop_began + KILL_AFTER_S
-
-
-@contextlib.contextmanager
-def _caught_sigint(handler: Callable[[], None]) -> Iterator[None]:
-    """Turn SIGINT into a call, so that it cannot break off the handling of a message half way."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    previous = signal.signal(signal.SIGINT, lambda number, frame: handler())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -60,6 +60,26 @@ class Runner:
         finally:
             self._busy.release()
 
+    @property
+    def dead_ranks(self) -> tuple[int, ...]:
+        """Ranks whose process has ended. While a run is in progress: those that the run has been told of."""
+        # A death is told once, and a run in progress must be the one that hears of it.
+        with contextlib.suppress(PoolStateError), self.alone():
+            self._members.note_deaths()
+        return self._members.dead_ranks
+
+    def refuse_dead(self) -> None:
+        """Refuse work when a rank is dead.
+
+        Raises:
+            PoolStateError: It names the dead ranks and the way back.
+        """
+        dead = self.dead_ranks
+        if dead:
+            are = "is" if len(dead) == 1 else "are"
+            cause = self._members.deaths[dead[0]].message
+            raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). pool.restart() gives fresh ranks.")
+
     def execute(
         self,
         kind: Literal["cell", "call", "push", "pull"],
@@ -83,9 +103,10 @@ class Runner:
 
         Raises:
             RunReport: It did not finish on every rank.
-            PoolStateError: A run is in progress.
+            PoolStateError: A run is in progress, or a rank is dead.
         """
         try:
+            self.refuse_dead()
             with self.alone():
                 self._count += 1
                 run = Run(self._count, ranks)
@@ -215,9 +236,9 @@ class Runner:
             waiting.watch.requests.put(request)
             with contextlib.suppress(TimeoutError):
                 return request.result(2.0)
-        self._members.note_deaths()
+        dead = self.dead_ranks
         idle = {rank: RankReport(None) for rank in self._members.all_ranks}
-        return judge((), range(self._world_size), (), (), self._members.dead_ranks, {}, idle, 0.0)
+        return judge((), range(self._world_size), (), (), dead, {}, idle, 0.0)
 
     def interrupt(self) -> None:
         """Stop the present run, or hurry its stop. Safe from any thread."""

@@ -13,6 +13,7 @@ A local pool adds a directory with mode 0700 and opens no port.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import pickle
@@ -119,6 +120,8 @@ class ControllerWire:
         for source in (self._events, self._commands, self._wake_read):
             self._poller.register(source, zmq.POLLIN)
         self._closed = False
+        # Reentrant, because a signal handler may call wake() in the middle of wake().
+        self._wake_lock = threading.RLock()
 
     def _server(self, kind: int, keys: Keys) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
@@ -202,17 +205,18 @@ class ControllerWire:
             into.append((pickle.loads(parts[0]), parts[1:]))
 
     def wake(self) -> None:
-        """Make a waiting :meth:`receive` return. Safe from any thread."""
-        try:
-            os.write(self._wake_write, b"x")
-        except (BlockingIOError, OSError):
-            pass
+        """Make a waiting :meth:`receive` return. Safe from any thread and signal handler, also after :meth:`close`."""
+        with self._wake_lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_write, b"x")
 
     def close(self) -> None:
         """Close all sockets. Returns at once; unsent messages are dropped."""
-        if self._closed:
-            return
-        self._closed = True
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
         self._commands.close(0)
         self._events.close(0)
         self._auth.stop()

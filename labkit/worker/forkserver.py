@@ -112,6 +112,8 @@ class Server:
             self.directories.add(args[0])
         elif name == "forget":
             self.forget(args[0])
+        elif name == "are you there":
+            self.connection.send(("here", args[0], True))
         elif name == "count_gpus":
             token, environ = args
             self.connection.send(("counted", token, count_gpus(environ)))
@@ -186,7 +188,7 @@ class Server:
         self._end_adopted()
 
     def _end_adopted(self) -> None:
-        """Kill and collect what dead workers have left. Living workers adopt their own orphans, so all others come from dead ones."""
+        """Kill and collect what dead workers have left; living ones adopt their orphans themselves."""
         for pid in _child_pids():
             if pid not in self.children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):

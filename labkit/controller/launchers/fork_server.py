@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import queue
+import signal
 import socket
 import subprocess
 import sys
@@ -48,8 +50,8 @@ class ForkServer:
         self._send_lock = threading.Lock()
         self._tokens = itertools.count()
         self._answers: dict[int, queue.SimpleQueue[Any]] = {}
+        self._starting: dict[int, OnExit] = {}
         self._on_exit: dict[int, OnExit] = {}
-        self._early: dict[int, WorkerExit] = {}
         self._lock = threading.Lock()
         self._ready = threading.Event()
         self._broken: str | None = None
@@ -70,20 +72,21 @@ class ForkServer:
         """The server's process id."""
         return self._process.pid
 
+    def warm_up(self) -> None:
+        """Wait until the server has imported torch; see :class:`Launcher`. Blocks for at most FIRST_ANSWER_S.
+
+        Raises:
+            WorkerStartError: The server has ended or does not answer.
+        """
+        self._ask("are you there")
+
     def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
         """Fork one worker; see :class:`Launcher`. Blocks for milliseconds, or until the server has imported torch.
 
         Raises:
             WorkerStartError: The server has ended or does not answer.
         """
-        pid = int(self._ask("start", spec))
-        with self._lock:
-            early = self._early.pop(pid, None)
-            if early is None:
-                self._on_exit[pid] = on_exit
-        if early is not None:
-            on_exit(early)
-        return pid
+        return int(self._ask("start", spec, on_exit=on_exit))
 
     def kill(self, pid: int) -> None:
         """Kill a worker; see :class:`Launcher`."""
@@ -118,10 +121,12 @@ class ForkServer:
             except OSError:
                 pass  # the listening thread sees the end of the connection and says so to whoever waits
 
-    def _ask(self, name: str, *args: Any) -> Any:
+    def _ask(self, name: str, *args: Any, on_exit: OnExit | None = None) -> Any:
         token = next(self._tokens)
         box: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers[token] = box
+        if on_exit is not None:
+            self._starting[token] = on_exit
         try:
             self._send(name, token, *args)
             if self._broken:
@@ -131,6 +136,7 @@ class ForkServer:
             raise WorkerStartError("the fork server does not answer; restart the kernel") from None
         finally:
             del self._answers[token]
+            self._starting.pop(token, None)
         if isinstance(answer, WorkerStartError):
             raise answer
         return answer
@@ -146,22 +152,29 @@ class ForkServer:
                 elif name == "exited":
                     pid, _, code, (stdout, stderr), peak = args
                     self._exited(WorkerExit(pid, code, stdout, stderr, peak))
-                elif (box := self._answers.get(args[0])) is not None:
-                    box.put(args[1])
+                else:
+                    self._answered(*args)
         except (EOFError, OSError):
             pass
         self._end()
 
+    def _answered(self, token: int, answer: Any) -> None:
+        on_exit = self._starting.pop(token, None)
+        if on_exit is not None:
+            with self._lock:
+                self._on_exit[answer] = on_exit
+        box = self._answers.get(token)
+        if box is not None:  # nobody waits any more where a start was broken off
+            box.put(answer)
+
     def _exited(self, event: WorkerExit) -> None:
         with self._lock:
             on_exit = self._on_exit.pop(event.pid, None)
-            if on_exit is None:
-                self._early[event.pid] = event  # it ended before start() had its pid
         if on_exit is not None:
             on_exit(event)
 
     def _end(self) -> None:
-        """The server is gone, and its workers with it: Linux kills them when it dies."""
+        """The server is gone, and its workers with it: Linux kills them when it dies. What they had started is ended here."""
         code = self._process.wait()
         self._stderr.seek(0)
         tail = self._stderr.read().decode("utf-8", "replace").strip()
@@ -174,7 +187,9 @@ class ForkServer:
         with self._lock:
             waiting, self._on_exit = self._on_exit, {}
         for pid, on_exit in waiting.items():
-            on_exit(WorkerExit(pid, -9))
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+            on_exit(WorkerExit(pid, -signal.SIGKILL))
 
 
 _shared: list[ForkServer] = []

@@ -36,6 +36,10 @@ class Launcher(Protocol):
 
     name: str
 
+    def warm_up(self) -> None:
+        """Wait until workers can be started at once; an interrupt meanwhile leaves nothing behind."""
+        ...
+
     def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
         """Start one worker; returns its pid. ``on_exit`` is called once, from another thread, when it ends."""
         ...

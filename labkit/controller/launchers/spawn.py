@@ -30,6 +30,9 @@ class SpawnLauncher:
     def __init__(self) -> None:
         self._running: dict[int, _Running] = {}
 
+    def warm_up(self) -> None:
+        """Nothing is kept warm; see :class:`Launcher`."""
+
     def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
         """Start one worker; see :class:`Launcher`."""
         read_fds, write_fds = make_pipes()
