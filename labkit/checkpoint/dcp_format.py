@@ -6,17 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import mmap
+from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 
-from labkit.checkpoint import safe_pickle
-from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
+from labkit.checkpoint import large_metadata, safe_pickle
+from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
+from labkit.checkpoint.large_metadata import Columns
 from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry
-from labkit.checkpoint.safe_pickle import Record, Unknown
+from labkit.checkpoint.safe_pickle import Record, Stateful, Unknown
 
 METADATA_FILE = ".metadata"
 _PREFIX = "torch.distributed.checkpoint."
@@ -32,24 +34,87 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     """
     path = root / METADATA_FILE
     try:
-        data = path.read_bytes()
+        size = path.stat().st_size
+        columns = _read_columns(path) if size >= large_metadata.LARGE_BYTES else None
+        data = b"" if columns is not None else path.read_bytes()
     except FileNotFoundError:
         raise IncompleteCheckpointError(
             root, "it has no .metadata: the save into it did not finish. Use an earlier checkpoint."
         ) from None
+    if columns is not None:
+        if columns.opaque and unknown == "refuse":
+            raise UnsafeCheckpointError(path, columns.opaque)
+        return _guarded(path, lambda: _from_columns(root, path, size, columns))
     metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
     if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
         raise CheckpointFormatError(path, "it holds no DCP metadata")
     checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=opaque)
     checkpoint.metadata = {"dcp_version": metadata.state.get("version"), "metadata_bytes": len(data)}
+    return _guarded(path, lambda: _fill(checkpoint, metadata.state, path))
+
+
+def _guarded(path: Path, work: Callable[[], Checkpoint]) -> Checkpoint:
     try:
-        _fill(checkpoint, metadata.state, path)
+        return work()
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CheckpointFormatError(path, f"its metadata has an unexpected form ({type(error).__name__}: {error})") from None
+
+
+def _read_columns(path: Path) -> Columns | None:
+    if path.stat().st_size == 0:
+        return None
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
+        return large_metadata.read_large(view)
+
+
+def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkpoint:
+    checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=columns.opaque)
+    checkpoint.metadata = {"dcp_version": columns.state.get("version"), "metadata_bytes": size}
+    files, state = columns.files, columns.state
+    # What stayed outside the columns: the first record of each kind, values, batches of one.
+    rest = {key: info for key, info in (state.get("storage_data") or {}).items() if isinstance(key, Stateful)}
+    storage, extra = _storage_index(rest, path)
+    known = {name: index for index, name in enumerate(files)}
+    for name in [*files, *extra]:
+        known.setdefault(_inside(name, path), len(known))
+    files = list(known)
+    at_offset = {key: (known[extra[file]], start, length) for key, (file, start, length) in storage.items()}
+    for key in state["state_dict_metadata"]:
+        if key not in columns.bounds:
+            file, start, length = at_offset[key, None]
+            checkpoint.values[key] = ValueEntry(key, _path(state.get("planner_data") or {}, key), files[file], start, length)
+    _place_rest(columns, at_offset, path)
+    for key, (begin, end) in columns.bounds.items():
+        described = state["state_dict_metadata"][key].state
+        shape, part = tuple(described["size"]), slice(begin, end)
+        dims = slice(0, len(shape))
+        table = ChunkTable(
+            columns.offsets[part, dims], columns.sizes[part, dims], columns.file_ids[part], columns.starts[part],
+            columns.lengths[part], files, archive=True,
+        )  # fmt: skip
+        nested = _path(state.get("planner_data") or {}, key)
+        checkpoint.tensors[key] = TensorEntry(key, nested, shape, _dtype(described["properties"], key, path), table)
+    _note_files(checkpoint, files, path)
     return checkpoint
 
 
-def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> None:
+def _place_rest(columns: Columns, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[int, int, int]], path: Path) -> None:
+    for row in np.flatnonzero(columns.file_ids < 0).tolist():
+        key = next(key for key, (begin, end) in columns.bounds.items() if begin <= row < end)
+        dims = len(columns.state["state_dict_metadata"][key].state["size"])
+        place = places.get((key, tuple(columns.offsets[row, :dims].tolist()))) or places.get((key, None))
+        if place is None:
+            raise IncompleteCheckpointError(path, f"it declares a chunk of {key!r} and does not say where its bytes are")
+        columns.file_ids[row], columns.starts[row], columns.lengths[row] = place
+
+
+def _note_files(checkpoint: Checkpoint, files: list[str], path: Path) -> None:
+    for name in files:
+        checkpoint.files[name] = _size(checkpoint.root / name)
+    checkpoint.files[METADATA_FILE] = path.stat().st_size
+
+
+def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Checkpoint:
     storage, files = _storage_index(state.get("storage_data") or {}, path)
     paths = state.get("planner_data") or {}
     transforms: set[str] = set()
@@ -66,9 +131,8 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> None:
         transforms.update(info.get("transform_descriptors") or ())
     if transforms:
         checkpoint.metadata["transforms"] = sorted(transforms)
-    for name in files:
-        checkpoint.files[name] = _size(checkpoint.root / name)
-    checkpoint.files[METADATA_FILE] = path.stat().st_size
+    _note_files(checkpoint, files, path)
+    return checkpoint
 
 
 def _path(paths: Mapping[str, Any], key: str) -> Path_:

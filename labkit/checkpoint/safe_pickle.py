@@ -268,11 +268,14 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
 }
 
 
-class _Reader(pickle.Unpickler):
-    """The restricted unpickler: the stream decides which records are made, never which code is run."""
+class AllowList:
+    """Turns names into records; the base of the restricted unpicklers.
 
-    def __init__(self, data: bytes, storages: bool) -> None:
-        super().__init__(io.BytesIO(data))
+    The stream decides which records are made, never which code is run.
+    """
+
+    def __init__(self, data: bytes, storages: bool = False) -> None:
+        super().__init__(io.BytesIO(data))  # type: ignore[call-arg]
         self._storages = storages
         self._classes: dict[tuple[str, str], type[Record]] = {}
         self.unknown: set[str] = set()
@@ -306,6 +309,16 @@ class _Reader(pickle.Unpickler):
         if not isinstance(kind, _Inert) or not isinstance(key, str) or not isinstance(numel, int):
             raise pickle.UnpicklingError("a storage that cannot be read")
         return StorageRef(key, kind(), numel)
+
+
+class _Reader(AllowList, pickle.Unpickler):
+    """The restricted unpickler."""
+
+
+class SparseReader(AllowList, pickle._Unpickler):
+    """The same in Python, for a pickle with few items and large memo numbers: its memo is a dict that can be read."""
+
+    memo: dict[int, Any]
 
 
 def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bool = False) -> tuple[Any, tuple[str, ...]]:

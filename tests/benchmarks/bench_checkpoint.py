@@ -1,0 +1,122 @@
+"""Checkpoint tools against cp, against torch's own converter, and on the index of a very large checkpoint.
+
+Run with ``make bench``. Ratios are taken within one run on one disk; absolute numbers say what machine it was.
+LABKIT_BENCH_GIB sets the size (2 by default), LABKIT_BENCH_TENSORS and LABKIT_BENCH_RANKS that of the large index.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from labkit.checkpoint import migrate, reshard
+from tests.benchmarks.checkpoint_index import write_index
+
+GIB = float(os.environ.get("LABKIT_BENCH_GIB", "2"))
+TENSORS = int(os.environ.get("LABKIT_BENCH_TENSORS", "10000"))
+RANKS = int(os.environ.get("LABKIT_BENCH_RANKS", "1024"))
+FIXED_BYTES = 192 << 20
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DCP checkpoint of 32 equal tensors in 4 files."""
+    folder = tmp_path_factory.mktemp("source") / "dcp"
+    rows = int(GIB * 2**30 / 32 / 4 / 4096)
+    state = {f"layers.{index}.weight": torch.randn(rows, 4096) for index in range(32)}
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=4), no_dist=True)
+    return folder
+
+
+def timed(work: Callable[[], object], produced: Path, repeats: int = 3) -> float:
+    """The fastest of a few runs in seconds, with what they wrote on disk."""
+    best = float("inf")
+    for _ in range(repeats):
+        if produced.exists():
+            shutil.rmtree(produced) if produced.is_dir() else produced.unlink()
+        os.sync()
+        began = time.perf_counter()
+        work()
+        os.sync()
+        best = min(best, time.perf_counter() - began)
+    return best
+
+
+@pytest.mark.timeout(900)
+def test_migrate_and_reshard_against_cp(source: Path, tmp_path: Path) -> None:
+    size = sum(path.stat().st_size for path in source.iterdir()) / 2**30
+    copied = timed(lambda: subprocess.run(["cp", "-r", str(source), str(tmp_path / "cp")], check=True), tmp_path / "cp")
+    print(f"\ncp: {size / copied:.2f} GiB/s ({size:.2f} GiB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f})")
+    for name, work in (
+        ("migrate to dcp", lambda: migrate(source, tmp_path / "out")),
+        ("migrate to safetensors", lambda: migrate(source, tmp_path / "out", to="safetensors", shard_bytes=1 << 29)),
+        ("reshard to 8 ranks", lambda: reshard(source, tmp_path / "out", 8)),
+    ):
+        took = timed(work, tmp_path / "out")
+        print(f"{name}: {size / took:.2f} GiB/s, {copied / took:.0%} of cp")
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+import torch
+import torch.distributed.checkpoint.format_utils
+import labkit.checkpoint
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+{work}
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def peak(work: str) -> int:
+    """How far a piece of code drives a fresh process's resident memory above what its imports take, in bytes."""
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", PEAK.format(work=work)], check=True, capture_output=True, text=True)
+    return int(ran.stdout.split()[-1])
+
+
+@pytest.mark.timeout(600)
+def test_peak_memory_against_torchs_converter(source: Path, tmp_path: Path) -> None:
+    largest = int(GIB * 2**30 / 32)
+    theirs = peak(f"torch.distributed.checkpoint.format_utils.dcp_to_torch_save({str(source)!r}, {str(tmp_path / 'theirs.pt')!r})")
+    (tmp_path / "theirs.pt").unlink()
+    ours = {
+        "migrate to torch.save": peak(f"labkit.checkpoint.migrate({str(source)!r}, {str(tmp_path / 'ours.pt')!r})"),
+        "migrate to safetensors": peak(f"labkit.checkpoint.migrate({str(source)!r}, {str(tmp_path / 'ours.safetensors')!r})"),
+        "reshard to 8 ranks": peak(f"labkit.checkpoint.reshard({str(source)!r}, {str(tmp_path / 'ours')!r}, 8)"),
+    }
+    print(f"\nlargest tensor {largest / 2**20:.0f} MiB; dcp_to_torch_save {theirs / 2**20:,.0f} MiB")
+    for name, used in ours.items():
+        print(f"{name}: {used / 2**20:,.0f} MiB")
+        assert used < 2 * largest + FIXED_BYTES, name
+
+
+SHOW = """
+import resource, time
+began = time.perf_counter()
+cpu = time.process_time()
+from click.testing import CliRunner
+from labkit.checkpoint.cli import checkpoint
+done = CliRunner().invoke(checkpoint, ["show", {path!r}])
+assert done.exit_code == 0, done.output
+print(done.output[:400])
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+print(f"{{time.perf_counter() - began:.1f}} s, {{time.process_time() - cpu:.1f}} s of CPU, {{used:.1f}} GiB")
+"""
+
+
+@pytest.mark.timeout(1200)
+def test_show_on_a_very_large_index(tmp_path: Path) -> None:
+    size = write_index(tmp_path / "large", TENSORS, RANKS)
+    print(f"\n{TENSORS:,} tensors x {RANKS:,} ranks: .metadata of {size / 2**20:,.0f} MiB")
+    command = [sys.executable, "-c", SHOW.format(path=str(tmp_path / "large"))]
+    ran = subprocess.run(command, check=True, capture_output=True, text=True)
+    print(ran.stdout, f"load {os.getloadavg()[0]:.1f}")

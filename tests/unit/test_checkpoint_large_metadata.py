@@ -1,0 +1,135 @@
+"""The fast way of reading a large index gives what the slow way gives, or steps aside."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from labkit.checkpoint import Checkpoint, large_metadata, open_checkpoint
+from labkit.checkpoint.errors import UnsafeCheckpointError
+from tests.benchmarks.checkpoint_index import small_index, write_index
+
+
+def both_ways(folder: Path) -> tuple[Checkpoint, Checkpoint]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(large_metadata, "LARGE_BYTES", 1 << 60)
+        slow = open_checkpoint(folder)
+        patch.setattr(large_metadata, "LARGE_BYTES", 0)
+        return slow, open_checkpoint(folder)
+
+
+def assert_same(slow: Checkpoint, fast: Checkpoint) -> None:
+    assert list(slow.tensors) == list(fast.tensors)
+    assert {key: (v.file, v.start, v.length) for key, v in slow.values.items()} == {
+        key: (v.file, v.start, v.length) for key, v in fast.values.items()
+    }
+    assert slow.files == fast.files
+    for key, entry in slow.tensors.items():
+        other = fast.tensors[key]
+        assert (entry.shape, entry.dtype, entry.path, entry.section) == (other.shape, other.dtype, other.path, other.section)
+        for name in ("offsets", "sizes", "starts", "lengths"):
+            assert np.array_equal(getattr(entry.chunks, name), getattr(other.chunks, name)), (key, name)
+        files = [[table.files[i] for i in table.file_ids.tolist()] for table in (entry.chunks, other.chunks)]
+        assert files[0] == files[1]
+
+
+def write(folder: Path, metadata: Metadata) -> bytes:
+    data = pickle.dumps(metadata)
+    (folder / ".metadata").write_bytes(data)
+    return data
+
+
+@pytest.mark.parametrize(("num_tensors", "num_ranks"), [(1, 2), (3, 1005), (40, 70), (1, 3000)])
+def test_the_synthetic_index_is_torchs_own_and_reads_the_same_both_ways(tmp_path: Path, num_tensors: int, num_ranks: int) -> None:
+    write_index(tmp_path, num_tensors, num_ranks)
+    found = pickle.loads((tmp_path / ".metadata").read_bytes())
+    expected = small_index(num_tensors, num_ranks)
+    assert found.state_dict_metadata == expected.state_dict_metadata
+    assert found.storage_data == expected.storage_data
+    assert found.planner_data == expected.planner_data
+    if num_tensors * num_ranks > 2:
+        assert large_metadata.read_large((tmp_path / ".metadata").read_bytes()) is not None
+    assert_same(*both_ways(tmp_path))
+
+
+SHAPES = st.lists(st.sampled_from([1, 3, 250, 70_000, 2**33]), max_size=5)
+
+
+@st.composite
+def metadata(draw: st.DrawFn) -> Metadata:
+    """Metadata with any dims, numbers of any width, shared and separate sizes and names, and values among them."""
+    tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    places = {}
+    shared_names, shared_sizes = draw(st.booleans()), draw(st.booleans())
+    for number in range(draw(st.integers(1, 4))):
+        name = draw(st.sampled_from(["w", "layer.weight", "a.long.name.of.a.parameter.weight", "ünïcode.weight"])) + str(number)
+        shape = torch.Size(draw(SHAPES))
+        pieces = draw(st.sampled_from([1, 2, 3, 999, 1001, 1300])) if shape else 1
+        described = TensorStorageMetadata(TensorProperties(dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]))), shape, [])
+        tensors[name] = described
+        for piece in range(pieces):
+            offset = torch.Size([piece * 37, *[0] * (len(shape) - 1)] if shape else [])
+            size = torch.Size([37, *shape[1:]] if shape else [])
+            described.chunks.append(ChunkStorageMetadata(offset, size))
+            key = MetadataIndex(
+                name if shared_names else "".join(list(name)), offset if shared_sizes else torch.Size(offset), piece
+            )
+            places[key] = _StorageInfo(f"__{piece % 3}_0.distcp", piece * 2**31, 70_000 if piece % 2 else 5)
+        if draw(st.booleans()):
+            tensors[f"value{number}"] = BytesStorageMetadata()
+            places[MetadataIndex(f"value{number}")] = _StorageInfo("__0_0.distcp", 3, 4)
+    return Metadata(tensors, {key: ("model", key) for key in tensors}, places)
+
+
+@settings(max_examples=30)
+@given(made=metadata())
+def test_any_metadata_reads_the_same_both_ways(tmp_path_factory: pytest.TempPathFactory, made: Metadata) -> None:
+    folder = tmp_path_factory.mktemp("metadata")
+    write(folder, made)
+    assert_same(*both_ways(folder))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_damaged_large_index_gives_an_error_or_the_reading_of_the_slow_way(tmp_path: Path, seed: int) -> None:
+    from labkit.checkpoint.errors import CheckpointFormatError
+
+    data = write(tmp_path, small_index(3, 40))
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(60):
+        damaged = bytearray(data)
+        damaged[int(torch.randint(len(data), (1,), generator=generator))] ^= 1 << int(torch.randint(8, (1,), generator=generator))
+        (tmp_path / ".metadata").write_bytes(damaged)
+        try:
+            slow, fast = both_ways(tmp_path)
+        except CheckpointFormatError:
+            continue
+        assert_same(slow, fast)
+
+
+def test_a_hostile_large_index_is_refused(tmp_path: Path) -> None:
+    class Attack:
+        def __reduce__(self) -> object:
+            return exec, (f"open({str(tmp_path / 'ran')!r}, 'w')",)
+
+    made = small_index(2, 30)
+    made.planner_data["x"] = Attack()
+    write(tmp_path, made)
+    with pytest.raises(UnsafeCheckpointError, match=r"builtins\.exec"):
+        both_ways(tmp_path)
+    assert large_metadata.read_large((tmp_path / ".metadata").read_bytes()).opaque == ("builtins.exec",)  # type: ignore[union-attr]
+    assert not (tmp_path / "ran").exists()
