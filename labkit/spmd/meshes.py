@@ -7,7 +7,7 @@ axes. FSDP1 is not: its checkpoint takes the axes in the order (dp, tp) whatever
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
@@ -169,17 +169,10 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state:
     from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
 
     if units := fsdp1_over_tp(model):
+        held = "1 FSDP1 unit of this model holds" if len(units) == 1 else f"{len(units)} FSDP1 units of this model hold"
         raise MeshError(
-            f"{len(units)} FSDP1 unit{'s' if len(units) > 1 else ''} of this model hold tensor-parallel parameters. Setting the "
-            "optimizer state there gives split weights the moments of other elements, without an error. The state that "
-            "get_optimizer_state_dict saved is right: load it into the same model under fully_shard."
+            f"{held} tensor-parallel parameters. Setting the optimizer state there gives split weights the moments of other "
+            "elements, without an error. The state that get_optimizer_state_dict saved is right: load it into the same model "
+            "under fully_shard."
         )
     set_optimizer_state_dict(model, optimizer, state, **options)
-
-
-def coordinate_on(mesh: DeviceMesh, axes: Collection[str] = ("dp", "tp")) -> dict[str, int]:
-    """This rank's place on some axes of a mesh, by name. A batch is chosen by the place on ``dp``, never by the rank.
-
-    Ranks: local.
-    """
-    return {axis: mesh.get_local_rank(axis) for axis in axes}

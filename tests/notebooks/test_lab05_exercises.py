@@ -133,7 +133,7 @@ def always_tp_first(row: int, col: int, shape: tuple[int, int], mesh: Grid, spli
         (one_copy, "every place on it holds the element"),
         (swapped_axes, "mesh[i][j] is place i on the first axis"),
         (whole_size_twice, "index within that slice"),
-        (always_tp_first, "Take one axis after the other"),
+        (always_tp_first, "You let the second axis cut first"),
     ],
 )
 def test_wrong_owners_are_refused_with_the_layout_and_a_hint(pool: labkit.WorkerPool, wrong: Owner, hint: str) -> None:

@@ -299,7 +299,7 @@ def test_s4_6_fsdp1_gives_the_second_tp_half_the_moments_of_the_first(pool: labk
 @on_four
 def test_s4_6_labkit_refuses_to_set_it_and_what_fsdp1_read_loads_under_fsdp2(pool: labkit.WorkerPool) -> None:
     text, loaded = pool.run(refused_restore, pool.device, 2, timeout_s=60)[0]
-    assert "1 FSDP1 unit of this model hold" in text
+    assert "1 FSDP1 unit of this model holds tensor-parallel" in text
     assert "load it into the same model under fully_shard" in text
     assert loaded, loaded
 

@@ -125,12 +125,12 @@ def _named(ranks: Iterable[int]) -> str:
 
 
 def _by_rule(
-    case: Case, *, in_turn: bool = True, swapped: bool = False, round_up: bool = True, one: bool = False
+    case: Case, *, order: Sequence[int] | None = None, swapped: bool = False, round_up: bool = True, one: bool = False
 ) -> dict[Shape, set[int]]:
     """The answers of a solution that is right but for what the flags say."""
     shape, grid = case.shape, case.grid
     sizes = (len(grid), len(grid[0]))
-    order = sorted((0, 1), key=lambda axis: in_turn and case.splits[axis].strided)
+    order = order or sorted((0, 1), key=lambda axis: case.splits[axis].strided)
     answers = {}
     for place in case.elements:
         index, left, at = list(place), list(shape), [-1, -1]
@@ -154,8 +154,12 @@ def _by_rule(
 _Rule = Callable[[Case], dict[Shape, set[int]]]
 _WRONG_RULES: tuple[tuple[_Rule, str], ...] = (
     (
-        lambda case: _by_rule(case, in_turn=False),
+        lambda case: _by_rule(case, order=(0, 1)),
         "You apply the axes from left to right. A strided axis comes last: the other axis has cut the rows before it.",
+    ),
+    (
+        lambda case: _by_rule(case, order=(1, 0)),
+        "You let the second axis cut first. That is so only where the first axis is strided; else they cut from left to right.",
     ),
     (
         lambda case: _by_rule(case, one=True),

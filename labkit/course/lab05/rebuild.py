@@ -81,24 +81,29 @@ def _save(folder: str) -> dict[str, Any]:
     device, world_size = from_cell("device"), from_cell("world_size")
     across = 2 if world_size % 2 == 0 else 1
     mesh = init_device_mesh(device.type, (world_size // across, across), mesh_dim_names=("dp", "tp"))
-    whole: dict[str, torch.Tensor] = {
-        "uneven": torch.arange(1.0, 36.0).view(7, 5),
-        "bfloat16": torch.arange(1.0, 13.0).view(6, 2).bfloat16(),
-        "one dim": torch.arange(1.0, 12.0),
-        "copied": torch.arange(1.0, 9.0).view(2, 4),
-    }
-    places: dict[str, Any] = {"bfloat16": [Shard(0), Shard(1)], "one dim": [Replicate(), Shard(0)], "copied": [Replicate()] * 2}
-    state = {
-        name: distribute_tensor(tensor.to(device), mesh, places.get(name, [Shard(0), Shard(1)])) for name, tensor in whole.items()
-    }
     pair = torch.nn.Sequential(torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 3, bias=False)).to(device)
     with torch.no_grad():
         for parameter in pair.parameters():
             parameter.copy_(torch.arange(1.0, parameter.numel() + 1).view(parameter.shape))
-    whole |= {f"pair.{name}": parameter.detach().clone().cpu() for name, parameter in pair.named_parameters()}
+    first, second = (parameter.detach().clone().cpu() for parameter in pair.parameters())
+    # The simplest mistakes are to be found out by the simplest tensors: even pieces come before uneven ones.
+    whole: dict[str, torch.Tensor] = {
+        "column-parallel": first,
+        "bfloat16": torch.arange(1.0, 13.0).view(6, 2).bfloat16(),
+        "row-parallel": second,
+        "uneven": torch.arange(1.0, 36.0).view(7, 5),
+        "one dim": torch.arange(1.0, 12.0),
+        "copied": torch.arange(1.0, 9.0).view(2, 4),
+    }
+    places: dict[str, Any] = {"one dim": [Replicate(), Shard(0)], "copied": [Replicate()] * 2}
+    state = {
+        name: distribute_tensor(tensor.to(device), mesh, places.get(name, [Shard(0), Shard(1)])) for name, tensor in whole.items()
+    }
     if across > 1:
         parallelize_module(pair, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(pair, mesh=mesh["dp"])
-    state |= {f"pair.{name}": p for name, p in pair.named_parameters() if isinstance(p, DTensor)}
+    for name, parameter in zip(("column-parallel", "row-parallel"), pair.parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        state[name] = parameter
     dcp.save(state, checkpoint_id=folder)
     return whole
