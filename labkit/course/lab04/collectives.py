@@ -42,7 +42,7 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
         if answer != truth:
             _refuse_counts(case, answer, truth, collectives, list(zip(cases, counted, strict=True)))
     gathers, reductions = (sum(column) for column in zip(*counted, strict=True))
-    return f"Solved: {len(cases)} kinds of steps, {gathers} all-gathers and {reductions} reduce-scatters counted, all as predicted."
+    return f"Solved: {len(cases)} kinds of steps, {gathers} gathers and {reductions} reductions counted, all as predicted."
 
 
 def _counts(cases: list[StepCase]) -> list[Counts]:

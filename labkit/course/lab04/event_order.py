@@ -39,7 +39,8 @@ def check_event_order(pool: Pool, event_order: EventOrder, *, timeout_s: float =
         if answer != truth:
             _refuse_order(case, answer, truth)
         num_events += len(truth)
-    return f"Solved: {len(cases)} orders with {num_events} events together, equal to what {pool.world_size} ranks recorded."
+    ranks = f"{pool.world_size} rank{'s' if pool.world_size > 1 else ''}"
+    return f"Solved: {len(cases)} orders with {num_events} events together, equal to what {ranks} recorded."
 
 
 def _orders(cases: list[StepCase]) -> list[list[str]]:
@@ -54,7 +55,9 @@ def _as_texts(answer: Any) -> list[str]:
 
 def _refuse_order(case: StepCase, answer: list[str], truth: list[str]) -> NoReturn:
     place = next((i for i, (a, b) in enumerate(zip(answer, truth, strict=False)) if a != b), min(len(answer), len(truth)))
-    said = f"event {place + 1} is {answer[place]!r}" if place < len(answer) else f"there are {len(answer)} events only"
+    said = (
+        f"event {place + 1} is {answer[place]!r}" if place < len(answer) else f"only {len(answer)} of {len(truth)} events are there"
+    )
     wanted = f"{truth[place]!r} comes there" if place < len(truth) else f"{len(truth)} events"
     setting = f"{case.num_blocks} block{'s' if case.num_blocks > 1 else ''}, reshard={case.reshard}, prefetch={case.prefetch}"
     refuse(

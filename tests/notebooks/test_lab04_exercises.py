@@ -1,0 +1,462 @@
+"""Notebook 04's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+import labkit
+from labkit.course import lab04
+from labkit.course.lab04.steps import StepCase, recorded_step
+from labkit.course.lab04.wrapping import live_peak
+from labkit.errors import ExerciseError, RankFailedError
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04_fsdp_runtime.ipynb"
+IMPORTS = "import torch\nimport torch.distributed as dist\nfrom labkit.spmd import next_token_loss\n"
+TIMEOUT_S = 5.0
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
+    with labkit.WorkerPool(request.param, device="cpu", replace=True) as pool:
+        pool.run_cell(IMPORTS)
+        yield pool
+
+
+def exercise(name: str) -> str:
+    """The notebook's exercise cell that defines ``name``, without its magic."""
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
+    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
+    return re.sub(r"\A%%spmd.*\n", "", cell)
+
+
+def defined_by(source: str, name: str) -> Any:
+    namespace: dict[str, Any] = {"combinations": combinations, "pairwise": pairwise}
+    exec(source, namespace)
+    return namespace[name]
+
+
+def changed(name: str, old: str, new: str) -> str:
+    """The notebook's solution with one mistake in it."""
+    source = exercise(name)
+    assert source.count(old) >= 1, f"{old!r} is not in the solution"
+    return source.replace(old, new)
+
+
+# Exercise 1 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_event_order_passes_with_every_number_of_ranks(pool: labkit.WorkerPool) -> None:
+    line = lab04.check_event_order(pool, defined_by(exercise("event_order"), "event_order"))
+    ranks = "1 rank" if pool.world_size == 1 else f"{pool.world_size} ranks"
+    assert line == f"Solved: 16 orders with 152 events together, equal to what {ranks} recorded."
+
+
+def order_with(
+    *, root_freed: bool = False, root_last: bool = True, frees: bool = True, ahead: bool | None = None, **other: bool
+) -> Any:
+    def event_order(num_blocks: int, reshard: bool, prefetch: bool) -> list[str]:
+        prefetch = prefetch if ahead is None else ahead
+        blocks = range(num_blocks)
+        freed = reshard or other.get("always_freed", False)
+        events = ["U root", *(event for b in blocks for event in ([f"U {b}", f"R {b}"] if freed else [f"U {b}"]))]
+        events += ["R root", "U root"] if root_freed else []
+        backward = blocks if other.get("forwards", False) else reversed(blocks)
+        gathers = reshard or other.get("always_freed", False) or other.get("gathered_twice", False)
+        for b in backward:
+            if gathers and (not prefetch or b == num_blocks - 1 or other.get("forwards", False)):
+                events.append(f"U {b}")
+            if gathers and prefetch and b > 0 and not other.get("forwards", False):
+                events.append(f"U {b - 1}")
+            if frees:
+                events.append(f"R {b}")
+        if not frees:
+            events += [f"R {b}" for b in reversed(blocks)]
+        return [*events, "R root"] if root_last else events
+
+    return event_order
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("wrong", "measured", "hint"),
+    [
+        pytest.param(order_with(ahead=False), "event 9 is 'R 2' in your order", "order without prefetch", id="no prefetch"),
+        pytest.param(order_with(ahead=True), "reshard=True, prefetch=False: event 9 is 'U 1'", "order with prefetch", id="always"),
+        pytest.param(order_with(root_freed=True), "event 8 is 'R root'", "the root stays whole after forward", id="root freed"),
+        pytest.param(
+            order_with(root_last=False),
+            "only 13 of 14 events are there in your order",
+            "The root is freed too",
+            id="root never freed",
+        ),
+        pytest.param(
+            order_with(always_freed=True), "reshard=False, prefetch=True: event 3 is 'R 0'", "stay whole", id="reshard ignored"
+        ),
+        pytest.param(
+            order_with(gathered_twice=True), "reshard=False, prefetch=True: event 5 is 'U 2'", "nothing to gather", id="twice"
+        ),
+        pytest.param(order_with(forwards=True), "event 8 is 'U 0'", "from the last to the first", id="wrong direction"),
+        pytest.param(
+            lambda *_: ["U root"], "only 1 of 14 events are there in your order", "Compare with the picture", id="something else"
+        ),
+    ],
+)
+def test_wrong_orders_are_refused_at_their_first_wrong_event(pool: labkit.WorkerPool, wrong: Any, measured: str, hint: str) -> None:
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab04.check_event_order(pool, wrong)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+@pytest.mark.parametrize("answer", [None, "U root", [1, 2]])
+def test_something_that_is_no_list_of_texts_is_refused(pool: labkit.WorkerPool, answer: Any) -> None:
+    with pytest.raises(ExerciseError, match="a list of texts"):
+        lab04.check_event_order(pool, lambda *_: answer)
+
+
+# Exercise 2 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_formula_passes_with_every_number_of_ranks(pool: labkit.WorkerPool) -> None:
+    line = lab04.check_collectives(pool, defined_by(exercise("collectives"), "collectives"))
+    assert line.startswith("Solved: 19 kinds of steps, ")
+
+
+def counts_with(gathers: str, reductions: str = "(num_micro if sync_each else 1) * (num_blocks + 1)") -> Any:
+    source = f"def collectives(num_blocks, num_micro, reshard, sync_each, keep):\n    return {gathers}, {reductions}\n"
+    return defined_by(source, "collectives")
+
+
+RIGHT = "(1 if keep else num_micro) * (1 + num_blocks) + num_micro * num_blocks * reshard"
+PER_MICRO = "(1 + num_blocks + num_blocks * reshard)"
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("wrong", "measured", "hint"),
+    [
+        pytest.param(
+            counts_with(f"{RIGHT} - (1 if keep else num_micro)", "(num_micro if sync_each else 1) * num_blocks"),
+            "you predict 6/3, 1 all-gathers too few and 1 reduce-scatters too few",
+            "The root is a group too",
+            id="no root",
+        ),
+        pytest.param(
+            counts_with(f"{RIGHT} + num_micro * reshard"),
+            "you predict 8/4, 1 all-gathers too many",
+            "The root stays whole after forward",
+            id="root again",
+        ),
+        pytest.param(
+            counts_with(RIGHT, "num_micro * (num_blocks + 1)"), "you predict 14/8", "only the last micro-batch", id="sync ignored"
+        ),
+        pytest.param(
+            counts_with(f"{PER_MICRO} * num_micro"), "keep=True: you predict 14/8, 4 all-gathers too many", "still whole", id="keep"
+        ),
+        pytest.param(
+            counts_with(f"{PER_MICRO} * (1 if keep else num_micro)"),
+            "you predict 7/8, 3 all-gathers too few",
+            "next *forward* only",
+            id="keep spares all",
+        ),
+        pytest.param(
+            counts_with(PER_MICRO, "num_blocks + 1"), "you predict 7/4, 7 all-gathers too few", "Every micro-batch", id="one micro"
+        ),
+        pytest.param(
+            counts_with(f"({RIGHT}) if sync_each else {PER_MICRO}"),
+            "you predict 7/4, 7 all-gathers too few",
+            "spares reduce-scatters",
+            id="no sync",
+        ),
+        pytest.param(counts_with("7", "4"), "you predict 7/4", "Count the bars", id="a constant"),
+    ],
+)
+def test_wrong_formulas_are_refused_with_the_number_that_is_off(
+    pool: labkit.WorkerPool, wrong: Any, measured: str, hint: str
+) -> None:
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab04.check_collectives(pool, wrong)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_one_number_instead_of_two_is_refused(pool: labkit.WorkerPool) -> None:
+    with pytest.raises(ExerciseError, match="two numbers: all-gathers, reduce-scatters"):
+        lab04.check_collectives(pool, lambda *_: 7)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_the_first_step_of_a_model_has_the_events_of_the_second(pool: labkit.WorkerPool) -> None:
+    # The checks record the first step only, which is half the work.
+    first, second = pool.run(two_steps).same()
+    assert first == second
+    assert len(first) == 14
+
+
+def two_steps() -> tuple[tuple[str, ...], tuple[str, ...]]:
+    from labkit.course.lab04.steps import _step, sharded_model
+    from labkit.spmd import record_events
+
+    case = StepCase(3, True)
+    model = sharded_model(3, True)
+    orders = []
+    for _ in range(2):
+        with record_events(model) as recording:
+            _step(model, case)
+        orders.append(recording.trace().order())
+    assert recorded_step(case).order() == orders[0]
+    return orders[0], orders[1]
+
+
+# Exercise 3 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_wrapping_passes_and_is_measured(pool: labkit.WorkerPool) -> None:
+    line = lab04.check_wrap(pool, defined_by(exercise("wrap"), "wrap"))
+    assert re.search(r"keeps at most 4,032 of 4,032 bytes alive, with 9 all-gathers a step", line)
+
+
+def test_the_rule_for_the_peak_is_the_one_that_the_runtime_keeps(pool: labkit.WorkerPool) -> None:
+    from labkit.course.lab04.wrapping import _WIDTH, _measure
+
+    widths = [8, 4, 12, 4]
+    for lengths in ([1, 1, 1, 1], [2, 2], [4], [1, 3]):
+        sizes, begin = [], 0
+        for length in lengths:
+            sizes.append(sum(2 * _WIDTH * width * 4 for width in widths[begin : begin + length]))
+            begin += length
+        measured = pool.run(_measure, widths, lengths).same()
+        assert measured.peak_bytes == live_peak(_WIDTH * _WIDTH * 4, sizes)
+
+
+def greedy(limit: Any) -> Any:
+    def wrap(root: int, sizes: list[int], cap: int) -> list[int]:
+        lengths: list[int] = []
+        group: list[int] = []
+        for size in sizes:
+            if group and limit(root, sum(group) + size, cap):
+                lengths.append(len(group))
+                group = []
+            group.append(size)
+        return [*lengths, len(group)]
+
+    return wrap
+
+
+def without_root(root: int, sizes: list[int], cap: int) -> list[int]:
+    return list(defined_by(exercise("wrap"), "wrap")(0, sizes, cap))
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+@pytest.mark.parametrize(
+    ("wrong", "measured", "hint"),
+    [
+        pytest.param(
+            greedy(lambda root, size, cap: root + size > cap),
+            "root 1, layers [2, 2, 2, 2], limit 5: your groups [4, 4] keep 9 alive, 4",
+            "two neighbours live together",
+            id="one group at a time",
+        ),
+        pytest.param(without_root, "too many", "The root is alive all the time", id="no root"),
+        pytest.param(
+            lambda root, sizes, cap: [1] * len(sizes), "2 more than needed", "A group per layer always fits", id="each alone"
+        ),
+        pytest.param(
+            lambda root, sizes, cap: [len(sizes)], "limit 5: your groups [8] keep 9", "Which groups are alive", id="all in one"
+        ),
+        pytest.param(
+            greedy(lambda root, size, cap: root + 2 * size > cap), "more than needed", "leaves room beside it", id="half the limit"
+        ),
+        pytest.param(lambda root, sizes, cap: [1], "[1] are 1 layers", "", id="layers left out"),
+    ],
+)
+def test_wrong_wrappings_are_refused_with_one_case(pool: labkit.WorkerPool, wrong: Any, measured: str, hint: str) -> None:
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab04.check_wrap(pool, wrong)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_a_wrapping_that_is_no_list_is_refused(pool: labkit.WorkerPool) -> None:
+    with pytest.raises(ExerciseError, match="a list of numbers"):
+        lab04.check_wrap(pool, lambda *_: None)  # type: ignore[arg-type,return-value]
+
+
+# Exercise 4 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_judge_passes(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(exercise("same_training"))
+    line = lab04.check_same_training(pool)
+    if pool.world_size == 1:
+        assert line == "Solved: 2 right runs accepted, 2 bugs refused. 4 of 8 runs need two ranks and were left out."
+    else:
+        assert line == "Solved: 3 right runs accepted, 5 bugs refused."
+
+
+def judge(expression: str) -> str:
+    return f"""
+def near(part, rtol=1e-4, atol=1e-6):
+    return all(torch.allclose(RUN[part][name], REFERENCE[part][name], rtol=rtol, atol=atol) for name in REFERENCE[part])
+
+def same_training(run, reference):
+    global RUN, REFERENCE
+    RUN, REFERENCE = run, reference
+    return {expression}
+"""
+
+
+EXACT = (
+    "run['losses'] == reference['losses'] and all(torch.equal(run[part][n], reference[part][n]) "
+    "for part in ('gradients', 'weights') for n in reference[part])"
+)
+
+
+@pytest.mark.parametrize("pool", [4], indirect=True)
+@pytest.mark.parametrize(
+    ("expression", "measured", "hint"),
+    [
+        pytest.param(EXACT, ": refused by rank", "another order", id="bit for bit"),
+        pytest.param(
+            "abs(run['losses'][-1] - reference['losses'][-1]) < 0.2",
+            "not divided by the number of ranks: accepted",
+            "Adam divides",
+            id="the last loss",
+        ),
+        pytest.param(
+            "near('weights', 1e-1, 5e-2)", "not divided by the number of ranks: accepted", "Adam divides", id="only weights"
+        ),
+        pytest.param("near('gradients')", "an optimizer that holds other tensors", "before the first step", id="only gradients"),
+        pytest.param(
+            "torch.allclose(*(r['gradients']['layers.0.attention.wq.weight'] for r in (run, reference)), rtol=1e-4, atol=1e-6)",
+            "an optimizer that holds other tensors",
+            "what training has changed",
+            id="one name",
+        ),
+        pytest.param("True", "not divided by the number of ranks: accepted", "Adam", id="accepts all"),
+        pytest.param("False", "the reference, trained again: refused by rank 0", "bit for bit", id="refuses all"),
+    ],
+)
+def test_wrong_judges_are_refused_on_the_run_that_they_get_wrong(
+    pool: labkit.WorkerPool, expression: str, measured: str, hint: str
+) -> None:
+    pool.run_cell(judge(expression))
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab04.check_same_training(pool)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_a_judge_that_sees_one_block_only_misses_the_head(pool: labkit.WorkerPool) -> None:
+    blocks = "all(torch.allclose(run[p][n], reference[p][n], rtol=r, atol=a) for p, r, a in (('gradients', 1e-4, 1e-6), "
+    pool.run_cell(judge(blocks + "('weights', 10, 3e-3)) for n in reference[p] if n == 'layers.1.feed_forward.w2.weight')"))
+    with pytest.raises(ExerciseError, match="a head that is not: accepted") as caught:
+        lab04.check_same_training(pool)
+    assert "Compare every name" in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_a_judge_that_raises_shows_its_own_line(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(judge("run['nothing']"))
+    with pytest.raises(RankFailedError, match="nothing"):
+        lab04.check_same_training(pool)
+
+
+# Exercise 5 -----------------------------------------------------------------------------------------------------------
+
+
+def check_eval_loss(pool: labkit.WorkerPool) -> str:
+    return lab04.check_eval_loss(pool, timeout_s=TIMEOUT_S)
+
+
+def test_the_notebook_s_evaluation_passes(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(exercise("eval_loss"))
+    num_batches = pool.world_size * (pool.world_size + 1) // 2
+    assert f"the mean over {num_batches} batches" in check_eval_loss(pool)
+
+
+LOSSES = "losses = [next_token_loss(model, batch).item() for batch in {batches}]"
+TOTAL = "total = torch.tensor([sum(losses), len(losses)]); dist.all_reduce(total); return (total[0] / total[1]).item()"
+MOST = "most = torch.tensor(len(batches)); dist.all_reduce(most, op=dist.ReduceOp.{op})"
+
+
+def evaluation(*lines: str) -> str:
+    return "@torch.no_grad()\ndef eval_loss(model, batches, filler):\n" + "".join(f"    {line}\n" for line in lines)
+
+
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+@pytest.mark.parametrize(
+    ("lines", "measured", "hint"),
+    [
+        pytest.param(
+            (LOSSES.format(batches="batches"), TOTAL), "eval_loss hangs", "has to take part until all are done", id="naive"
+        ),
+        pytest.param(
+            (MOST.format(op="MIN"), LOSSES.format(batches="batches[: int(most)]"), TOTAL), "off.", "You stop after 1", id="cut off"
+        ),
+        pytest.param(
+            (MOST.format(op="MAX"), LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))"), TOTAL),
+            "off.",
+            "must not be counted",
+            id="filler counted",
+        ),
+        pytest.param(
+            (MOST.format(op="MAX"), LOSSES.format(batches="batches + [batches[-1]] * (int(most) - len(batches))"), TOTAL),
+            "off.",
+            "must not be counted",
+            id="last batch repeated",
+        ),
+        pytest.param(
+            (
+                MOST.format(op="MAX"),
+                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                "mean = torch.tensor(sum(losses) / len(losses)); dist.all_reduce(mean); return (mean / world_size).item()",
+            ),
+            "off.",
+            "A rank with more batches counts for more",
+            id="mean of means",
+        ),
+        pytest.param(
+            (
+                MOST.format(op="MAX"),
+                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                "return sum(losses) / len(losses)",
+            ),
+            "off.",
+            "This is the mean of one rank",
+            id="own mean",
+        ),
+        pytest.param(
+            (
+                MOST.format(op="MAX"),
+                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                "total = torch.tensor(sum(losses)); dist.all_reduce(total); return total.item()",
+            ),
+            "off.",
+            "This is the sum",
+            id="sum",
+        ),
+        pytest.param(("return None",), "returned None on rank 0", "Return a number", id="nothing"),
+    ],
+)
+def test_wrong_evaluations_are_refused_and_a_hang_is_explained(
+    pool: labkit.WorkerPool, lines: tuple[str, ...], measured: str, hint: str
+) -> None:
+    pool.run_cell(evaluation(*lines))
+    with pytest.raises(ExerciseError, match=measured) as caught:
+        check_eval_loss(pool)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["same_training", "eval_loss"])
+def test_a_check_before_its_exercise_says_what_is_missing(pool: labkit.WorkerPool, name: str) -> None:
+    pool.run_cell(f"globals().pop({name!r}, None)")
+    with pytest.raises(ExerciseError, match=f"there is no {name} on rank"):
+        lab04.check_same_training(pool) if name == "same_training" else check_eval_loss(pool)
