@@ -36,6 +36,16 @@ LAST_TYPE = 255
 _ALONE = ("fake",)
 _REBUILT = ("gloo", "nccl")
 
+# Methods of a ProcessGroup by which other code reaches other ranks, under their names of 2.11 to 2.13.
+_COLLECTIVES = (
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "monitored_barrier", "gather", "scatter"),
+    *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("all_gather_single", "all_gather_single_coalesced"),
+    *("reduce_scatter", "_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single", "send", "recv", "recv_anysource"),
+)
+
 _CUT_OFF = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -49,6 +59,7 @@ _CUT_OFF = (
 
 _rank_not_in_group: Callable[[Any], bool] = c10d._rank_not_in_group
 _broken: dict[str, str] = {}
+_stand_ins: dict[str, Any] = {}
 _next_type: dict[str, int] = {}
 
 
@@ -181,8 +192,8 @@ def _gloo_device() -> Any:
 def break_group(group: Any, reason: str) -> None:
     """Let every collective on a group raise from now on, instead of waiting for ranks that do not know the group.
 
-    Torch's own functions raise ``RuntimeError(reason)``. Callers below Python (DDP's reducer, functional collectives)
-    meet a backend that raises a RuntimeError of its own.
+    Torch's functions, functional collectives and DTensors raise ``RuntimeError(reason)``. A caller in C++ that holds the
+    group itself, such as DDP's reducer, meets a backend that raises a RuntimeError of its own.
 
     Args:
         group: The ProcessGroup.
@@ -192,9 +203,30 @@ def break_group(group: Any, reason: str) -> None:
     options.error_on_collective = True
     for device in _device_backends(group):
         _register(group, device, _native.FakeProcessGroup._create_internal(group.rank(), group.size(), options))
-    _broken[group_name(group)] = reason
+    name = group_name(group)
+    group._set_group_name(name)
+    _broken[name] = reason
+    # Functional collectives and meshes find a group by its name.
+    _stand_ins[name] = stand_in = _RefusingGroup(group.rank(), group.size())  # type: ignore[call-arg]
+    stand_in.reason = reason
+    _native._unregister_process_group(name)
+    _native._register_process_group(name, stand_in)
     if c10d._rank_not_in_group is not _check_group:
         c10d._rank_not_in_group = _check_group
+
+
+class _RefusingGroup(dist.ProcessGroup):
+    """Raises in every collective."""
+
+    reason = ""
+
+
+def _refuse(group: _RefusingGroup, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(group.reason)
+
+
+for _collective in _COLLECTIVES:
+    setattr(_RefusingGroup, _collective, _refuse)
 
 
 def _check_group(group: Any) -> bool:

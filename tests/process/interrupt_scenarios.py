@@ -6,14 +6,18 @@ The functions run on the ranks through ``pool.run``. What they make stays in thi
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import multiprocessing
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.utils.data
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
@@ -269,3 +273,100 @@ def _stay(signs: str) -> None:
 
 def _sign(signs: str) -> None:
     (Path(signs) / str(dist.get_rank())).touch()
+
+
+# ---- waiting for something that does not come ------------------------------------------------------------------------
+
+KEPT: dict[str, Any] = {}
+
+
+class _SlowData(torch.utils.data.Dataset[int]):
+    """Its first item takes for ever."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        time.sleep(1000)
+        return index
+
+
+def _loop() -> None:
+    KEPT["rounds"] = 0
+    while True:
+        KEPT["rounds"] += 1
+
+
+def _c_sleep() -> None:
+    while True:  # libc's sleep ends when a signal comes, and Python's handler then raises
+        ctypes.CDLL(None).sleep(1000)
+
+
+def _recv(device: str) -> None:
+    dist.recv(torch.ones(1, device=device), src=(dist.get_rank() + 1) % dist.get_world_size())
+
+
+def _all_gather(device: str) -> None:
+    ones = torch.ones(3, device=device)
+    dist.all_gather([torch.empty_like(ones) for _ in range(dist.get_world_size())], ones)
+
+
+def _reduce_scatter(device: str) -> None:
+    ones = torch.ones(3, device=device)
+    dist.reduce_scatter(torch.empty_like(ones), [ones] * dist.get_world_size())
+
+
+def _tidy_up() -> None:
+    try:
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        KEPT["tidied"] = True
+        raise
+
+
+def _swallow() -> None:
+    """Code that takes KeyboardInterrupt for an error to go on from."""
+    while True:
+        try:
+            time.sleep(1000)
+        except KeyboardInterrupt:
+            KEPT["swallowed"] = KEPT.get("swallowed", 0) + 1
+            if KEPT["swallowed"] == 2:
+                raise
+
+
+WAITS: dict[str, Callable[[str], Any]] = {
+    "Python loop": lambda device: _loop(),
+    "time.sleep": lambda device: time.sleep(1000),
+    "sleep in C": lambda device: _c_sleep(),
+    "all_reduce": lambda device: dist.all_reduce(torch.ones(3, device=device)),
+    "barrier": lambda device: dist.barrier(),
+    "recv": _recv,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "new_group": lambda device: dist.new_group(list(range(dist.get_world_size()))),
+    "DataLoader worker": lambda device: list(torch.utils.data.DataLoader(_SlowData(), num_workers=1)),
+    "subprocess": lambda device: subprocess.run(["sleep", "1000"], check=True),
+    "handler that tidies up": lambda device: _tidy_up(),
+    "handler that swallows": lambda device: _swallow(),
+}
+
+
+def wait(what: str, ranks: Sequence[int], device: str, signs: str) -> str:
+    """Wait for ever on some ranks; the others return at once."""
+    KEPT.clear()
+    KEPT["before"] = dist.get_rank() * 3
+    if dist.get_rank() in ranks:
+        _sign(signs)
+        WAITS[what](device)
+    return "finished"
+
+
+def look(device: str) -> tuple[dict[str, Any], float]:
+    """What was kept, and the sum of ones over all ranks."""
+    # Children that an interrupt made Python kill are waited for when it makes or counts the next.
+    subprocess.run(["true"], check=True)
+    multiprocessing.active_children()
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones)
+    return dict(KEPT), float(ones)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,6 +59,12 @@ def interrupt_when(pool: WorkerPool, ready: Callable[[], bool], act: Callable[[]
         thread.join()
     assert asked_at[0] <= ended_at, "the run ended before it was interrupted"
     return Interrupted(caught.value, ended_at - asked_at[0])
+
+
+def ended(pool: WorkerPool, ranks: Collection[int]) -> bool:
+    """Whether these ranks have ended the present run."""
+    states = {state.rank: state.state for state in pool.diagnose().states}
+    return all(states[rank] in ("finished", "failed") for rank in ranks)
 
 
 def signs_of(folder: Path, ranks: int) -> Callable[[], bool]:
