@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ def trace_input_reshard(
             def leave(*_: object, inside: saved_tensors_hooks = inside) -> None:
                 inside.__exit__()
 
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
+            # always_call: hooks that an error left on would act on everything that this process saves from then on.
+            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         try:
             yield trace
         finally:
@@ -124,7 +126,9 @@ def _record(trace: Trace, tensor: Tensor, packed: Any, *, comes_back: bool) -> N
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # The result of a collective that nobody has waited for yet has no storage of its own.
+    return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 
 def _whole(tensor: Tensor) -> Tensor:
