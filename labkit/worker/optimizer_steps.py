@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -99,6 +100,7 @@ class OptimizerSteps:
             self.records.append(record)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
+            _wait_for_gradients()
             self.state.hold()
             record.under_way = True
             return None
@@ -112,6 +114,7 @@ class OptimizerSteps:
             if record.under_way:
                 self.state.release()
             value = closure()
+            _wait_for_gradients()
             self.state.hold()
             record.under_way = True
             return value
@@ -134,6 +137,16 @@ class OptimizerSteps:
         reason = self._refused.get(optimizer)
         if reason is not None and not _initializes():
             raise RuntimeError(reason)
+
+
+def _wait_for_gradients() -> None:
+    """Let a GPU finish backward before the update is launched.
+
+    A collective of backward that never ends is freed by an abort, and what was queued behind it runs on unfinished
+    gradients. So the update must not be queued before they are there. It costs what the processor would have run ahead.
+    """
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
 
 
 def signature_of(optimizer: Optimizer) -> str:

@@ -46,13 +46,14 @@ class RunState:
         self._in_user_code = False
         self._holds = 0
         self._held_since: float | None = None
+        self._unwinding_since: float | None = None
         self._main = threading.main_thread().ident or 0
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def begin(self, run_id: int) -> None:
         """The main thread takes up a run."""
         self.interrupt_requested = False
-        self._holds, self._held_since = 0, None
+        self._holds, self._held_since, self._unwinding_since = 0, None, None
         cut.hurry_data_loaders(False)
         self.started = time.monotonic()
         self.run_id = run_id
@@ -97,8 +98,16 @@ class RunState:
         if self._in_user_code and not self._holds:
             interrupt_borrowed_threads(self._main)
 
+    def _is_unwinding(self) -> bool:
+        """Whether the reader's own clean-up after the first interrupt runs; it is let finish, for HOLD_S at most."""
+        if not isinstance(sys.exception(), KeyboardInterrupt):
+            return False
+        now = time.monotonic()
+        self._unwinding_since = self._unwinding_since or now
+        return now - self._unwinding_since < HOLD_S
+
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
-        if not self._in_user_code:
+        if not self._in_user_code or self._is_unwinding():
             return
         if self._holds:
             now = time.monotonic()

@@ -27,7 +27,7 @@ HANGS = {
         "all_gather",
     ),
     "gloo all_reduce": ("if rank == 0:\n    dist.all_reduce(torch.ones(3))", "all_reduce"),
-    "send without receiver": ("if rank == 0:\n    dist.send(big, 1)\n    torch.cuda.synchronize()", "send"),
+    "send without receiver": ("if rank == 0: dist.send(big, 1)\ntorch.cuda.synchronize()", ""),
 }
 DEATHS = {
     "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", -9),
