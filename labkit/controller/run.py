@@ -27,6 +27,8 @@ from labkit.wire.messages import Abort, Aborted, Failed, FromWorker, Inspection,
 # How long the other ranks may go on after one has failed: they may be about to fail with the same error.
 GRACE_S = 1.0
 DEATH_GRACE_S = 0.1
+# A rank that was cut off often says so before the system reports the death that cut it off.
+CAUSE_S = 2.0
 # SIGINT ends Python code within milliseconds; what has not ended then sits in native code. Ranks that report that they
 # wait in a collective are freed at once.
 ABORT_AFTER_S = 0.4
@@ -130,6 +132,7 @@ class RunWait:
         self.watch = Watch(pool, run.ranks, lambda: (set(run.results), set(run.failures)), on_hang)
         self._limit = None if timeout_s is None else run.started + timeout_s
         self._grace_ends: float | None = None
+        self._last_failure = 0.0
         self._stop_began: float | None = None
         self._next_signal = 0.0
         self._next_abort = 0.0
@@ -159,7 +162,7 @@ class RunWait:
         while self._sigints:
             self._sigints -= 1
             self._interrupt()
-        if not self.run.pending and not self._waits_for_aborts() and not self.watch.last_look_is_open:
+        if not self.run.pending and not self._waits():
             if self._stop_began is not None:
                 self.run.diagnosis = self.watch.present()
             return True
@@ -168,7 +171,7 @@ class RunWait:
             self._push_on(now)
         elif self._limit is not None and now >= self._limit:
             self._stop("timeout")
-        elif self._grace_ends is not None and now >= self._grace_ends:
+        elif self._grace_ends is not None and now >= self._grace_ends and self.run.pending:
             self._stop("failed")
         self.watch.tick(now - self.run.started)
         self._on_tick()
@@ -186,6 +189,8 @@ class RunWait:
             self.run.results[message.rank] = (message, frames)
         elif isinstance(message, Failed) and message.run_id == self.run.run_id:
             self.run.failures[message.rank] = message.failure
+            self.run.results.pop(message.rank, None)  # a rank may die after it has finished
+            self._last_failure = time.monotonic()
             self.run.group_lost |= message.group_lost
             if message.cut_off:
                 self.run.cut_off.add(message.rank)
@@ -246,6 +251,15 @@ class RunWait:
         # Every rank of the pool, also those that have finished: a group lives on all of its ranks or on none.
         for rank in self._pool.all_ranks:
             self._pool.send_control(rank, Abort(self.run.run_id))
+
+    def _waits(self) -> bool:
+        """Whether the run's end has to wait although every rank has ended it."""
+        return self._waits_for_aborts() or self._waits_for_cause() or self.watch.last_look_is_open
+
+    def _waits_for_cause(self) -> bool:
+        """All failures are those of victims; the death of the rank that cut them off is about to be reported."""
+        only_victims = bool(self.run.failures) and not set(self.run.failures) - self.run.cut_off
+        return only_victims and self._stop_began is None and time.monotonic() < self._last_failure + CAUSE_S
 
     def _waits_for_aborts(self) -> bool:
         """An abort may still be under way on ranks that had finished; renewing their groups must not overtake it."""

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from labkit.controller.diagnosis import Diagnosis, judge
+from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.members import Members
 from labkit.controller.output import RankOutput, Screen, present_screen
 from labkit.controller.run import Run, RunWait
+from labkit.controller.verdict import judge
 from labkit.errors import (
     PoolStateError,
     RankFailedError,

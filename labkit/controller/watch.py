@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
-from labkit.controller.diagnosis import Diagnosis, judge
+from labkit.controller.diagnosis import Diagnosis
+from labkit.controller.verdict import judge
 from labkit.wire.messages import Collective, Inspect, Inspection, RankReport, ToControl
 
 # A cell that lasts this long is looked at once a second; two looks in a row that find a hang show it.

@@ -214,6 +214,7 @@ class Collective:
     Attributes:
         sequence: Its number within its process group, from 1.
         name: For example ``all_reduce``.
+        backend: Whose record it is, ``gloo`` or ``nccl``; each counts for itself, also within one group.
         group: Name of the process group, ``0`` or ``default_pg`` for the default one.
         sizes: Shapes of the inputs.
         dtypes: Their dtypes.
@@ -226,6 +227,7 @@ class Collective:
     sizes: tuple[tuple[int, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     done: bool = False
+    backend: str = ""
 
 
 @dataclass(frozen=True, slots=True)

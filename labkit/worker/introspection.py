@@ -110,7 +110,7 @@ def recent_collectives() -> tuple[Collective, ...]:
 
 
 def _collective(entry: dict[str, Any]) -> Collective:
-    name = str(entry.get("profiling_name", "")).split(":")[-1]
+    backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
     group = entry.get("process_group", ("?", "?"))
     return Collective(
         sequence=int(entry.get("collective_seq_id", 0)),
@@ -120,4 +120,5 @@ def _collective(entry: dict[str, Any]) -> Collective:
         dtypes=tuple(map(str, entry.get("input_dtypes", ()))),
         # gloo never moves an entry beyond "scheduled"; only retired tells that it has ended.
         done=bool(entry.get("retired", False)) or entry.get("state") == "completed",
+        backend=backend,
     )
