@@ -157,7 +157,8 @@ def _equal(left: Any, right: Any) -> bool:
     if any(getattr(left, name, None) != getattr(right, name, None) for name in ("shape", "dtype")):
         return False
     # Tensors and arrays answer == with one verdict per element, tables only where their labels agree.
-    return bool(left.equals(right) if hasattr(left, "equals") else (left == right).all())
+    verdict = left.equals(right) if hasattr(left, "equals") else left == right
+    return bool(verdict.all() if hasattr(verdict, "all") else verdict)
 
 
 def _short(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from typing import Any
 
@@ -150,6 +151,16 @@ def test_equal_values_are_one_value(value: Any) -> None:
 def test_different_values_are_refused_and_the_ranks_named(left: Any, right: Any) -> None:
     with pytest.raises(ValueError, match="ranks 0 and 3 returned different values"):
         RankResults({0: left, 2: left, 3: right}).same()
+
+
+def test_object_with_a_shape_of_its_own_is_compared_as_a_whole() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Record:
+        shape: tuple[int, ...]
+
+    assert RankResults({0: Record((2, 3)), 1: Record((2, 3))}).same() == Record((2, 3))
+    with pytest.raises(ValueError, match="ranks 0 and 1 returned different values"):
+        RankResults({0: Record((2, 3)), 1: Record((2, 4))}).same()
 
 
 def test_long_values_are_cut_in_the_message() -> None:
