@@ -1,0 +1,158 @@
+"""What the ranks conclude, each by itself, from the conditions that they exchange after a run was cut off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from labkit.worker.conditions import Condition, GroupCondition, StepCondition, judge
+
+WORLD = GroupCondition((0, 1), (7,))
+STEP = StepCondition("optimizer (Adam, for model)", "Adam[4]", 3, under_way=False, shared=True, rates=(0.1,))
+CALM = Condition(0, run_id=5, groups={"0": WORLD}, group_count=3, steps=(STEP,), random={"CPU": ("a", "a")})
+
+
+def ranks(*changes: dict[str, object]) -> list[Condition]:
+    """One condition per rank: the calm one, changed."""
+    return [replace(CALM, rank=rank, **change) for rank, change in enumerate(changes)]  # type: ignore[arg-type]
+
+
+def test_a_condition_survives_the_exchange() -> None:
+    assert Condition.from_json(CALM.to_json()) == CALM
+
+
+def test_nothing_is_done_where_nothing_happened() -> None:
+    verdict = judge(ranks({}, {}))
+    assert (verdict.renew, verdict.drop, verdict.broken, verdict.refusals, verdict.notes) == (False, "none", {}, (), ())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lost": True}, {"waiting": True}, {"groups": {"0": replace(WORLD, sequence=(8,))}}],
+    ids=["aborted", "collective under way", "one collective ahead"],
+)
+def test_groups_are_renewed_when_one_rank_needs_it(change: dict[str, object]) -> None:
+    assert judge(ranks({}, change)).renew
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "drop"),
+    [
+        ({}, {"cut": True}, "none"),
+        ({"touched": True}, {}, "in flight"),
+        ({"touched": True}, {"cut": True}, "all"),
+        ({"touched": True}, {"lost": True}, "all"),
+        ({"touched": True, "run_id": 4}, {"cut": True}, "none"),
+    ],
+    ids=["untouched", "failed everywhere", "interrupted", "aborted", "touched by an earlier run"],
+)
+def test_iterations_are_dropped_only_where_the_run_touched_them(
+    first: dict[str, object], second: dict[str, object], drop: str
+) -> None:
+    assert judge(ranks(first, second)).drop == drop
+
+
+def test_a_rank_without_a_default_group_cannot_be_mended() -> None:
+    with pytest.raises(RuntimeError, match="destroyed on rank 1"):
+        judge(ranks({"lost": True}, {"homeless": True, "groups": {}}))
+
+
+def test_the_next_group_gets_a_number_that_no_rank_has_used() -> None:
+    assert judge(ranks({"group_count": 4}, {"group_count": 9})).group_count == 9
+
+
+# ---- groups ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_group_that_a_member_does_not_know_is_broken() -> None:
+    verdict = judge(ranks({"groups": {"0": WORLD, "4": GroupCondition((0, 1), (0,))}}, {}))
+    assert list(verdict.broken) == ["4"]
+    assert "exists only on rank 0" in verdict.broken["4"]
+    assert verdict.broken["4"] in verdict.notes
+    assert not verdict.renew
+
+
+def test_a_group_of_some_ranks_is_whole_when_these_know_it() -> None:
+    assert judge(ranks({"groups": {"0": WORLD, "4": GroupCondition((0,), (2,))}}, {})).broken == {}
+
+
+def test_one_name_for_two_groups_breaks_both() -> None:
+    pair, alone = GroupCondition((0, 1), (0,)), GroupCondition((1,), (0,))
+    assert "4" in judge(ranks({"groups": {"0": WORLD, "4": pair}}, {"groups": {"0": WORLD, "4": alone}})).broken
+
+
+def test_a_group_of_an_unknown_backend_is_named() -> None:
+    group = GroupCondition((0, 1), (), obstacle="labkit does not know its backend 'ucc'")
+    groups = {"0": WORLD, "4": group}
+    verdict = judge(ranks({"groups": groups, "lost": True}, {"groups": groups}))
+    assert "cannot be rebuilt: labkit does not know its backend 'ucc'" in verdict.broken["4"]
+
+
+# ---- optimizers ------------------------------------------------------------------------------------------------------
+
+
+def test_half_a_step_is_refused_on_every_rank_of_the_run() -> None:
+    half = replace(STEP, under_way=True)
+    verdict = judge([*ranks({}, {"steps": (half,)}), replace(CALM, rank=2, run_id=4, groups={})])
+    [refusal] = verdict.refusals
+    assert refusal.ranks == (0, 1)
+    assert (refusal.position, refusal.signature) == (0, "Adam[4]")
+    assert "Rank 1 stopped inside step() of optimizer (Adam, for model)" in verdict.notes[0]
+    assert "is refused" in refusal.reason
+
+
+def test_different_numbers_of_steps_are_refused_where_the_parameters_are_shared() -> None:
+    behind = replace(STEP, completed=2)
+    assert "3 on rank 0, 2 on rank 1" in judge(ranks({}, {"steps": (behind,)})).notes[0]
+    assert "3 on rank 0, 0 on rank 1" in judge(ranks({}, {"steps": ()})).notes[0]
+    local, local_behind = replace(STEP, shared=False), replace(behind, shared=False)
+    assert judge(ranks({"steps": (local,)}, {"steps": (local_behind,)})).refusals == ()
+
+
+def test_half_a_local_step_is_refused_on_its_own_rank_only() -> None:
+    local = replace(STEP, shared=False)
+    [refusal] = judge(ranks({"steps": (local,)}, {"steps": (replace(local, under_way=True),)})).refusals
+    assert refusal.ranks == (1,)
+
+
+def test_ranks_that_run_different_programs_are_not_compared() -> None:
+    other = replace(STEP, signature="SGD[2]", completed=9)
+    assert judge(ranks({}, {"steps": (other,)})).refusals == ()
+    [refusal] = judge(ranks({}, {"steps": (replace(other, under_way=True),)})).refusals
+    assert (refusal.ranks, refusal.signature) == ((1,), "SGD[2]")
+
+
+def test_the_second_optimizer_is_told_apart_from_the_first() -> None:
+    verdict = judge(ranks({"steps": (STEP, STEP)}, {"steps": (STEP, replace(STEP, completed=2))}))
+    assert [refusal.position for refusal in verdict.refusals] == [1]
+
+
+def test_learning_rates_that_differ_are_named() -> None:
+    [note] = judge(ranks({}, {"steps": (replace(STEP, rates=(0.2,)),)})).notes
+    assert "rank 0: 0.1; rank 1: 0.2" in note
+
+
+# ---- random states ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (("a", "a"), ("a", "b"), "Rank 1 drew random numbers and the others did not"),
+        (("a", "c"), ("a", "b"), "Ranks 0-1 drew random numbers in different numbers"),
+        (("a", "b"), ("a", "b"), ""),
+        (("a", "a"), ("x", "x"), ""),
+        (("a", "b"), ("x", "y"), ""),
+    ],
+    ids=["one drew", "both drew", "alike", "different before", "different throughout"],
+)
+def test_random_states_are_named_when_they_came_to_differ(first: tuple[str, str], second: tuple[str, str], says: str) -> None:
+    notes = judge(ranks({"cut": True, "random": {"CPU": first}}, {"random": {"CPU": second}})).notes
+    assert [note.startswith(says) for note in notes] == ([True] if says else [])
+
+
+def test_switched_off_gradient_synchronization_is_named_when_ranks_differ() -> None:
+    [note] = judge(ranks({"cut": True, "unsynced": 3}, {})).notes
+    assert "switched off on rank 0 only" in note
+    assert judge(ranks({"cut": True, "unsynced": 3}, {"unsynced": 3})).notes == ()
