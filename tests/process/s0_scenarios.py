@@ -167,7 +167,8 @@ def train_mixed(device: str, shape: str, num_steps: int) -> tuple[list[float], P
 def _train(model: nn.Module, batches: list[Tensor]) -> list[float]:
     from labkit.spmd.training import train
 
-    return train(model, torch.optim.Adam(model.parameters(), lr=1e-3), iter(batches), len(batches))
+    # foreach=False: on a GPU the default is one fused update, which cannot mix sharded and plain tensors.
+    return train(model, torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False), iter(batches), len(batches))
 
 
 def plain_parameters_drift(device: str) -> float:
