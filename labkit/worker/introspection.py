@@ -79,7 +79,8 @@ def _waits_in(frame: FrameType | None) -> str:
     if "/torch/distributed/" not in name and "/torch/_ops.py" not in name:
         return ""
     while frame is not None and "/torch/" in frame.f_code.co_filename.replace(os.sep, "/"):
-        if frame.f_code.co_filename.endswith("distributed_c10d.py"):
+        # The function that readers know: new_group, and not the helper in which it waits.
+        if frame.f_code.co_filename.endswith("distributed_c10d.py") and not frame.f_code.co_name.startswith("_"):
             return frame.f_code.co_name
         frame = frame.f_back
     return "wait"
