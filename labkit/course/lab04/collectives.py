@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from labkit.course.checks import Pool, hint_for, refuse
-from labkit.course.lab04.steps import StepCase, recorded_step
+from labkit.course.lab04.steps import StepCase, measured_once, recorded_step
 from labkit.errors import ExerciseError
 
 Counts = tuple[int, int]
@@ -36,7 +36,7 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
     cases = [StepCase(3, True), StepCase(3, True, num_micro=2, sync_each=False), StepCase(3, True, num_micro=2, keep=True)]
     switches = product((1, 3), (True, False), (True, False), (False, True))
     cases += [StepCase(2, reshard, True, num_micro, sync_each, keep) for num_micro, reshard, sync_each, keep in switches]
-    counted = pool.run(_counts, cases, timeout_s=timeout_s).same()
+    counted = measured_once(pool, _counts, cases, timeout_s=timeout_s)
     for case, truth in zip(cases, counted, strict=True):
         answer = _as_counts(collectives(case.num_blocks, case.num_micro, case.reshard, case.sync_each, case.keep))
         if answer != truth:

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from labkit.course.checks import Pool, hint_for, refuse
-from labkit.course.lab04.steps import StepCase, recorded_step
+from labkit.course.lab04.steps import StepCase, measured_once, recorded_step
 from labkit.errors import ExerciseError
 
 EventOrder = Callable[[int, bool, bool], Sequence[str]]
@@ -32,7 +32,7 @@ def check_event_order(pool: Pool, event_order: EventOrder, *, timeout_s: float =
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     cases = [StepCase(n, reshard, prefetch) for n in (3, 1, 2, 4) for reshard, prefetch in product((True, False), repeat=2)]
-    recorded = pool.run(_orders, cases, timeout_s=timeout_s).same()
+    recorded = measured_once(pool, _orders, cases, timeout_s=timeout_s)
     num_events = 0
     for case, truth in zip(cases, recorded, strict=True):
         answer = _as_texts(event_order(case.num_blocks, case.reshard, case.prefetch))

@@ -29,7 +29,7 @@ class Evaluated:
 def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
     """Exercise 5: ``eval_loss(model, batches, filler)`` gives the mean loss over all batches of all ranks, on every rank.
 
-    Rank 0 has the most batches, the last rank has one.
+    Rank 0 has the most batches, the last rank two.
 
     Args:
         pool: The pool; ``eval_loss`` is defined on its ranks.
@@ -116,7 +116,7 @@ def _evaluate() -> Evaluated:
 
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), from_cell("device")
     rows = BatchSampler(batch_size=2 * world_size, seq_len=8, seed=7, rank=rank, world_size=world_size, device=device)
-    batches = [next(rows) for _ in range(world_size - rank)]
+    batches = [next(rows) for _ in range(world_size - rank + 1)]
     filler = torch.zeros_like(batches[0])
     model = sharded_model(2, reshard=True)
     config = ModelConfig(dim=16, num_layers=2, num_heads=2, hidden_dim=24, max_seq_len=16)
