@@ -122,8 +122,9 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
         if isinstance(state, Record) and not isinstance(state.state.get("_local_tensor"), TensorRef):
             state = {"": state}
         places = _Places(archive, path)
-        for nested, leaf in safe_pickle.walk(state, path):
-            key = ".".join(map(str, nested)) or "value"
+        for found_at, leaf in safe_pickle.walk(state, path):
+            nested = found_at or ("value",)  # a file that holds one tensor or value and no dict
+            key = ".".join(map(str, nested))
             if key in result.tensors or key in result.values:
                 raise CheckpointFormatError(path, f"two different entries flatten to the name {key!r}")
             found = _tensor(nested, leaf, places)

@@ -77,7 +77,11 @@ class Launcher:
     """Talks to the template process."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]),
+        }
         self._template = subprocess.Popen(
             [sys.executable, "-W", "ignore", str(Path(__file__).resolve())],
             stdin=subprocess.PIPE,

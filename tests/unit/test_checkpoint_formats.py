@@ -274,6 +274,16 @@ def test_the_legacy_torch_format_is_named_with_the_way_out(tmp_path: Path) -> No
         open_checkpoint(tmp_path / "old.pt")
 
 
+@pytest.mark.parametrize("state", [torch.ones(3), [torch.ones(2), 1], {}, 5, None])
+def test_a_file_that_holds_no_dict_is_listed_too(tmp_path: Path, state: object) -> None:
+    torch.save(state, tmp_path / "x.pt")
+    checkpoint = open_checkpoint(tmp_path / "x.pt")
+    if isinstance(state, torch.Tensor):
+        assert_equal(tmp_path / "x.pt", {"value": state})
+    else:
+        assert len(checkpoint.tensors) == (1 if isinstance(state, list) else 0)
+
+
 def test_sections_and_integer_keys_are_recognised(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
