@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit.spmd.events import Trace
 from labkit.spmd.initialize import build_model
 from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.sharding import shard_model
 from labkit.spmd.text import BatchSampler
 from labkit.spmd.trace import record_events
 
@@ -156,3 +157,18 @@ def traced_fsdp1(device: str, wrap: str, strategy: str, prefetch: str = "BACKWAR
 def traced_fsdp2(device: str, wrap: str, strategy: str) -> Trace:
     """S3.2: one step of FSDP2."""
     return traced(wrap_fsdp2(small_model(device), device, wrap, strategy), device)
+
+
+def sharded(reshard: bool | int | None = None, num_layers: int = 3) -> Transformer:
+    """FSDP2 around every block and the root."""
+    return shard_model(small_model("cpu", num_layers=num_layers), mesh_of_all("cpu"), blocks=Block, reshard_after_forward=reshard)
+
+
+def default() -> Trace:
+    """A step with every default."""
+    return traced(sharded(), "cpu")
+
+
+def kept_after_forward() -> Trace:
+    """A step that does not free the blocks after forward."""
+    return traced(sharded(reshard=False), "cpu")
