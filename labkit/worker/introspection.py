@@ -18,6 +18,8 @@ from labkit.wire.messages import Collective, RankReport
 from labkit.worker.run_state import RunState
 
 LAST_COLLECTIVES = 20
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_FOR_CELLS = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("spmd", "checkpoint", "course"))
 
 
 def report(state: RunState) -> RankReport:
@@ -54,9 +56,15 @@ def report(state: RunState) -> RankReport:
     )
 
 
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """The innermost frame that is neither a library's nor labkit's."""
+def _user_frame(innermost: FrameType | None) -> FrameType | None:
+    """The innermost frame that is the reader's own; without one, the innermost of labkit's functions for cells."""
+    frame = innermost
     while frame is not None and is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is not None:
+        return frame
+    frame = innermost
+    while frame is not None and not frame.f_code.co_filename.startswith(_FOR_CELLS):
         frame = frame.f_back
     return frame
 
