@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import queue
 import shutil
-import signal
 import sys
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from labkit.controller import memory
+from labkit.controller.deaths import LastWords, describe_exit
 from labkit.controller.launchers.fork_server import ForkServer
 from labkit.controller.launchers.launcher import Launcher, WorkerExit
 from labkit.controller.plan import PoolPlan
@@ -28,8 +27,6 @@ from labkit.wire.messages import (
     Output,
     Ready,
     Shutdown,
-    Stream,
-    StreamName,
     ToControl,
     ToMain,
 )
@@ -37,7 +34,6 @@ from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import Channel, ControllerWire, Keys
 
 END_S = 2.0
-LAST_LINES = 20
 # How long a death's report may wait for what the dead rank had sent, while other ranks keep the socket busy.
 LAST_MESSAGES_S = 0.2
 
@@ -57,7 +53,7 @@ class Members:
         self._generation = 0
         self._exits: queue.SimpleQueue[WorkerExit] = queue.SimpleQueue()
         self._ranks_by_pid: dict[int, int] = {}
-        self._last_text: dict[int, deque[str]] = {rank: deque(maxlen=64) for rank in range(plan.world_size)}
+        self._last_words = LastWords()
         self._killed: set[int] = set()
         self._unready: set[tuple[int, Channel]] = set()
         self._oom_kills = memory.oom_kills()
@@ -141,6 +137,7 @@ class Members:
             self._drain_exits()
 
     def _start_worker(self, spec: WorkerSpec) -> None:
+        self._last_words.forget(spec.rank)
         pid = self._launcher.start(spec, self._on_exit)
         self.pids[spec.rank] = pid
         self._ranks_by_pid[pid] = spec.rank
@@ -191,7 +188,7 @@ class Members:
             elif isinstance(message, Aborted) and message.run_id == 0:
                 self._unready.discard((message.rank, "control"))
             elif isinstance(message, Output):
-                self._remember(message)
+                self._last_words.hear(message)
 
     def _refuse_early_exits(self) -> None:
         self.note_deaths()
@@ -240,8 +237,7 @@ class Members:
     def begin(self, run: Run) -> None:
         """A run begins; deaths from now on are failures of it, and what a rank writes from now on is its last output."""
         self._run = run
-        for lines in self._last_text.values():
-            lines.clear()
+        self._last_words.begin_run()
 
     def next_group(self) -> GroupSpec:
         """Where the ranks meet to form new process groups."""
@@ -283,48 +279,22 @@ class Members:
         told: list[FromWorker] = []
         for rank, event in self._drain_exits():
             run_id = self._run.run_id if self._run is not None else 0
-            tails: tuple[tuple[StreamName, str], ...] = (("stdout", event.stdout_tail), ("stderr", event.stderr_tail))
-            items = tuple(Stream(name, text) for name, text in tails if text)
+            items, lost = self._last_words.unsent(rank, event)
             if items:
                 output = Output(rank, run_id, items)
-                self._remember(output)
+                self._last_words.hear(output)
                 told.append(output)
-            self.deaths[rank] = self._death(rank, event)
+            self.deaths[rank] = self._death(rank, event, lost)
             told.append(Failed(rank, run_id, self.deaths[rank], group_lost=True))
         return told
 
-    def _death(self, rank: int, event: WorkerExit) -> RankFailure:
-        last = "".join(self._last_text[rank]).splitlines()[-LAST_LINES:]
+    def _death(self, rank: int, event: WorkerExit, lost_bytes: int) -> RankFailure:
         name, message = describe_exit(event.exitcode)
         if rank in self._killed:
             message = "labkit killed it because it did not answer"
         elif name == "SIGKILL":
             cause = "the system killed it because memory ran out" if memory.oom_kills() > self._oom_kills else message
             message = f"{cause}; {memory.describe(event.peak_bytes)}"
-        return RankFailure(rank, "died", name, message, exitcode=event.exitcode, last_output="\n".join(last))
-
-    def _remember(self, message: Output) -> None:
-        for item in message.items:
-            if isinstance(item, Stream):
-                self._last_text[message.rank].append(item.text[-4096:])
-
-
-def describe_exit(code: int) -> tuple[str, str]:
-    """A process's end in words: (signal or exit code, what that usually means)."""
-    if code >= 0:
-        meaning = "it ended itself, for example by os._exit" if code else "it ended itself"
-        return f"exit code {code}", meaning
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}", "a signal ended it"
-    meanings = {
-        "SIGKILL": "killed from outside, by the system when memory ran out or by hand",
-        "SIGSEGV": "native code touched memory that is not its own",
-        "SIGABRT": "native code gave up, often a failed check in C++; its last output says which",
-        "SIGBUS": "bad memory access, often a full /dev/shm",
-        "SIGTERM": "asked to end from outside",
-        "SIGFPE": "an arithmetic error in native code",
-        "SIGILL": "an instruction that this processor does not have",
-    }
-    return name, meanings.get(name, "a signal ended it")
+        if lost_bytes:
+            message += f"; {lost_bytes:,} bytes of its output are lost with it"
+        return RankFailure(rank, "died", name, message, exitcode=event.exitcode, last_output=self._last_words.of(rank))

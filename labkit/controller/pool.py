@@ -60,10 +60,10 @@ class WorkerPool:
         self._start()
 
     def _start(self) -> None:
-        launcher = plan.launcher()  # each time: the fork server of the last start may have died
-        launcher.warm_up()
+        self._launcher = plan.launcher()  # each time: the fork server of the last start may have died
+        self._launcher.warm_up()
         with held_sigint() as stop_if_asked:
-            self._members = Members(self._plan, launcher)
+            self._members = Members(self._plan, self._launcher)
             self._members.start(self._start_timeout_s, stop_if_asked)
             self._runner = Runner(self._members, self.world_size)
             self._closed = False

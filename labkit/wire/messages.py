@@ -115,10 +115,17 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Text that a rank wrote."""
+    """Text that a rank wrote.
+
+    Attributes:
+        name: Where it wrote it.
+        text: The text.
+        position: Where it ends, in bytes from the stream's beginning; 0 where nobody counts.
+    """
 
     name: StreamName
     text: str
+    position: int = 0
 
 
 @dataclass(frozen=True, slots=True)

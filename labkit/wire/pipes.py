@@ -1,10 +1,77 @@
-"""The pipes behind a worker's stdout and stderr. Whoever starts a worker keeps the read ends open too."""
+"""The pipes behind a worker's stdout and stderr, as far as both the worker and whoever starts it need them.
+
+Whoever starts a worker keeps the read ends open too, and shares with it a copy of what it has read last. So what a worker
+wrote in its last moment can be told when it has died: bytes that nobody had read are still in the pipe, and bytes that
+it had read but not sent are in the copy.
+"""
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
+from dataclasses import dataclass
 
+# More than a worker's queue of unsent output holds (see wire/transport.py), so nothing is lost with the process.
+KEPT_BYTES = 512 * 1024
 _PIECE_BYTES = 64 * 1024
+_TOTAL = struct.Struct("=Q")
+_STREAM_BYTES = _TOTAL.size + KEPT_BYTES
+
+
+class Kept:
+    """The last KEPT_BYTES that a worker has read from each of its two pipes, in memory that outlives it.
+
+    Args:
+        fd: A file of SIZE_BYTES that both processes have open; -1 for memory that a forked child shares.
+    """
+
+    SIZE_BYTES = 2 * _STREAM_BYTES
+
+    def __init__(self, fd: int = -1) -> None:
+        self._memory = mmap.mmap(fd, self.SIZE_BYTES)
+
+    def keep(self, stream: int, data: bytes) -> None:
+        """Note what has been read from stream 0 (stdout) or 1 (stderr). Called by the worker."""
+        base = stream * _STREAM_BYTES
+        (total,) = _TOTAL.unpack_from(self._memory, base)
+        tail = data[-KEPT_BYTES:]
+        begin = (total + len(data) - len(tail)) % KEPT_BYTES
+        first = tail[: KEPT_BYTES - begin]
+        ring = base + _TOTAL.size
+        self._memory[ring + begin : ring + begin + len(first)] = first
+        self._memory[ring : ring + len(tail) - len(first)] = tail[len(first) :]
+        _TOTAL.pack_into(self._memory, base, total + len(data))
+
+    def last(self, stream: int) -> tuple[int, bytes]:
+        """(How many bytes have been read from the stream in all, the last of them)."""
+        base = stream * _STREAM_BYTES
+        (total,) = _TOTAL.unpack_from(self._memory, base)
+        ring = self._memory[base + _TOTAL.size : base + _STREAM_BYTES]
+        begin = total % KEPT_BYTES
+        return total, ring[:total] if total <= KEPT_BYTES else ring[begin:] + ring[:begin]
+
+    def close(self) -> None:
+        """Free the memory here."""
+        self._memory.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """The end of what a dead worker wrote to one stream.
+
+    Attributes:
+        position: Where it begins, in bytes from the stream's beginning.
+        data: The bytes.
+    """
+
+    position: int = 0
+    data: bytes = b""
+
+    def after(self, position: int) -> tuple[int, str]:
+        """What comes after a position: (the number of bytes in between that are lost, the text)."""
+        lost = max(0, self.position - position)
+        return lost, self.data[max(0, position - self.position) :].decode("utf-8", "replace")
 
 
 def make_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
@@ -22,7 +89,18 @@ def redirect(write_fds: tuple[int, int]) -> None:
             os.close(fd)
 
 
-def drain(fd: int, limit: int = 1 << 20) -> str:
+def take_rest(read_fds: tuple[int, int], kept: Kept) -> tuple[Rest, Rest]:
+    """The end of what a dead worker wrote to stdout and stderr. Closes the pipes and the copy."""
+    rests = []
+    for stream, fd in enumerate(read_fds):
+        total, last = kept.last(stream)
+        rests.append(Rest(total - len(last), last + drain(fd)))
+        os.close(fd)
+    kept.close()
+    return rests[0], rests[1]
+
+
+def drain(fd: int, limit: int = 1 << 20) -> bytes:
     """What is left in a pipe whose writer is gone, at most ``limit`` bytes."""
     os.set_blocking(fd, False)
     parts: list[bytes] = []
@@ -34,4 +112,4 @@ def drain(fd: int, limit: int = 1 << 20) -> str:
         if not data:
             break
         parts.append(data)
-    return b"".join(parts).decode("utf-8", "replace")
+    return b"".join(parts)

@@ -32,6 +32,8 @@ from labkit.wire.messages import FromWorker, ToControl, ToMain
 # Output is sent in pieces of at most 64 KiB (see worker/capture.py), so this bounds what waits in a queue to a few MiB
 # a rank; a rank that writes faster than the notebook reads waits in its own print.
 QUEUED_MESSAGES = 64
+# What waits in a worker is gone when it dies. The copy of its last output (see wire/pipes.py) has room for this many pieces.
+QUEUED_EVENTS = 4
 
 Channel = Literal["main", "control"]
 
@@ -239,17 +241,17 @@ class WorkerWire:
         self._context = zmq.Context()
         self._main = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "main"))
         self._control = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "control"))
-        self._events = self._client(zmq.PUSH, endpoint.events)
+        self._events = self._client(zmq.PUSH, endpoint.events, queued=QUEUED_EVENTS)
         self._events_lock = threading.Lock()
 
-    def _client(self, kind: int, address: str, identity: bytes | None = None) -> zmq.Socket[bytes]:
+    def _client(self, kind: int, address: str, identity: bytes | None = None, queued: int = QUEUED_MESSAGES) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.curve_serverkey = self._endpoint.server_public
         socket.curve_publickey, socket.curve_secretkey = self._endpoint.client_public, self._endpoint.client_secret
         if identity is not None:
             socket.setsockopt(zmq.IDENTITY, identity)
         socket.linger = 1000
-        socket.set_hwm(QUEUED_MESSAGES)
+        socket.set_hwm(queued)
         socket.connect(address)
         return socket
 

@@ -8,8 +8,9 @@ import pickle
 import signal
 import threading
 
+from labkit.wire.pipes import Kept
 from labkit.wire.spec import WorkerSpec
-from labkit.worker.forkserver import enter
+from labkit.worker.environment import enter
 
 
 def watch_lifeline(fd: int) -> None:
@@ -28,6 +29,7 @@ def main() -> None:
     parser.add_argument("--spec-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
     parser.add_argument("--read-fds", type=int, nargs=2, required=True)
+    parser.add_argument("--kept-fd", type=int, required=True)
     args = parser.parse_args()
     watch_lifeline(args.lifeline_fd)
     with os.fdopen(args.spec_fd, "rb") as file:
@@ -35,7 +37,9 @@ def main() -> None:
     enter(spec)
     from labkit.worker.loop import main as serve
 
-    serve(spec, tuple(args.read_fds))
+    kept = Kept(args.kept_fd)
+    os.close(args.kept_fd)
+    serve(spec, tuple(args.read_fds), kept)
     # As in the fork server. The interpreter's own shutdown takes up to 2 s with torch in it, and nobody waits for it.
     os._exit(0)
 

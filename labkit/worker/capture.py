@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from labkit.wire.messages import Display, Output, Stream, StreamName
+from labkit.wire.pipes import Kept
 from labkit.wire.transport import WorkerWire
 
 PIECE_BYTES = 64 * 1024
@@ -37,11 +38,13 @@ class Capture:
         wire: Where the output goes.
         rank: This rank.
         read_fds: Read ends of the pipes that fd 1 and fd 2 write to.
+        kept: Keeps what was read last for the report of a death.
     """
 
-    def __init__(self, wire: WorkerWire, rank: int, read_fds: tuple[int, int]) -> None:
+    def __init__(self, wire: WorkerWire, rank: int, read_fds: tuple[int, int], kept: Kept) -> None:
         self._wire, self._rank = wire, rank
-        self._read_fds = read_fds
+        self._read_fds, self._kept = read_fds, kept
+        self._positions = [0 for _ in read_fds]
         for fd in read_fds:
             os.set_blocking(fd, False)
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in read_fds]
@@ -120,14 +123,17 @@ class Capture:
     def _read_once(self) -> bool:
         """Read at most one piece of each pipe and send it. The caller holds the lock."""
         items: list[Stream | Display] = []
-        for name, fd, decoder in zip(NAMES, self._read_fds, self._decoders, strict=True):
+        for stream, (name, fd, decoder) in enumerate(zip(NAMES, self._read_fds, self._decoders, strict=True)):
             try:
                 data = os.read(fd, PIECE_BYTES)
             except BlockingIOError:
                 continue
+            self._kept.keep(stream, data)
+            self._positions[stream] += len(data)
             text = decoder.decode(data)
             if text:
-                items.append(Stream(name, text))
+                undecoded, _ = decoder.getstate()  # the first bytes of a character
+                items.append(Stream(name, text, self._positions[stream] - len(undecoded)))
         if items:
             self._wire.send_event(Output(self._rank, self.run_id, tuple(items)))
         return bool(items)

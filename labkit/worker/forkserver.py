@@ -24,8 +24,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from labkit.wire.pipes import drain, make_pipes, redirect
+from labkit.wire.pipes import Kept, make_pipes, redirect, take_rest
 from labkit.wire.spec import WorkerSpec
+from labkit.worker.environment import INLINE_FIGURES, enter
 from labkit.worker.lifeline import die_with_parent, ending_with_controller
 
 # What every worker needs; forking waits for these.
@@ -50,6 +51,7 @@ class _Child:
     rank: int
     store: str
     read_fds: tuple[int, int]
+    kept: Kept
 
 
 @dataclass
@@ -124,12 +126,13 @@ class Server:
     def start(self, spec: WorkerSpec) -> int:
         """Fork one worker; returns its pid."""
         read_fds, write_fds = make_pipes()
+        kept = Kept()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(spec, read_fds, write_fds)
+            self._become_worker(spec, read_fds, write_fds, kept)
         for fd in write_fds:
             os.close(fd)
-        self.children[pid] = _Child(pid, spec.rank, spec.group.store, read_fds)
+        self.children[pid] = _Child(pid, spec.rank, spec.group.store, read_fds, kept)
         return pid
 
     def forget(self, directory: str) -> None:
@@ -139,7 +142,7 @@ class Server:
             if os.path.dirname(child.store) == directory:
                 _kill_group(child.pid)
 
-    def _become_worker(self, spec: WorkerSpec, read_fds: tuple[int, int], write_fds: tuple[int, int]) -> None:
+    def _become_worker(self, spec: WorkerSpec, read_fds: tuple[int, int], write_fds: tuple[int, int], kept: Kept) -> None:
         """The child's side of the fork. Never returns."""
         code = 1
         try:
@@ -155,11 +158,12 @@ class Server:
             for sibling in self.children.values():
                 for fd in sibling.read_fds:
                     os.close(fd)
+                sibling.kept.close()
             redirect(write_fds)
             enter(spec)
             from labkit.worker.loop import main
 
-            main(spec, read_fds)
+            main(spec, read_fds, kept)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -179,12 +183,10 @@ class Server:
             _kill_group(pid)
             _, status, usage = os.wait4(pid, 0)
             del self.children[pid]
-            tails = tuple(drain(fd) for fd in child.read_fds)
-            for fd in child.read_fds:
-                os.close(fd)
+            rests = take_rest(child.read_fds, child.kept)
             with contextlib.suppress(OSError):
                 code, peak = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024  # Linux counts KiB
-                self.connection.send(("exited", pid, child.rank, code, tails, peak))
+                self.connection.send(("exited", pid, child.rank, code, rests, peak))
         self._end_adopted()
 
     def _end_adopted(self) -> None:
@@ -209,24 +211,6 @@ class Server:
                     os.waitpid(pid, 0)
         for directory in self.directories:
             shutil.rmtree(directory, ignore_errors=True)
-
-
-def enter(spec: WorkerSpec) -> None:
-    """Take over the controller's environment, folder and import path, and set what torchrun sets."""
-    os.environ.clear()
-    os.environ.update(spec.environ)
-    os.environ.update(
-        RANK=str(spec.rank),
-        WORLD_SIZE=str(spec.world_size),
-        LOCAL_RANK=str(spec.local_rank),
-        LOCAL_WORLD_SIZE=str(spec.local_world_size),
-        LABKIT_RANK=str(spec.rank),
-    )
-    os.chdir(spec.cwd)
-    sys.path[:] = spec.sys_path
-    null = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(null, 0)
-    os.close(null)
 
 
 def adopt_orphans() -> None:
@@ -283,6 +267,8 @@ def main() -> None:
     # The notebook's interrupt goes to its whole process group, and the controller passes it on in its own way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
+    # Asked without it, matplotlib settles for a backend that shows nothing.
+    os.environ.setdefault("MPLBACKEND", INLINE_FIGURES)
     started = time.monotonic()
     try:
         with ending_with_controller(connection, lambda: None):

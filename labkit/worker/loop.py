@@ -10,6 +10,7 @@ from labkit import tracebacks
 from labkit.errors import FailureKind, RankFailure, WireError
 from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack
+from labkit.wire.pipes import Kept
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import WorkerWire
 from labkit.worker import backends, guard
@@ -28,9 +29,10 @@ class Worker:
     Args:
         spec: Its place in the pool.
         read_fds: Read ends of the pipes behind its fd 1 and 2.
+        kept: Keeps what was read from them last for the report of a death.
     """
 
-    def __init__(self, spec: WorkerSpec, read_fds: tuple[int, int]) -> None:
+    def __init__(self, spec: WorkerSpec, read_fds: tuple[int, int], kept: Kept) -> None:
         import torch
 
         torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
@@ -45,7 +47,7 @@ class Worker:
             self._groups.join()
         else:
             self._groups.form()
-        self._capture = Capture(self._wire, spec.rank, read_fds)
+        self._capture = Capture(self._wire, spec.rank, read_fds, kept)
         self._shell = rank_shell.RankShell.create(self._emit, self._first_names())
         self._lent = LentNames(self._shell.user_ns)
         self._recovery = Recovery(spec.rank, self._state, self._groups, self._shell.user_ns)
@@ -196,6 +198,6 @@ class _Nothing:
 _NOTHING = _Nothing()
 
 
-def main(spec: WorkerSpec, read_fds: tuple[int, int]) -> None:
+def main(spec: WorkerSpec, read_fds: tuple[int, int], kept: Kept) -> None:
     """Run a worker in this process until it is told to end."""
-    Worker(spec, read_fds).serve()
+    Worker(spec, read_fds, kept).serve()

@@ -7,13 +7,18 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from labkit import PoolStateError, RankFailedError, WorkerDiedError, WorkerPool
+from labkit.controller.deaths import LastWords
 from labkit.errors import RankFailure
+from labkit.wire.messages import StreamName
 from tests.process.patience import DEATH_S, LOAD, lives, process, survivors, until
 
 PREPARE = "import ctypes, os, signal, subprocess, sys, threading, time\nimport torch, torch.distributed as dist"
@@ -154,6 +159,59 @@ def test_last_words_without_a_newline_are_kept(pool: WorkerPool, capfd: pytest.C
     assert death.last_output == "last words"
     shown = capfd.readouterr()
     assert (shown.out + shown.err).count("[rank 1] last words\n") == 1
+
+
+class SlowScreen:
+    """A front end that shows nothing before it is allowed to."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.shown: list[str] = []
+
+    def text(self, name: StreamName, text: str) -> None:
+        self.go_on.wait(60)
+        self.shown.append(text)
+
+    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None: ...
+
+    def clear(self, wait: bool) -> None: ...
+
+
+def test_output_that_was_on_its_way_is_not_lost_with_the_rank(
+    pool: WorkerPool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The rank writes until it has to wait, because nobody reads; then it is killed."""
+    screen, exits = SlowScreen(), []
+    unsent = LastWords.unsent
+    monkeypatch.setattr(LastWords, "unsent", lambda self, rank, event: (exits.append(event), unsent(self, rank, event))[1])
+    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda: screen)
+    monkeypatch.setattr("labkit.controller.output.LIMIT_CHARS", 10**9)
+    victim, progress = process(pool.pids[1]), tmp_path / "lines"
+    progress.write_text("0")
+    stands: deque[str] = deque(maxlen=200)  # looks in two seconds
+
+    def waits() -> bool:
+        stands.append(progress.read_text())
+        return stands[-1] > "0" and stands.count(stands[-1]) == stands.maxlen
+
+    def kill_when_it_waits() -> None:
+        until(waits, "the rank has to wait", 60)
+        assert victim is not None
+        victim.kill()
+        until(lambda: not lives(victim), "the rank is dead")
+        screen.go_on.set()
+
+    killer = threading.Thread(target=kill_when_it_waits)
+    killer.start()
+    pool.push(progress=str(progress))
+    cell = "if rank == 1:\n    lines = 0\n    while True:\n        print('x' * 65535)\n        lines += 1\n"
+    _, death = died(pool, cell + "        with open(progress, 'w') as file: _ = file.write(str(lines))")
+    killer.join()
+    assert "lost" not in death.message
+    rest = exits[0].stdout
+    shown = "".join(screen.shown).replace("[rank 1] ", "").removesuffix("" if rest.data.endswith(b"\n") else "\n")
+    assert len(shown) == rest.position + len(rest.data) > 4_000_000
+    assert set(shown) == {"x", "\n"}
 
 
 def test_last_output_is_the_end_of_what_this_run_wrote(pool: WorkerPool) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from labkit.wire.pipes import Rest
 from labkit.wire.spec import WorkerSpec
 
 
@@ -16,15 +17,15 @@ class WorkerExit:
     Attributes:
         pid: Its process id.
         exitcode: As in :attr:`subprocess.Popen.returncode`: negative for a signal.
-        stdout_tail: What was left in its output pipe, at most 1 MiB.
-        stderr_tail: The same for stderr.
+        stdout: The end of its output, what it had sent already included.
+        stderr: The same for stderr.
         peak_bytes: The most memory it had resident; 0 where nobody counted.
     """
 
     pid: int
     exitcode: int
-    stdout_tail: str = ""
-    stderr_tail: str = ""
+    stdout: Rest = field(default_factory=Rest)
+    stderr: Rest = field(default_factory=Rest)
     peak_bytes: int = 0
 
 

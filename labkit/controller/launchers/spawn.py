@@ -7,11 +7,12 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 
 from labkit.controller.launchers.launcher import OnExit, WorkerExit
-from labkit.wire.pipes import drain, make_pipes
+from labkit.wire.pipes import Kept, make_pipes, take_rest
 from labkit.wire.spec import WorkerSpec
 
 
@@ -19,6 +20,7 @@ from labkit.wire.spec import WorkerSpec
 class _Running:
     process: subprocess.Popen[bytes]
     read_fds: tuple[int, int]
+    kept: Kept
     lifeline: int
 
 
@@ -38,14 +40,16 @@ class SpawnLauncher:
         read_fds, write_fds = make_pipes()
         spec_read, spec_write = os.pipe()
         lifeline_read, lifeline_write = os.pipe()
-        command = [sys.executable, "-m", "labkit.worker", "--spec-fd", str(spec_read)]
+        kept_file = tempfile.TemporaryFile()  # noqa: SIM115
+        kept_file.truncate(Kept.SIZE_BYTES)
+        command = [sys.executable, "-m", "labkit.worker", "--spec-fd", str(spec_read), "--kept-fd", str(kept_file.fileno())]
         command += ["--lifeline-fd", str(lifeline_read), "--read-fds", *map(str, read_fds)]
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=write_fds[0],
             stderr=write_fds[1],
-            pass_fds=[spec_read, lifeline_read, *read_fds],
+            pass_fds=[spec_read, lifeline_read, kept_file.fileno(), *read_fds],
             start_new_session=True,
             env={**spec.environ, "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": _python_path()},
         )
@@ -53,7 +57,8 @@ class SpawnLauncher:
             os.close(fd)
         with os.fdopen(spec_write, "wb") as file:
             pickle.dump(spec, file)
-        self._running[process.pid] = _Running(process, read_fds, lifeline_write)
+        with kept_file:
+            self._running[process.pid] = _Running(process, read_fds, Kept(kept_file.fileno()), lifeline_write)
         threading.Thread(target=self._wait, args=(process.pid, on_exit), name="labkit-spawn", daemon=True).start()
         return process.pid
 
@@ -62,9 +67,8 @@ class SpawnLauncher:
         code = running.process.wait()
         _kill_group(pid)
         del self._running[pid]
-        stdout, stderr = (drain(fd) for fd in running.read_fds)
-        for fd in (*running.read_fds, running.lifeline):
-            os.close(fd)
+        stdout, stderr = take_rest(running.read_fds, running.kept)
+        os.close(running.lifeline)
         on_exit(WorkerExit(pid, code, stdout, stderr))
 
     def kill(self, pid: int) -> None:

@@ -1,0 +1,75 @@
+"""What is told of a rank whose process has ended: how it ended, and what it wrote last."""
+
+from __future__ import annotations
+
+import signal
+from collections import defaultdict, deque
+
+from labkit.controller.launchers.launcher import WorkerExit
+from labkit.wire.messages import Output, Stream, StreamName
+from labkit.wire.pipes import Rest
+
+LAST_LINES = 20
+_PIECES = 64
+_PIECE_CHARS = 4096
+
+
+class LastWords:
+    """What each rank wrote last in the present run, and up to where its output has arrived."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_PIECES))
+        self._positions: dict[tuple[int, StreamName], int] = {}
+
+    def begin_run(self) -> None:
+        """What ranks wrote so far is of no interest any more."""
+        self._texts.clear()
+
+    def forget(self, rank: int) -> None:
+        """A new process takes the rank's place."""
+        self._texts.pop(rank, None)
+        for name in ("stdout", "stderr"):
+            self._positions.pop((rank, name), None)
+
+    def hear(self, message: Output) -> None:
+        """A rank has written something."""
+        for item in message.items:
+            if isinstance(item, Stream):
+                self._texts[message.rank].append(item.text[-_PIECE_CHARS:])
+                self._positions[message.rank, item.name] = item.position
+
+    def of(self, rank: int) -> str:
+        """The rank's last lines."""
+        return "\n".join("".join(self._texts[rank]).splitlines()[-LAST_LINES:])
+
+    def unsent(self, rank: int, event: WorkerExit) -> tuple[tuple[Stream, ...], int]:
+        """What a dead rank had written and not sent, as far as it is left, and how many bytes are not."""
+        found, lost = [], 0
+        rests: tuple[tuple[StreamName, Rest], ...] = (("stdout", event.stdout), ("stderr", event.stderr))
+        for name, rest in rests:
+            missing, text = rest.after(self._positions.get((rank, name), 0))
+            lost += missing
+            if text:
+                found.append(Stream(name, text, rest.position + len(rest.data)))
+        return tuple(found), lost
+
+
+def describe_exit(code: int) -> tuple[str, str]:
+    """A process's end in words: (signal or exit code, what that usually means)."""
+    if code >= 0:
+        meaning = "it ended itself, for example by os._exit" if code else "it ended itself"
+        return f"exit code {code}", meaning
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}", "a signal ended it"
+    meanings = {
+        "SIGKILL": "killed from outside, by the system when memory ran out or by hand",
+        "SIGSEGV": "native code touched memory that is not its own",
+        "SIGABRT": "native code gave up, often a failed check in C++; its last output says which",
+        "SIGBUS": "bad memory access, often a full /dev/shm",
+        "SIGTERM": "asked to end from outside",
+        "SIGFPE": "an arithmetic error in native code",
+        "SIGILL": "an instruction that this processor does not have",
+    }
+    return name, meanings.get(name, "a signal ended it")
