@@ -52,10 +52,8 @@ def pool(shared: WorkerPool) -> WorkerPool:
 
 def assert_goes_on(pool: WorkerPool) -> None:
     """Variables are kept, and a collective on NCCL and one on gloo work."""
-    source = (
-        IMPORTS
-        + "sums = kept.clone(), kept.cpu()\nfor item in sums: dist.all_reduce(item)\n[float(item[0]) for item in sums], float(kept[0])"
-    )
+    both = "sums = kept.clone(), kept.cpu()\nfor item in sums: dist.all_reduce(item)\n"
+    source = IMPORTS + both + "[float(item[0]) for item in sums], float(kept[0])"
     results = pool.run_cell(source, want_value=True, timeout_s=60)
     assert results is not None
     assert dict(results) == {rank: ([1.0, 1.0], float(rank)) for rank in range(2)}
