@@ -95,7 +95,7 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
 ) -> None:
     tensors = source(tmp_path / "source")
     digests = {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()}
-    draw, destination, done, resumed = random.Random(kills), tmp_path / "destination", 0, 0
+    draw, destination = random.Random(kills), tmp_path / "destination"
     for _ in range(kills):
         run = launcher.start(work, 1, tmp_path, str(tmp_path / "source"), str(destination))
         pause, began = draw.random() * 0.25, time.monotonic()
@@ -105,13 +105,11 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
         if destination.exists():
             assert verify(destination, against=tmp_path / "source").findings == []
             shutil.rmtree(destination)
-            done += 1
     if not destination.exists():
-        [resumed] = launcher.run(work, 1, tmp_path, str(tmp_path / "source"), str(destination))
+        launcher.run(work, 1, tmp_path, str(tmp_path / "source"), str(destination))
     with Reader(open_checkpoint(destination)) as reader:
         assert all(same_bits(reader.tensor(f"model.{name}"), tensor) for name, tensor in tensors.items())
     assert {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()} == digests
-    assert done + resumed >= 0
 
 
 @pytest.fixture

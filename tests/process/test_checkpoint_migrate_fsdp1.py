@@ -89,10 +89,12 @@ def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
     source = tmp_path / "old.pt" if form.startswith("full") else tmp_path / "old" if form == "sharded_dcp" else tmp_path
     result = migrate(source, tmp_path / "new", model=Net())
     report = verify(tmp_path / "new", against=tmp_path / "truth", model=Net())
-    # FSDP1 leaves tied names out of some forms, and the truth with them.
-    assert [
-        finding.line() for finding in report.findings if finding.where not in ("head.weight", "rng.rank_0", "embed.weight")
-    ] == []
+    # FSDP1 leaves a tied name out of some forms; which of the two, and whether the truth has both, differs by form. Names alone
+    # may differ there: what both sides hold must be equal in every bit.
+    names = ("missing-key", "unexpected-key")
+    tied = ("head.weight", "embed.weight")
+    assert [f.line() for f in report.findings if not (f.code in names and f.where in tied)] == []
+    assert report.checked["compared tensors"] >= 30
     if form in ("sharded", "local", "raw"):
         assert "rng differs between the rank files and is keyed by rank" in result.notes
     how = "torch" if form == "sharded" else "labkit"

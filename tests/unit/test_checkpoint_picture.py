@@ -1,0 +1,21 @@
+"""The picture of a checkpoint shows its bytes by file, and nothing in a name becomes markup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from labkit.checkpoint import open_checkpoint
+from labkit.checkpoint.picture import file_shares
+
+
+def test_bytes_by_file_and_part(tmp_path: Path) -> None:
+    state = {"model": {"<b>w</b>\x1b[2J": torch.ones(4), "v": torch.ones(2)}, "optim": {"state": {"w": {"exp_avg": torch.ones(4)}}}}
+    torch.save(state, tmp_path / "x.pt")
+    checkpoint = open_checkpoint(tmp_path / "x.pt")
+    assert file_shares(checkpoint) == {"x.pt": {"model": 24, "optimizer": 16}}
+    html = checkpoint._repr_html_()
+    assert "&lt;b&gt;w&lt;/b&gt;\\x1b[2J" in html
+    assert "\x1b" not in html
+    assert "40 B" in html
