@@ -2,40 +2,69 @@
 
 from __future__ import annotations
 
+import array
 import contextlib
+import fcntl
 import gc
 import os
 import socket
 import stat
 import sys
-from collections.abc import Set
+import termios
+import time
+from collections.abc import Iterable, Set
+
+# Data under way between two ranks is given this time to arrive.
+QUIET_WITHIN_S = 0.2
+_QUIET_CHECK_S = 0.005
 
 
-def cut_gloo(known: Set[tuple[int, int]]) -> int:
-    """Shut down the connected sockets of gloo, which frees a thread that waits in a gloo collective within milliseconds.
+def cut_gloo(known: Set[tuple[int, int]]) -> list[socket.socket]:
+    """Make every connection of gloo end, which frees a thread that waits in a gloo collective within milliseconds.
 
     No call that torch offers does this: abort, destroy and signals all wait for the group's time-out. Gloo's sockets
     are the connected TCP sockets of this process between addresses of this machine, except those that belong to Python
     objects. Listening sockets are left alone: shutting gloo's listener down ends the process.
+
+    Two precautions against a flaw in gloo (transport/tcp/pair.cc, signalException): when a connection fails, whoever
+    waits for the end of a send that has been begun is not told, and waits on. So nothing is cut while data is under way,
+    and only the reading side is shut down. Gloo then sees an end of file, while sends of this rank and of its peers, who
+    may be cut later, go on to succeed. For the same reason the connections stay open.
 
     Args:
         known: Sockets that are gloo's without doubt, from :func:`peer_sockets` around the forming of a group. Others
             (of groups made later) are cut after a search for Python's own sockets, which takes some 50 ms.
 
     Returns:
-        The number of sockets shut down.
+        The sockets that were shut down. To be closed when every rank has done the same.
     """
     present = peer_sockets()
-    doubtful = present - known
-    owned = _python_sockets() if doubtful else set()
-    count = 0
+    owned = _python_sockets() if present - known else set()
+    found = []
     for fd, inode in present:
-        if (fd, inode) in doubtful and fd in owned:
-            continue
-        with contextlib.suppress(OSError), _duplicate(fd) as duplicate:
-            duplicate.shutdown(socket.SHUT_RDWR)
-            count += 1
-    return count
+        if (fd, inode) in known or fd not in owned:
+            with contextlib.suppress(OSError):
+                found.append(_duplicate(fd))
+    deadline = time.monotonic() + QUIET_WITHIN_S
+    while not (_quiet(found) and _quiet(found)) and time.monotonic() < deadline:
+        pass
+    for item in found:
+        with contextlib.suppress(OSError):
+            item.shutdown(socket.SHUT_RD)
+    return found
+
+
+def _quiet(sockets: Iterable[socket.socket]) -> bool:
+    """Whether all that was sent has arrived and all that has arrived was read, after a moment."""
+    time.sleep(_QUIET_CHECK_S)
+    return not any(_queued(item, request) for item in sockets for request in (termios.TIOCOUTQ, termios.FIONREAD))
+
+
+def _queued(item: socket.socket, request: int) -> int:
+    answer = array.array("i", [0])
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(item.fileno(), request, answer)
+    return answer[0]
 
 
 def cut_store(path: str) -> None:

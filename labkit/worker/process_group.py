@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable, Set
@@ -40,6 +41,7 @@ class ProcessGroups:
         self._renewed_by = 0
         self._store_paths = [spec.group.store]  # that of the groups, then that of a meeting under way
         self._gloo_sockets: set[tuple[int, int]] = set()
+        self._cut_sockets: list[socket.socket] = []
         self._store: Any = None
         self.lost = False
 
@@ -98,11 +100,12 @@ class ProcessGroups:
                 return "too late: the groups have been renewed"
             self.lost = True
             communicators = backends.abort_nccl() if self.device.type == "cuda" else 0
-            sockets = cut.cut_gloo(self._gloo_sockets)
+            cut_now = cut.cut_gloo(self._gloo_sockets)
+            self._cut_sockets += cut_now
             for path in self._store_paths:
                 if not path.startswith("tcp://"):
                     cut.cut_store(path)
-        return f"{communicators} NCCL communicators aborted, {sockets} gloo sockets shut down"
+        return f"{communicators} NCCL communicators aborted, {len(cut_now)} gloo sockets shut down"
 
     def meet(self, group: GroupSpec, run_id: int, condition: Callable[[], str]) -> list[str]:
         """Exchange the ranks' conditions before anything is mended. Collective over all ranks of the pool.
@@ -130,13 +133,15 @@ class ProcessGroups:
         """
         if not self.lost:
             backends.abort_nccl()
-            cut.cut_gloo(self._gloo_sockets)
+            self._cut_sockets += cut.cut_gloo(self._gloo_sockets)
             self.lost = True
         others = cut.peer_sockets()
         for group in sorted(backends.groups(), key=_order):
             if backends.group_name(group) not in broken:
                 backends.replace_backends(group, self._store, TIMEOUT)
         self._first_collective()
+        while self._cut_sockets:  # every rank has been here, so nobody uses the old connections any more
+            self._cut_sockets.pop().close()
         self.lost = False
         self._store_paths = self._store_paths[-1:]
         self._gloo_sockets = cut.peer_sockets() - others
