@@ -39,6 +39,10 @@ class Capture:
         rank: This rank.
         read_fds: Read ends of the pipes that fd 1 and fd 2 write to.
         kept: Keeps what was read last for the report of a death.
+
+    Attributes:
+        run_id: The run that the output belongs to.
+        detached: This process is a forked child, whose streams only write.
     """
 
     def __init__(self, wire: WorkerWire, rank: int, read_fds: tuple[int, int], kept: Kept) -> None:
@@ -58,20 +62,20 @@ class Capture:
         sys.__stdout__, sys.__stderr__ = self._streams  # type: ignore[misc]
         # A forked child (a DataLoader worker) has no reading thread: its streams write to the inherited pipes only.
         os.register_at_fork(after_in_child=self._detach)
-        self._detached = False
+        self.detached = False
         self._thread = threading.Thread(target=self._read_loop, name="labkit-output", daemon=True)
         self._thread.start()
 
     def emit(self, item: Display) -> None:
         """Send something displayed, after the text before it."""
-        if self._detached:
+        if self.detached:
             return
         self.flush()
         self._wire.send_event(Output(self._rank, self.run_id, (item,)))
 
     def flush(self) -> None:
         """Send all that has been written so far. Returns when the wire has taken it."""
-        if self._detached:
+        if self.detached:
             return
         self.flush_streams()
         with self._lock:
@@ -87,7 +91,7 @@ class Capture:
 
     def switch(self, stream: _Stream) -> None:
         """Called by a stream that is about to write, so that the other one's text goes first."""
-        if self._last is not None and not self._detached:
+        if self._last is not None and not self.detached:
             io.TextIOWrapper.flush(self._last)
             with self._lock:
                 while self._read_once():
@@ -105,7 +109,7 @@ class Capture:
         self._thread.join(1.0)
 
     def _detach(self) -> None:
-        self._detached = True
+        self.detached = True
 
     def _read_loop(self) -> None:
         poller = select.poll()
@@ -158,6 +162,7 @@ class _Stream(io.TextIOWrapper):
     """sys.stdout or sys.stderr of a rank: text on a file descriptor.
 
     Nothing waits in a buffer here: a dot that a loop prints shows at once, and what was written before a crash is in the pipe.
+    A forked child (a DataLoader worker) writes whole lines, because print writes a line in pieces and its siblings share the pipe.
     """
 
     def __init__(self, fd: int, capture: Capture) -> None:
@@ -169,7 +174,8 @@ class _Stream(io.TextIOWrapper):
         if not self._capture.is_last(self):
             self._capture.switch(self)
         count = super().write(text)
-        super().flush()
+        if not self._capture.detached or "\n" in text:
+            super().flush()
         return count
 
     def isatty(self) -> bool:

@@ -40,7 +40,8 @@ FIRST_IMPORTS = (
     "labkit.worker.loop",
 )
 # Imported while nobody asks for anything and no worker lives: a death must not wait for an import to be reported.
-IDLE_IMPORTS = ("matplotlib_inline.backend_inline",)
+# Not the inline backend itself: it hooks into the shell of the process that imports it, and this one has none.
+IDLE_IMPORTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 
 _PR_SET_CHILD_SUBREAPER = 36
 

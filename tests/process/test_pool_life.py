@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from labkit import PoolStateError, WorkerDiedError, WorkerPool, current_pool
 from labkit.controller.launchers import fork_server
+from labkit.controller.output import TerminalScreen
 from labkit.errors import WorkerStartError
 
 
@@ -216,6 +218,17 @@ def test_pools_share_one_warm_fork_server() -> None:
     with WorkerPool(1, "cpu") as pool:
         assert fork_server.shared() is server
         assert psutil.Process(pool.pids[0]).ppid() == server.pid
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
+def test_figures_are_shown_also_after_the_fork_server_has_imported_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    displays: list[dict[str, Any]] = []
+    monkeypatch.setattr(TerminalScreen, "display", lambda self, data, *rest: displays.append(data))
+    maps = Path(f"/proc/{fork_server.shared().pid}/maps")
+    until(lambda: "matplotlib" in maps.read_text(), "the idle fork server imported matplotlib", 60.0)
+    with WorkerPool(1, "cpu") as pool:
+        pool.run_cell("import matplotlib.pyplot as plt\nplt.plot([1, 2]);")
+    assert ["image/png" in data for data in displays] == [True]
 
 
 @pytest.mark.skipif(not fork_server.available(), reason="no fork server on this system")

@@ -283,6 +283,21 @@ def test_case_3_process_started_in_a_cell_prints_and_answers(pool: WorkerPool, s
     assert dict(pool.pull("(answer, process.exitcode)")) == {0: (0, 0), 1: (10, 0)}
 
 
+def test_lines_of_several_children_do_not_mix(pool: WorkerPool, screen: Recorder) -> None:
+    pool.run_cell(
+        "import multiprocessing as mp\n"
+        "def talk(name):\n    for i in range(300):\n        print('child', name, 'line', i)\n"
+        "children = [mp.get_context('fork').Process(target=talk, args=(name,)) for name in range(4)]\n"
+        "for child in children:\n    child.start()\nfor child in children:\n    child.join()",
+        ranks=0,
+    )
+    lines = screen.of(0)
+    for name in range(4):
+        mine = [line for line in lines if line.startswith(f"child {name} ")]
+        assert mine == [f"child {name} line {i}" for i in range(300)]
+    assert len(lines) == 1200
+
+
 def test_tqdm_shows_its_last_state_as_text(pool: WorkerPool, screen: Recorder) -> None:
     pool.run_cell("from tqdm import tqdm\nfor _ in tqdm(range(50), desc='steps', mininterval=0):\n    pass")
     for rank in range(2):
