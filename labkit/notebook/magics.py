@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import keyword
 import shlex
 import traceback
 from collections.abc import Sequence
@@ -81,12 +82,16 @@ class LabkitMagics(Magics):
         if pool.world_size < options.needs:
             self._say(f"skipped: this cell needs at least {options.needs} ranks, the pool has {pool.world_size}.")
             return
-        if options.out is not None and not options.out.isidentifier():
+        if options.out is not None and (not options.out.isidentifier() or keyword.iskeyword(options.out)):
             raise MagicUsageError(f"%%spmd: --out takes a variable's name, not {options.out!r}")
         if options.expect is None:
             self._run(pool, options, line, cell)
             return
-        with expect_error(error_class(options.expect)):
+        try:
+            expected = error_class(options.expect)
+        except ValueError as error:
+            raise MagicUsageError(f"%%spmd: {error}") from None
+        with expect_error(expected):
             self._run(pool, options, line, cell)
 
     def _run(self, pool: WorkerPool, options: argparse.Namespace, line: str, cell: str) -> None:
