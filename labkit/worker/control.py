@@ -50,6 +50,7 @@ class ControlThread:
         if isinstance(message, Interrupt):
             self._state.interrupt(message.run_id)
         elif isinstance(message, Abort):
+            self._state.board.wait_for_others()
             self._wire.announce("control", Aborted(self._rank, message.run_id, self._groups.abort(message.run_id)))
         elif isinstance(message, Inspect):
             report = introspection.report(self._state)

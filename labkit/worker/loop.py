@@ -21,6 +21,7 @@ from labkit.worker.namespace import LentNames, lend_namespace
 from labkit.worker.process_group import ProcessGroups
 from labkit.worker.recovery import Recovery
 from labkit.worker.run_state import RunState
+from labkit.worker.step_board import StepBoard
 
 
 class Worker:
@@ -39,7 +40,8 @@ class Worker:
         self._spec = spec
         self._pid = os.getpid()
         self._wire = WorkerWire(spec.rank, spec.endpoint)
-        self._state = RunState()
+        board = os.path.join(os.path.dirname(spec.group.store), "steps") if spec.endpoint.same_machine else None
+        self._state = RunState(StepBoard(board, spec.rank, spec.world_size))
         self._groups = ProcessGroups(spec)
         self._control = ControlThread(self._wire, spec.rank, self._state, self._groups)
         self._control.start()

@@ -94,6 +94,7 @@ class OptimizerSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._refused or self._to_refuse:
             self._check(optimizer)
+        self.state.board.step_begins()
         record = self._current.get(optimizer)
         if record is None:
             record = self._current[optimizer] = StepRecord(weakref.ref(optimizer), signature_of(optimizer))
@@ -126,6 +127,7 @@ class OptimizerSteps:
         if record is None:
             return
         record.completed += 1
+        self.state.board.step_ends()
         if record.under_way:
             record.under_way = False
             self.state.release()

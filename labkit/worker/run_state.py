@@ -10,6 +10,7 @@ import time
 from types import FrameType
 
 from labkit.worker import cut
+from labkit.worker.step_board import StepBoard
 
 # An optimizer's step is let finish, since half a step cannot be undone. The controller repeats its signal every 0.25 s,
 # so an interrupt is delivered within this time and one repetition, and the cell ends within 2 s all the same.
@@ -33,13 +34,18 @@ def interrupt_borrowed_threads(main: int) -> None:
 class RunState:
     """The current run of this rank.
 
+    Args:
+        board: Where the ranks see each other's optimizer steps.
+
     Attributes:
+        board: The same.
         run_id: The run in progress, or None.
         started: When it began, on the monotonic clock.
         interrupt_requested: The controller asked to stop this run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, board: StepBoard) -> None:
+        self.board = board
         self.run_id: int | None = None
         self.started = 0.0
         self.interrupt_requested = False
@@ -55,12 +61,14 @@ class RunState:
         self.interrupt_requested = False
         self._holds, self._held_since, self._unwinding_since = 0, None, None
         cut.hurry_data_loaders(False)
+        self.board.begin(run_id)
         self.started = time.monotonic()
         self.run_id = run_id
 
     def end(self) -> None:
         """The main thread is done with its run."""
         self.run_id = None
+        self.board.end()
 
     def enter_user_code(self) -> None:
         """From here on SIGINT raises KeyboardInterrupt."""
@@ -83,7 +91,7 @@ class RunState:
             KeyboardInterrupt: SIGINT came meanwhile.
         """
         self._holds = max(0, self._holds - 1)
-        if self._holds == 0 and self._held_since is not None:
+        if self._holds == 0 and self._held_since is not None and not self.board.behind():
             self._held_since = None
             raise KeyboardInterrupt
 
@@ -92,10 +100,11 @@ class RunState:
         if self.run_id != run_id:
             return
         self.interrupt_requested = True
+        self.board.stop(run_id)
         cut.hurry_data_loaders(True)
         # A signal and not PyThreadState_SetAsyncExc: it also ends sleeps and system calls.
         signal.pthread_kill(self._main, signal.SIGINT)
-        if self._in_user_code and not self._holds:
+        if self._in_user_code and not self._holds and not self.board.behind():
             interrupt_borrowed_threads(self._main)
 
     def _is_unwinding(self) -> bool:
@@ -109,9 +118,10 @@ class RunState:
     def _on_sigint(self, number: int, frame: FrameType | None) -> None:
         if not self._in_user_code or self._is_unwinding():
             return
-        if self._holds:
+        behind = self.board.behind()
+        if self._holds or behind:
             now = time.monotonic()
             self._held_since = self._held_since or now
-            if now - self._held_since < HOLD_S:
+            if behind or now - self._held_since < HOLD_S:
                 return
         raise KeyboardInterrupt
