@@ -123,7 +123,7 @@ HANGS = {
     "different order": (
         "calls = [lambda: dist.all_reduce(x), dist.barrier]\nfor call in calls if rank == 0 else calls[::-1]:\n    call()",
         "The ranks called different collectives: rank 0 in all_reduce #n at Cell In[1], line 1; "
-        "rank 1 in barrier #n at Cell In[1], line 1.",
+        "rank 1 in barrier #n at Cell In[1], line 3.",
     ),
     "one call more": (
         "if rank == 0:\n    dist.barrier()\ndist.barrier()",

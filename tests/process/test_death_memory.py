@@ -1,0 +1,64 @@
+"""A rank that the system kills for want of memory: the report names memory, and says how much the rank had and what is free."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from labkit import WorkerDiedError, WorkerPool
+from tests.process.patience import until
+
+LIMIT_BYTES = 100 * 2**20
+
+
+def own_memory_group() -> Path:
+    """The control group that accounts for this process's memory."""
+    lines = [line.split(":", 2) for line in Path("/proc/self/cgroup").read_text().splitlines()]
+    for _, controllers, path in lines:
+        if "memory" in controllers.split(","):
+            return Path("/sys/fs/cgroup/memory") / path.lstrip("/")
+    return Path("/sys/fs/cgroup") / next(path for _, controllers, path in lines if not controllers).lstrip("/")
+
+
+@pytest.fixture
+def tiny_group() -> Iterator[Path]:
+    """A control group of its own inside this process's, with room for little memory; only its own members can be killed."""
+    try:
+        group = own_memory_group() / f"labkit-test-{os.getpid()}"
+        group.mkdir()
+    except (OSError, StopIteration) as error:
+        pytest.skip(f"this machine lets nobody make a control group: {error}")
+    try:
+        limit = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
+        try:
+            (group / limit).write_text(str(LIMIT_BYTES))
+        except OSError as error:
+            pytest.skip(f"this machine limits no memory of a control group: {error}")
+        yield group
+    finally:
+        until(lambda: not (group / "cgroup.procs").read_text(), "the group is empty")
+        group.rmdir()
+
+
+def test_rank_that_is_killed_for_want_of_memory_is_reported_with_its_memory(tiny_group: Path) -> None:
+    with WorkerPool(2, device="cpu", replace=True) as pool:
+        try:
+            (tiny_group / "cgroup.procs").write_text(str(pool.pids[1]))
+        except OSError as error:
+            pytest.skip(f"this machine moves no process into a control group: {error}")
+        cell = "import torch, torch.distributed as dist\nprint('about to ask for a lot', end='')\n"
+        cell += "held = [torch.ones(2**20) for _ in range(400 if rank == 1 else 0)]\ndist.barrier()"
+        with pytest.raises(WorkerDiedError, match="rank 1: died") as caught:
+            pool.run_cell(cell, timeout_s=60)
+        (death,) = [failure for failure in caught.value.failures if failure.kind == "died"]
+        assert (death.rank, death.exitcode) == (1, -signal.SIGKILL)
+        assert death.message.startswith("the system killed it because memory ran out; its memory had reached 0.")
+        assert "GiB are free now" in death.message
+        assert death.last_output == "about to ask for a lot"
+        assert caught.value.interrupted_ranks == (0,)
+        pool.restart()
+        assert pool.run(lambda: 1).same() == 1
