@@ -79,7 +79,7 @@ class Runner:
         if dead:
             are = "is" if len(dead) == 1 else "are"
             cause = self._members.deaths[dead[0]].message
-            raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). pool.restart() gives fresh ranks.")
+            raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). {self._ways_back(dead)}")
 
     def execute(
         self,
@@ -123,7 +123,7 @@ class Runner:
         finally:
             if packed is not None:
                 packed.close()
-        _raise_for(run, timeout_s)
+        _raise_for(run, timeout_s, self._ways_back(self._members.dead_ranks))
         return run
 
     def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None]) -> None:
@@ -207,6 +207,13 @@ class Runner:
             notes = dict.fromkeys(note for item in self.values(rebuild).values() for note in item["notes"])
         return tuple(notes)
 
+    def _ways_back(self, dead: Sequence[int]) -> str:
+        """What to do when ranks have died, in a sentence."""
+        fresh = "pool.restart() gives fresh ranks."
+        if len(dead) == self._world_size:
+            return fresh
+        return f"pool.restart({list(dead)}) replaces {name_ranks(dead)}, the others keep their variables; {fresh}"
+
     def values(self, run: Run) -> RankResults[Any]:
         """The values that a finished run returned.
 
@@ -248,7 +255,7 @@ class Runner:
             waiting.request_stop()
 
 
-def _raise_for(run: Run, timeout_s: float | None) -> None:
+def _raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     if not run.failures:
         return  # it may have been stopped and finished all the same
     failures = run.judged_failures()
@@ -258,11 +265,7 @@ def _raise_for(run: Run, timeout_s: float | None) -> None:
     verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else ""
     report: RunReport
     if any(failure.kind == "died" for failure in failures):
-        dead = [failure.rank for failure in failures if failure.kind == "died"]
-        way_back = (
-            f"pool.restart({dead}) replaces {name_ranks(dead)}, the others keep their variables; pool.restart() replaces all."
-        )
-        report = WorkerDiedError(failures, finished, [*notes, way_back], diagnosis=verdict)
+        report = WorkerDiedError(failures, finished, [*notes, ways_back], diagnosis=verdict)
     elif run.stopped == "timeout":
         report = RunTimeoutError(failures, finished, notes, diagnosis=verdict, timeout_s=timeout_s or 0.0)
     elif run.stopped == "interrupted":

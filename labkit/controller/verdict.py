@@ -13,7 +13,7 @@ from labkit.ranks import name_ranks
 from labkit.wire.messages import Collective, RankReport
 
 # A rank that used less of the time between two reports than this waits; gloo's waiting threads use almost nothing.
-WORKING_SHARE = 0.3
+WORKING_SHARE = 0.05
 # Torch's name for the default group. labkit completes a collective on it whenever it forms groups.
 DEFAULT_GROUP = "0"
 # Every rank puts the same shape into these. Into others, such as all_to_all_single, it may not.
