@@ -14,6 +14,8 @@ from labkit.wire.messages import Collective, RankReport
 
 # A rank that used less of the time between two reports than this waits; gloo's waiting threads use almost nothing.
 WORKING_SHARE = 0.05
+# Two reports nearer than this tell nothing: making one takes milliseconds of processor time itself.
+APART_S = 0.4
 # Torch's name for the default group. labkit completes a collective on it whenever it forms groups.
 DEFAULT_GROUP = "0"
 # Every rank puts the same shape into these. Into others, such as all_to_all_single, it may not.
@@ -75,7 +77,7 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
 
 
 def _computes(before: RankReport | None, now: RankReport, apart_s: float) -> bool:
-    return before is not None and apart_s > 0 and now.cpu_s - before.cpu_s > WORKING_SHARE * apart_s
+    return before is not None and apart_s > APART_S and now.cpu_s - before.cpu_s > WORKING_SHARE * apart_s
 
 
 def _verdict(states: tuple[RankState, ...]) -> tuple[Kind, str, bool]:
