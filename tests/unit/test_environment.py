@@ -101,7 +101,9 @@ def _imported(*files: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("folder", "extras"), [("labkit", ["lab"]), ("tests", ["lab", "dev", "transformers"])], ids=["labkit needs no dev extra", "tests"]
+    ("folder", "extras"),
+    [("labkit", ["lab"]), ("tests", ["lab", "dev", "transformers"])],
+    ids=["labkit needs no dev extra", "tests"],
 )
 def test_everything_imported_is_declared(folder: str, extras: list[str]) -> None:
     requirements = PROJECT["dependencies"] + [text for extra in extras for text in PROJECT["optional-dependencies"][extra]]
