@@ -194,6 +194,19 @@ def train(name: str, num_steps: int) -> list[float]:
     return [float(loss) for loss in LIVE[name].losses]
 
 
+def steps_taken(name: str) -> int:
+    """Optimizer steps that changed the parameters, by the optimizer's own count."""
+    counts = {int(state["step"]) for state in LIVE[name].optimizer.state.values()}
+    (count,) = counts
+    return count
+
+
+def forget_losses(names: Sequence[str]) -> None:
+    """An interrupt can come between a step and the note of its loss."""
+    for name in names:
+        LIVE[name].losses.clear()
+
+
 def save(name: str) -> int:
     """Remember the present state of a training, to compare with later."""
     SAVED[name] = LIVE[name].tensors()
