@@ -121,7 +121,8 @@ def test_case_16_each_number_appears_in_its_own_run_once(pool: WorkerPool, scree
     for number in range(20):
         screen.lines.clear()
         pool.run_cell(f"print({number} * 10 + rank)")
-        assert screen.lines == [("stdout", f"[rank {rank}] {number * 10 + rank}") for rank in range(2)]
+        # in rank order, unless a busy machine keeps one rank waiting for longer than the screen waits
+        assert sorted(screen.lines) == [("stdout", f"[rank {rank}] {number * 10 + rank}") for rank in range(2)]
 
 
 def test_case_18_six_thousand_lines_on_both_streams_arrive_all_and_in_order(pool: WorkerPool, screen: Recorder) -> None:
