@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class OptimizerSteps:
     _current: weakref.WeakKeyDictionary[Optimizer, StepRecord] = field(default_factory=weakref.WeakKeyDictionary)
     _refused: weakref.WeakKeyDictionary[Optimizer, str] = field(default_factory=weakref.WeakKeyDictionary)
     _to_refuse: dict[str, str] = field(default_factory=dict)
+    _outermost: FrameType | None = None  # torch's own frame around the step under way
 
     def install(self) -> None:
         """Watch from now on."""
@@ -66,6 +68,7 @@ class OptimizerSteps:
 
     def begin_run(self) -> None:
         """Forget the steps of earlier runs."""
+        self._outermost = None
         if self.records:
             self.records = []
             self._current = weakref.WeakKeyDictionary()
@@ -92,9 +95,13 @@ class OptimizerSteps:
         self._refused.pop(optimizer, None)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        caller = sys._getframe(1)
+        if self._outermost is not None and _is_above(self._outermost, caller):
+            return None  # a step inside a step, of a subclass that calls its parent's or of an optimizer inside another
         if self._refused or self._to_refuse:
             self._check(optimizer)
         self.state.board.step_begins()
+        self._outermost = caller
         record = self._current.get(optimizer)
         if record is None:
             record = self._current[optimizer] = StepRecord(weakref.ref(optimizer), signature_of(optimizer))
@@ -124,8 +131,9 @@ class OptimizerSteps:
 
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         record = self._current.get(optimizer)
-        if record is None:
+        if record is None or sys._getframe(1) is not self._outermost:
             return
+        self._outermost = None
         record.completed += 1
         self.state.board.step_ends()
         if record.under_way:
@@ -139,6 +147,12 @@ class OptimizerSteps:
         reason = self._refused.get(optimizer)
         if reason is not None and not _initializes():
             raise RuntimeError(reason)
+
+
+def _is_above(frame: FrameType, below: FrameType | None) -> bool:
+    while below is not None and below is not frame:
+        below = below.f_back
+    return below is frame
 
 
 def _wait_for_gradients() -> None:
