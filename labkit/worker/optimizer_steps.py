@@ -165,6 +165,11 @@ def _wait_for_gradients() -> None:
         torch.cuda.current_stream().synchronize()
 
 
+for _hook in (OptimizerSteps._before, OptimizerSteps._after):
+    # What torch.compiler.disable() leaves on a function; the call itself would import the compiler, which takes a second.
+    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 def signature_of(optimizer: Optimizer) -> str:
     """Class name and number of parameters per group, equal on all ranks that run the same program."""
     return f"{type(optimizer).__qualname__}{[len(group['params']) for group in optimizer.param_groups]}"
