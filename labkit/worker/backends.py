@@ -64,6 +64,8 @@ _rank_not_in_group: Callable[[Any], bool] = c10d._rank_not_in_group
 _broken: dict[str, str] = {}
 _stand_ins: dict[str, Any] = {}
 _next_type: dict[str, int] = {}
+_registered = [0]
+_counted: list[Any] = [None, []]
 
 
 class NoMoreGenerationsError(RuntimeError):
@@ -115,8 +117,21 @@ def obstacle(group: Any) -> str:
 def sequence(group: Any) -> tuple[int, ...]:
     """The number of collectives begun on the group so far, per device type; gloo counts sends and receives as well."""
     # From the backends: the group itself would ask its first one, which is the old one after a replacement.
-    devices = [device for device, name in _device_backends(group).items() if name in _REBUILT]
-    return tuple(group._get_backend(torch.device(device))._get_sequence_number_for_group() for device in devices)
+    devices = map(torch.device, _rebuilt_devices(group))
+    return tuple(group._get_backend(device)._get_sequence_number_for_group() for device in devices)
+
+
+def _rebuilt_devices(group: Any) -> list[str]:
+    return [device for device, name in _device_backends(group).items() if name in _REBUILT]
+
+
+def progress() -> tuple[tuple[int, ...], int]:
+    """Tells whether a collective was begun or a group made since the last call, in a few microseconds."""
+    key = (*map(id, c10d._world.pg_map), _registered[0])
+    if _counted[0] != key:
+        found = [group._get_backend(torch.device(device)) for group in groups() for device in _rebuilt_devices(group)]
+        _counted[:] = [key, found]
+    return key, sum(backend._get_sequence_number_for_group() for backend in _counted[1])
 
 
 def waiting() -> bool:
@@ -157,6 +172,7 @@ def _register(group: Any, device: str, backend: Any) -> None:
     if number > LAST_TYPE:
         raise NoMoreGenerationsError("this rank's process groups were rebuilt too often; pool.restart() gives new processes")
     _next_type[group_name(group)] = number + 1
+    _registered[0] += 1
     group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number), backend)
 
 

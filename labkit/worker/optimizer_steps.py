@@ -167,7 +167,7 @@ def _wait_for_gradients() -> None:
 
 for _hook in (OptimizerSteps._before, OptimizerSteps._after):
     # What torch.compiler.disable() leaves on a function; the call itself would import the compiler, which takes a second.
-    _hook._torchdynamo_disable = True  # type: ignore[attr-defined]
+    vars(_hook)["_torchdynamo_disable"] = True
 
 
 def signature_of(optimizer: Optimizer) -> str:

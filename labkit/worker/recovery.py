@@ -45,7 +45,7 @@ class Recovery:
         self._cut = False
         self._graph_nodes = 0
         self._random: dict[str, torch.Tensor] = {}
-        self._sequences: dict[str, tuple[int, ...]] = {}
+        self._progress: Any = None
 
     def begin(self, run_id: int) -> None:
         """A run begins. Takes about 10 us."""
@@ -53,7 +53,7 @@ class Recovery:
         self._steps.begin_run()
         self._graph_nodes = _get_sequence_nr()
         self._random = _random_states()
-        self._sequences = _sequences()
+        self._progress = backends.progress()
 
     def end(self, *, cut: bool) -> None:
         """The run has ended on this rank.
@@ -109,7 +109,7 @@ class Recovery:
             rank=self._rank,
             run_id=self._run_id,
             cut=self._cut,
-            touched=bool(self._steps.records) or _get_sequence_nr() != self._graph_nodes or _sequences() != self._sequences,
+            touched=bool(self._steps.records) or _get_sequence_nr() != self._graph_nodes or backends.progress() != self._progress,
             lost=self._groups.lost,
             waiting=backends.waiting(),
             homeless=not torch.distributed.is_initialized(),
@@ -160,10 +160,6 @@ def _holds(value: Any, parameters: set[int], modules: set[int]) -> bool:
         return any(id(module) in modules for module in value.modules()) or any(id(p) in parameters for p in value.parameters())
     except Exception:
         return False  # a module whose making was cut off
-
-
-def _sequences() -> dict[str, tuple[int, ...]]:
-    return {backends.group_name(group): backends.sequence(group) for group in backends.groups()}
 
 
 def _random_states() -> dict[str, torch.Tensor]:
