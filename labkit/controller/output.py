@@ -19,6 +19,8 @@ from labkit.wire.messages import Display, Stream, StreamName
 # A rank's text beyond this many characters in one run is counted, not shown: a notebook of 100 MB cannot be opened.
 LIMIT_CHARS = 1_000_000
 LIVE_AFTER_S = 0.3
+# Of an unfinished line the end is shown while it grows; the whole of it when it is finished.
+LIVE_CHARS = 2000
 # Output of one moment is shown in rank order and not in order of arrival, which is chance.
 GATHER_S = 0.05
 
@@ -92,6 +94,7 @@ class RankOutput:
         self._open: dict[tuple[int, StreamName], str] = {}
         self._shown: dict[int, int] = {}
         self._cut: dict[int, int] = {}
+        self._full: set[tuple[int, StreamName]] = set()
         self._live_since: float | None = None
         self._live_id: str | None = None
         self._live_text = ""
@@ -138,18 +141,28 @@ class RankOutput:
         self._show_values()
 
     def _feed_text(self, rank: int, item: Stream) -> None:
-        key = (rank, item.name)
-        text = self._open.pop(key, "") + item.text
+        key, text = (rank, item.name), item.text
+        if key in self._full:
+            dropped, newline, text = text.partition("\n")
+            self._cut[rank] += len(dropped)
+            if not newline:
+                return
+            self._full.discard(key)
+            text = newline + text
+        text = self._open.pop(key, "") + text
         body, newline, rest = text.rpartition("\n")
         if newline:
             self._show_lines(rank, item.name, body + "\n")
         if rest:
-            rest = _settled(rest)
-            self._open[key] = rest if len(rest) < LIMIT_CHARS else self._cut_line(rank, rest)
+            self._open[key] = self._bounded(key, _settled(rest))
 
-    def _cut_line(self, rank: int, rest: str) -> str:
-        self._cut[rank] = self._cut.get(rank, 0) + len(rest) - LIMIT_CHARS // 2
-        return rest[: LIMIT_CHARS // 2]
+    def _bounded(self, key: tuple[int, StreamName], line: str) -> str:
+        """An unfinished line up to a length; what comes after it, up to the line's end, is counted."""
+        if len(line) < LIMIT_CHARS:
+            return line
+        self._full.add(key)
+        self._cut[key[0]] = self._cut.get(key[0], 0) + len(line) - LIMIT_CHARS // 2
+        return line[: LIMIT_CHARS // 2]
 
     def _show_lines(self, rank: int, name: StreamName, text: str) -> None:
         text = "".join(f"{_overwritten(line)}\n" for line in text[:-1].split("\n"))
@@ -166,6 +179,7 @@ class RankOutput:
 
     def _close_lines(self, rank: int) -> None:
         for name in ("stdout", "stderr"):
+            self._full.discard((rank, name))
             text = self._open.pop((rank, name), "")
             if text:
                 self._show_lines(rank, name, text + "\n")
@@ -181,7 +195,7 @@ class RankOutput:
 
     def _update_live(self) -> None:
         """Show unfinished lines in a display of their own once they have stood for a moment."""
-        text = "\n".join(f"{self._prefix(rank)}{_overwritten(line)}" for (rank, _), line in sorted(self._open.items()))
+        text = "\n".join(f"{self._prefix(rank)}{_end_of(_overwritten(line))}" for (rank, _), line in sorted(self._open.items()))
         if not text and self._live_id is None:
             self._live_since = None
             return
@@ -239,6 +253,10 @@ def _overwritten(line: str) -> str:
     for part in line.split("\r"):
         shown = part + shown[len(part) :]
     return shown
+
+
+def _end_of(line: str) -> str:
+    return line if len(line) <= LIVE_CHARS else f"...{line[-LIVE_CHARS:]}"
 
 
 def _settled(line: str) -> str:

@@ -28,6 +28,11 @@ from labkit.wire.transport import WorkerWire
 PIECE_BYTES = 64 * 1024
 # How long text may wait for more before it is sent: long enough to gather a loop's prints, short enough to look live.
 GATHER_S = 0.02
+# In a flood the pipe, of 64 KiB, would be full before that time is over, and the writer would wait.
+FLOOD_BYTES = PIECE_BYTES // 8
+FLOOD_GATHER_S = 0.002
+# How long a thread waits for another one to finish its line.
+LINE_S = 0.2
 NAMES: tuple[StreamName, StreamName] = ("stdout", "stderr")
 
 
@@ -116,13 +121,17 @@ class Capture:
         for fd in (*self._read_fds, self._stop_read):
             poller.register(fd, select.POLLIN)
         pause = threading.Event()
+        before = self._positions.copy()
+        gather_s = GATHER_S
         while True:
             ready = {fd for fd, _ in poller.poll()}
             if self._stop_read in ready:
                 return
-            pause.wait(GATHER_S)
+            pause.wait(gather_s)
             with self._lock:
                 self._read_once()
+                gather_s = FLOOD_GATHER_S if sum(self._positions) - sum(before) >= FLOOD_BYTES else GATHER_S
+                before = self._positions.copy()
 
     def _read_once(self) -> bool:
         """Read at most one piece of each pipe and send it. The caller holds the lock."""
@@ -162,21 +171,47 @@ class _Stream(io.TextIOWrapper):
     """sys.stdout or sys.stderr of a rank: text on a file descriptor.
 
     Nothing waits in a buffer here: a dot that a loop prints shows at once, and what was written before a crash is in the pipe.
-    A forked child (a DataLoader worker) writes whole lines, because print writes a line in pieces and its siblings share the pipe.
+    Print writes a line in pieces all the same, so a thread that has begun one keeps others waiting for up to LINE_S, and a forked
+    child (a DataLoader worker), whose siblings share the pipe, writes whole lines only.
     """
 
     def __init__(self, fd: int, capture: Capture) -> None:
         self._capture = capture
+        self._line = threading.Lock()
+        self._line_of: int | None = None
         buffer = io.BufferedWriter(io.FileIO(fd, "wb", closefd=False))
         super().__init__(buffer, encoding="utf-8", errors="backslashreplace")
 
     def write(self, text: str) -> int:
         if not self._capture.is_last(self):
             self._capture.switch(self)
+        if self._capture.detached:
+            count = super().write(text)
+            if "\n" in text:
+                super().flush()
+            return count
+        self._take_line()
         count = super().write(text)
-        if not self._capture.detached or "\n" in text:
-            super().flush()
+        super().flush()
+        if text.endswith("\n"):
+            self._leave_line()
         return count
+
+    def flush(self) -> None:
+        """Write out what has been written as bytes. Whoever flushes in the middle of a line wants it to be seen as it is."""
+        super().flush()
+        self._leave_line()
+
+    def _take_line(self) -> None:
+        me = threading.get_ident()
+        if self._line_of != me:
+            self._line.acquire(timeout=LINE_S)  # in vain where the other thread falls silent: its line is broken off
+            self._line_of = me
+
+    def _leave_line(self) -> None:
+        if self._line_of == threading.get_ident():
+            self._line_of = None
+            self._line.release()
 
     def isatty(self) -> bool:
         return False
