@@ -34,6 +34,8 @@ CAUSE_S = 2.0
 ABORT_AFTER_S = 0.4
 # Aborting NCCL took 0.5 s on 2 H200; freeing gloo takes milliseconds. What has not ended then is stuck elsewhere.
 KILL_AFTER_S = 6.0
+# Who interrupts again is in a hurry, but whoever holds Ctrl-C down wants no rank killed that the abort is about to free.
+HURRIED_KILL_AFTER_S = 2.0
 RESEND_S = 0.25
 
 StopReason = Literal["failed", "timeout", "interrupted"]
@@ -113,6 +115,7 @@ class RunWait:
         run: The run.
         pool: Its pool.
         timeout_s: Its time limit, or None.
+        deaf_s: SIGINT does nothing in the run's first seconds.
         on_output: Called with each Output.
         on_tick: Called a few times a second while waiting.
         on_hang: Called with the diagnosis when the run hangs.
@@ -126,8 +129,11 @@ class RunWait:
         on_output: Callable[[Output], None],
         on_tick: Callable[[], None] = lambda: None,
         on_hang: Callable[[Diagnosis], None] = lambda diagnosis: None,
+        *,
+        deaf_s: float = 0.0,
     ) -> None:
         self.run, self._pool = run, pool
+        self._hears_from = run.started + deaf_s
         self._on_output, self._on_tick = on_output, on_tick
         self.watch = Watch(pool, run.ranks, lambda: (set(run.results), set(run.failures)), on_hang)
         self._limit = None if timeout_s is None else run.started + timeout_s
@@ -137,7 +143,8 @@ class RunWait:
         self._next_signal = 0.0
         self._next_abort = 0.0
         self._sigints = 0
-        self._aborted = False
+        self._aborted_at: float | None = None
+        self._hurried = False
         self._killed: list[int] = []
         self._abort_answers: set[int] = set()
 
@@ -149,7 +156,8 @@ class RunWait:
         return self.run
 
     def _on_sigint(self) -> None:
-        self.request_stop()
+        if time.monotonic() >= self._hears_from:
+            self.request_stop()
 
     def request_stop(self) -> None:
         """Stop the run, or take the stop one step further. Safe from signal handlers and other threads."""
@@ -210,7 +218,8 @@ class RunWait:
             self._stop("interrupted")
         else:
             # The second Ctrl-C means: now.
-            self._stop_began = min(self._stop_began, time.monotonic() - (KILL_AFTER_S if self._aborted else ABORT_AFTER_S))
+            self._stop_began = min(self._stop_began, time.monotonic() - ABORT_AFTER_S)
+            self._hurried = self._aborted_at is not None
 
     def _stop(self, reason: StopReason) -> None:
         self.run.stopped = reason
@@ -229,7 +238,8 @@ class RunWait:
                 self._pool.send_control(rank, Interrupt(self.run.run_id))
         if self.run.pending and (waited >= ABORT_AFTER_S or self.watch.sees_waiting(self.run.pending)):
             self._abort()
-        if waited >= KILL_AFTER_S:
+        hurried = self._hurried and self._aborted_at is not None and now - self._aborted_at >= HURRIED_KILL_AFTER_S
+        if waited >= KILL_AFTER_S or hurried:
             for rank in self.run.pending:
                 if rank not in self._killed:
                     self._killed.append(rank)
@@ -237,14 +247,14 @@ class RunWait:
                     self._pool.kill(rank)
 
     def _abort(self) -> None:
-        if self._aborted:
+        if self._aborted_at is not None:
             # A rank may have been between two collectives when the first abort came.
             if time.monotonic() >= self._next_abort:
                 self._next_abort = time.monotonic() + RESEND_S
                 for rank in self.run.pending:
                     self._pool.send_control(rank, Abort(self.run.run_id))
             return
-        self._aborted = True
+        self._aborted_at = time.monotonic()
         self._next_abort = time.monotonic() + RESEND_S
         self.run.group_lost = True
         self.run.released = tuple(self.run.pending)
@@ -263,7 +273,7 @@ class RunWait:
 
     def _waits_for_aborts(self) -> bool:
         """An abort may still be under way on ranks that had finished; renewing their groups must not overtake it."""
-        if not self._aborted or self._stop_began is None:
+        if self._aborted_at is None or self._stop_began is None:
             return False
         missing = set(self._pool.all_ranks) - self._abort_answers
         return bool(missing) and time.monotonic() < self._stop_began + KILL_AFTER_S

@@ -10,26 +10,22 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from labkit.controller.diagnosis import Diagnosis
+from labkit.controller.interrupts import caught_sigint
 from labkit.controller.members import Members
 from labkit.controller.output import RankOutput, Screen, present_screen
+from labkit.controller.reports import raise_for
 from labkit.controller.run import Run, RunWait
 from labkit.controller.verdict import judge
-from labkit.errors import (
-    PoolStateError,
-    RankFailedError,
-    RunInterrupted,
-    RunReport,
-    RunTimeoutError,
-    WireError,
-    WorkerDiedError,
-)
+from labkit.errors import PoolStateError, WireError
 from labkit.ranks import RankResults, name_ranks
-from labkit.wire.messages import Execute, Output, RankReport, Release
+from labkit.wire.messages import Execute, Output, RankReport, Release, Result
 from labkit.wire.payload import Packed, unpack
 
 # Making new groups takes some 0.03 s on gloo and 1.3 s on NCCL.
 REBUILD_LIMIT_S = 60.0
-# Somebody who holds Ctrl-C down interrupts the rebuild as well. It can be repeated.
+# Somebody who holds Ctrl-C down means the run and not its mending, unless that takes long.
+REBUILD_DEAF_S = 10.0
+# Then it can be repeated.
 REBUILD_ATTEMPTS = 3
 
 
@@ -46,6 +42,8 @@ class Runner:
         self._busy = threading.Lock()
         self._count = 0
         self._waiting: RunWait | None = None
+        self._sigint = False
+        self._to_release: list[tuple[int, int]] = []
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -108,7 +106,9 @@ class Runner:
         """
         try:
             self.refuse_dead()
-            with self.alone():
+            # From here to the end of the mending: what is broken off in between leaves ranks at work, or groups broken.
+            with self.alone(), self._sigint_stops_the_run():
+                self._send_releases()
                 self._count += 1
                 run = Run(self._count, ranks)
                 message = Execute(run.run_id, ranks, kind, payload=packed.payload if packed is not None else None, **fields)
@@ -123,7 +123,12 @@ class Runner:
         finally:
             if packed is not None:
                 packed.close()
-        _raise_for(run, timeout_s, self._ways_back(self._members.dead_ranks))
+        if run.failures or self._sigint:
+            for rank, (result, _) in run.results.items():
+                self._release(rank, result)  # nobody will read it
+        raise_for(run, timeout_s, self._ways_back(self._members.dead_ranks))
+        if self._sigint:
+            raise KeyboardInterrupt
         return run
 
     def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None]) -> None:
@@ -138,6 +143,9 @@ class Runner:
 
         self._waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
         try:
+            if self._sigint:
+                self._sigint = False
+                self.interrupt()
             send()  # only now: an interrupt that follows the first sign of life must find whom to interrupt
             self._waiting.wait()
         finally:
@@ -180,7 +188,7 @@ class Runner:
         self._members.begin(rebuild)
         for rank in rebuild.ranks:
             self._members.send_work(rank, message)
-        return RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None).wait()
+        return RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S).wait()
 
     def replace(self, ranks: tuple[int, ...], timeout_s: float) -> tuple[str, ...]:
         """Put new processes in the place of some ranks; the others keep their variables.
@@ -230,11 +238,36 @@ class Runner:
                 values[rank] = unpack(result.payload, frames)
             except Exception as error:
                 problem = problem or WireError(f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}")
-            if any(not isinstance(item, bytes) for item in result.payload.buffers):
-                self._members.send_control(rank, Release(run.run_id))
+            self._release(rank, result)
         if problem is not None:
             raise problem
         return RankResults(values)
+
+    def _release(self, rank: int, result: Result) -> None:
+        """Let a rank free the memory file of a result: now, or when the run that another thread has begun is over."""
+        if result.payload is not None and any(not isinstance(item, bytes) for item in result.payload.buffers):
+            self._to_release.append((rank, result.run_id))
+            with contextlib.suppress(PoolStateError), self.alone():
+                self._send_releases()
+
+    def _send_releases(self) -> None:
+        while self._to_release:
+            rank, run_id = self._to_release.pop()
+            self._members.send_control(rank, Release(run_id))
+
+    @contextlib.contextmanager
+    def _sigint_stops_the_run(self) -> Iterator[None]:
+        """Ctrl-C stops the run. What comes before the wait for it or after is noted in ``_sigint``."""
+
+        def on_sigint() -> None:
+            if self._waiting is None:
+                self._sigint = True
+            else:
+                self.interrupt()
+
+        self._sigint = False
+        with caught_sigint(on_sigint):
+            yield
 
     def diagnose(self) -> Diagnosis:
         """What holds up the present run; see :meth:`labkit.controller.pool.WorkerPool.diagnose`."""
@@ -253,23 +286,3 @@ class Runner:
         waiting = self._waiting
         if waiting is not None:
             waiting.request_stop()
-
-
-def _raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
-    if not run.failures:
-        return  # it may have been stopped and finished all the same
-    failures = run.judged_failures()
-    finished = sorted(run.results)
-    notes = list(run.steps)
-    judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
-    verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else ""
-    report: RunReport
-    if any(failure.kind == "died" for failure in failures):
-        report = WorkerDiedError(failures, finished, [*notes, ways_back], diagnosis=verdict)
-    elif run.stopped == "timeout":
-        report = RunTimeoutError(failures, finished, notes, diagnosis=verdict, timeout_s=timeout_s or 0.0)
-    elif run.stopped == "interrupted":
-        report = RunInterrupted(failures, finished, notes, diagnosis=verdict)
-    else:
-        report = RankFailedError(failures, finished, notes, diagnosis=verdict)
-    raise report

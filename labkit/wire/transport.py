@@ -143,7 +143,7 @@ class ControllerWire:
         return f"{address}:{port}"
 
     def send(self, rank: int, channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> bool:
-        """Send one message. Never blocks for longer than the socket's queue has room, at most 5 s.
+        """Send one message. Blocks for at most 5 s while the receiver's queue is full, and not at all for a control thread.
 
         Args:
             rank: The receiver.
@@ -152,10 +152,11 @@ class ControllerWire:
             frames: Buffers that follow it (payloads packed without shared memory).
 
         Returns:
-            False when the rank is not connected any more.
+            False when the rank is not connected any more, or its control thread has not listened for hundreds of messages:
+            questions and interrupts are repeated, and a run must not fail because a rank is busy.
 
         Raises:
-            WireError: The rank took nothing for 5 s.
+            WireError: The rank's main thread took nothing for 5 s.
         """
         parts = [_identity(rank, channel), pickle.dumps(message, protocol=5), *frames]
         deadline = time.monotonic() + 5.0
@@ -164,6 +165,8 @@ class ControllerWire:
                 self._commands.send_multipart(parts, flags=zmq.NOBLOCK, copy=not frames)
                 return True
             except zmq.Again:
+                if channel == "control":
+                    return False
                 if time.monotonic() > deadline:
                     raise WireError(f"rank {rank} has taken no message for 5 s. pool.diagnose() says what it does.") from None
                 self._commands.poll(50, zmq.POLLOUT)

@@ -54,6 +54,8 @@ class RunState:
         self._held_since: float | None = None
         self._unwinding_since: float | None = None
         self._main = threading.main_thread().ident or 0
+        # Without it a signal for a run that ends at this moment would hit the next one.
+        self._changing = threading.Lock()
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def begin(self, run_id: int) -> None:
@@ -63,11 +65,13 @@ class RunState:
         cut.hurry_data_loaders(False)
         self.board.begin(run_id)
         self.started = time.monotonic()
-        self.run_id = run_id
+        with self._changing:
+            self.run_id = run_id
 
     def end(self) -> None:
         """The main thread is done with its run."""
-        self.run_id = None
+        with self._changing:
+            self.run_id = None
         self.board.end()
 
     def enter_user_code(self) -> None:
@@ -97,15 +101,16 @@ class RunState:
 
     def interrupt(self, run_id: int) -> None:
         """Interrupt the main thread if it still works on that run. Called from the control thread."""
-        if self.run_id != run_id:
-            return
-        self.interrupt_requested = True
-        self.board.stop(run_id)
-        cut.hurry_data_loaders(True)
-        # A signal and not PyThreadState_SetAsyncExc: it also ends sleeps and system calls.
-        signal.pthread_kill(self._main, signal.SIGINT)
-        if self._in_user_code and not self._holds and not self.board.behind():
-            interrupt_borrowed_threads(self._main)
+        with self._changing:
+            if self.run_id != run_id:
+                return
+            self.interrupt_requested = True
+            self.board.stop(run_id)
+            cut.hurry_data_loaders(True)
+            # A signal and not PyThreadState_SetAsyncExc: it also ends sleeps and system calls.
+            signal.pthread_kill(self._main, signal.SIGINT)
+            if self._in_user_code and not self._holds and not self.board.behind():
+                interrupt_borrowed_threads(self._main)
 
     def _is_unwinding(self) -> bool:
         """Whether the reader's own clean-up after the first interrupt runs; it is let finish, for HOLD_S at most."""

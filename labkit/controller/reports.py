@@ -1,0 +1,36 @@
+"""Makes one error of a run that did not finish on every rank."""
+
+from __future__ import annotations
+
+from labkit.controller.run import Run
+from labkit.errors import RankFailedError, RunInterrupted, RunReport, RunTimeoutError, WorkerDiedError
+
+
+def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
+    """Raise what went wrong in a run that has ended, if anything did.
+
+    Args:
+        run: The run.
+        timeout_s: Its time limit.
+        ways_back: What to do when a rank has died, in a sentence.
+
+    Raises:
+        RunReport: It did not finish on every rank.
+    """
+    if not run.failures:
+        return  # it may have been stopped and finished all the same
+    failures = run.judged_failures()
+    finished = sorted(run.results)
+    notes = list(run.steps)
+    judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
+    verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else ""
+    report: RunReport
+    if any(failure.kind == "died" for failure in failures):
+        report = WorkerDiedError(failures, finished, [*notes, ways_back], diagnosis=verdict)
+    elif run.stopped == "timeout":
+        report = RunTimeoutError(failures, finished, notes, diagnosis=verdict, timeout_s=timeout_s or 0.0)
+    elif run.stopped == "interrupted":
+        report = RunInterrupted(failures, finished, notes, diagnosis=verdict)
+    else:
+        report = RankFailedError(failures, finished, notes, diagnosis=verdict)
+    raise report
