@@ -25,6 +25,7 @@ from labkit.worker.conditions import Condition, GroupCondition, StepCondition, j
 from labkit.worker.optimizer_steps import OptimizerSteps, StepRecord, parameters_of
 from labkit.worker.process_group import ProcessGroups
 from labkit.worker.run_state import RunState
+from labkit.worker.thread_modes import ThreadModes
 
 
 class Recovery:
@@ -43,6 +44,7 @@ class Recovery:
         self._steps.install()
         self._run_id = 0
         self._cut = False
+        self._modes = ThreadModes()
         self._graph_nodes = 0
         self._random: dict[str, torch.Tensor] = {}
         self._progress: Any = None
@@ -50,6 +52,7 @@ class Recovery:
     def begin(self, run_id: int) -> None:
         """A run begins. Takes about 10 us."""
         self._run_id, self._cut = run_id, False
+        self._modes = ThreadModes()
         self._steps.begin_run()
         self._graph_nodes = _get_sequence_nr()
         self._random = _random_states()
@@ -62,6 +65,8 @@ class Recovery:
             cut: It was interrupted, or freed from a collective.
         """
         self._cut = cut
+        if cut:
+            self._modes.restore()
 
     def mend(self, group: GroupSpec, run_id: int) -> dict[str, Any]:
         """Bring back what can be brought back. Collective over all ranks of the pool; may be repeated.
