@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from labkit.spmd.collectives import count_collectives
     from labkit.spmd.initialize import build_model, init_weights
     from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
+    from labkit.spmd.offload import ActivationOffload
     from labkit.spmd.parity import compare, require_equal
     from labkit.spmd.sharding import check_optimizer, shard_model
     from labkit.spmd.shards import shard_table
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from labkit.spmd.training import train
 
 _HOME = {
+    "ActivationOffload": "offload",
     "Block": "model",
     "BatchSampler": "text",
     "ModelConfig": "model",
@@ -40,6 +42,7 @@ _HOME = {
 }
 
 __all__ = [
+    "ActivationOffload",
     "BatchSampler",
     "Block",
     "ModelConfig",

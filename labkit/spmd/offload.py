@@ -1,0 +1,230 @@
+"""Activation offload that overlaps with computation: what autograd saves in chosen blocks waits for backward in host memory.
+
+`torch.autograd.graph.save_on_cpu` copies every saved tensor, on the stream that computes: the computation waits for each
+copy, weights travel too, and a tensor that three operations save travels three times. Here a *storage* is the unit: it leaves
+once, on a stream of its own, while the computation goes on, and comes back before backward asks for it. Weights, buffers and
+small tensors stay. The idea of hooks on saved tensors is torch's (``torch.autograd.graph.saved_tensors_hooks``); moving
+activations ahead of their use is that of vDNN (Rhu et al., 2016, arXiv:1602.08124).
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
+
+from labkit.spmd.offload_moves import Move, OffloadCounts, OffloadError, View
+from labkit.spmd.offload_transfer import Transfer, transfer_for
+
+MIB = 1 << 20
+
+__all__ = ["MIB", "ActivationOffload", "OffloadCounts", "OffloadError"]
+
+
+class ActivationOffload:
+    """Keep the saved activations of some blocks in host memory between forward and backward.
+
+    Works with plain modules, inside and around FSDP1 and FSDP2, and around activation checkpointing. Around a checkpointed
+    block it moves the block's inputs only, and backward recomputes the rest; *inside* a checkpointed block it takes every
+    tensor before the checkpoint sees it, so nothing is recomputed. Gradients are exact: the bytes come back as they left.
+
+    A block whose backward comes first gains nothing; leave the last one or two out.
+
+    Args:
+        blocks: Modules whose forward saves what shall move. Hooks are put on them; `close` takes the hooks off.
+        max_in_flight_bytes: The most device memory that may be held for copies under way, out and back together. When it
+            is used up, the computation waits for the oldest copy. A storage larger than that travels alone.
+        min_bytes: Storages smaller than this stay on the device.
+        transfer: How bytes move; by default pinned memory and two streams on a CUDA device, and only counting elsewhere.
+
+    Raises:
+        OffloadError: No block is given, or one is given twice or lies inside another, so that it is unclear who moves what.
+
+    Ranks: local. It communicates with nobody, and the ranks may choose differently. No call waits on the CPU, except for
+        pinning memory in the first steps. Host memory is kept for the next step until `close`.
+    """
+
+    def __init__(
+        self,
+        blocks: Iterable[nn.Module],
+        *,
+        max_in_flight_bytes: int = 256 * MIB,
+        min_bytes: int = MIB,
+        transfer: Transfer | None = None,
+    ) -> None:
+        self.blocks = list(blocks)
+        _check_blocks(self.blocks)
+        self.max_in_flight_bytes, self.min_bytes = max_in_flight_bytes, min_bytes
+        self.counts = OffloadCounts()
+        self._transfer = transfer
+        self._device: torch.device | None = None
+        self._entered: list[tuple[saved_tensors_hooks, list[nn.Module]]] = []
+        self._by_storage: Any = WeakIdKeyDictionary()
+        self._moves: dict[int, weakref.ref[Move]] = {}
+        self._numbers: list[int] = []  # the keys of _moves, in the order of forward
+        self._next_number = 0
+        self._leaving: deque[weakref.ref[Move]] = deque()
+        self.in_flight_bytes = 0  #: Device memory that is held for copies right now.
+        self._handles = [block.register_forward_pre_hook(self._enter) for block in self.blocks]
+        self._handles += [block.register_forward_hook(self._leave, always_call=True) for block in self.blocks]
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that is held, used or kept for the next step."""
+        return self._transfer.host_bytes() if self._transfer else 0
+
+    def reset_counts(self) -> OffloadCounts:
+        """Start counting anew; returns the counts so far."""
+        counts, self.counts = self.counts, OffloadCounts()
+        return counts
+
+    def close(self) -> None:
+        """Take the hooks off the blocks. A backward that is still to come gets its tensors; then the host memory goes."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._transfer = None
+
+    def __enter__(self) -> ActivationOffload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def _enter(self, block: nn.Module, _: Any) -> None:
+        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        hooks.__enter__()
+        self._entered.append((hooks, list(block.modules())))
+
+    def _leave(self, *_: Any) -> None:
+        # The hook is also called when something failed, possibly before `_enter`.
+        if self._entered:
+            self._entered.pop()[0].__exit__()
+
+    def _pack(self, tensor: Tensor) -> Any:
+        self.counts.saved_bytes += tensor.nbytes
+        # An output that is saved knows its own node: to hold it as it is would be a cycle that nobody collects.
+        tensor = tensor.detach()
+        if self._stays(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        move = self._known(storage, tensor._version)
+        if move is not None:
+            self.counts.repeated_bytes += tensor.nbytes
+        elif storage.nbytes() < self.min_bytes:
+            self.counts.small_bytes += tensor.nbytes
+            return tensor
+        elif self._is_weight(storage):
+            self.counts.weight_bytes += tensor.nbytes
+            return tensor
+        else:
+            move = self._send(storage, tensor)
+        return View(move, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def _stays(self, tensor: Tensor) -> bool:
+        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or self._device not in (None, tensor.device):
+            self.counts.other_bytes += tensor.nbytes
+            return True
+        if self._device is None:
+            self._device = tensor.device
+            self._transfer = self._transfer or transfer_for(tensor.device)
+        return False
+
+    def _known(self, storage: torch.UntypedStorage, version: int) -> Move | None:
+        reference = self._by_storage.get(storage)
+        move: Move | None = reference() if reference else None
+        return move if move is not None and move.version == version else None
+
+    def _is_weight(self, storage: torch.UntypedStorage) -> bool:
+        # Looked up at every save: FSDP puts other tensors into the modules whenever it gathers and frees. FSDP1 with
+        # use_orig_params=False leaves its views of the flat parameter as plain attributes.
+        for module in self._entered[-1][1]:
+            held: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+            for value in chain.from_iterable(values.values() for values in held):
+                if type(value) in (Tensor, nn.Parameter) and value.untyped_storage() is storage:
+                    return True
+        return False
+
+    def _send(self, storage: torch.UntypedStorage, tensor: Tensor) -> Move:
+        assert self._transfer is not None  # _stays has seen to it
+        size_bytes = storage.nbytes()
+        self._make_room(size_bytes)
+        raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        raw.set_(storage)
+        move = Move(self, self._transfer, self._next_number, raw, self._transfer.send(raw), tensor)
+        self._by_storage[storage] = weakref.ref(move)
+        self._moves[move.number] = weakref.ref(move)
+        self._numbers.append(move.number)
+        self._next_number += 1
+        self._leaving.append(weakref.ref(move))
+        self._hold(size_bytes)
+        self.counts.moved_bytes += size_bytes
+        self.counts.num_moved += 1
+        return move
+
+    def _make_room(self, size_bytes: int) -> None:
+        """Before memory is held for one more copy: let the computation wait for the oldest ones to leave."""
+        while self._leaving:
+            move = self._leaving[0]()
+            if move is not None and move.is_in_flight:
+                if self.in_flight_bytes + size_bytes <= self.max_in_flight_bytes:
+                    break
+                move.release()
+            self._leaving.popleft()
+
+    def _hold(self, size_bytes: int) -> None:
+        self.in_flight_bytes += size_bytes
+        self.counts.peak_in_flight_bytes = max(self.counts.peak_in_flight_bytes, self.in_flight_bytes)
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def _unpack(self, saved: Any) -> Tensor:
+        if not isinstance(saved, View):
+            kept: Tensor = saved
+            return kept
+        raw = saved.move.use()
+        self._fetch_ahead(saved.move.number)
+        return torch.empty(0, dtype=saved.dtype, device=raw.device).set_(
+            raw.untyped_storage(), saved.offset, saved.size, saved.stride
+        )
+
+    def _fetch_ahead(self, number: int) -> None:
+        """Backward goes through forward's saves in reverse: bring back those before this one, as far as the limit allows."""
+        for place in reversed(range(bisect_left(self._numbers, number))):
+            move = self._moves[self._numbers[place]]()
+            if move is None or move.raw is not None:
+                continue
+            if self.in_flight_bytes + move.size_bytes > self.max_in_flight_bytes:
+                break
+            move.fetch()
+            self._hold(move.size_bytes)
+
+    def forget(self, number: int) -> None:
+        """A `Move` has died. For `Move` only."""
+        del self._moves[number]
+        del self._numbers[bisect_left(self._numbers, number)]
+
+
+def _check_blocks(blocks: list[nn.Module]) -> None:
+    if not blocks:
+        raise OffloadError("no block is given, so nothing would move. Give the modules whose activations shall wait on the host.")
+    places = {id(block): place for place, block in enumerate(blocks)}
+    for place, block in enumerate(blocks):
+        for module in block.modules():
+            other = places.get(id(module), place)
+            if other != place:
+                raise OffloadError(
+                    f"block {other} ({type(module).__name__}) is given twice or lies inside block {place}, so it is unclear which "
+                    "of the two moves its activations. Give each module once, and none inside another."
+                )

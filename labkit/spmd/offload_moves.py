@@ -1,0 +1,123 @@
+"""One saved storage on its way to the host and back, and the books that are kept of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from labkit.errors import LabkitError
+from labkit.spmd.offload_transfer import Copy, Transfer
+
+if TYPE_CHECKING:
+    from labkit.spmd.offload import ActivationOffload
+
+
+class OffloadError(LabkitError, RuntimeError):
+    """An offload was set up for modules that cannot take it, or a saved tensor was changed before it had left."""
+
+
+@dataclass
+class OffloadCounts:
+    """What became of the tensors that autograd saved in the blocks, in bytes since the last `ActivationOffload.reset_counts`.
+
+    Attributes:
+        saved_bytes: All of them, each as often as it was saved. This is what ``save_on_cpu`` moves.
+        weight_bytes: Of these, parameters and buffers, which stay.
+        small_bytes: Tensors below ``min_bytes``, which stay.
+        other_bytes: Tensors of other kinds or on other devices (DTensors, sparse, conjugated), which stay.
+        repeated_bytes: Saved again, or as another view, while their storage moves already.
+        moved_bytes: Storages sent to the host, each counted once and whole.
+        num_moved: How many storages that were.
+        fetched_bytes: Storages brought back. Less than ``moved_bytes``: what backward needs first never left the device.
+        num_late: Storages that backward asked for before they had been asked to come back.
+        peak_in_flight_bytes: The most device memory held only because a copy was under way or had arrived early.
+    """
+
+    saved_bytes: int = 0
+    weight_bytes: int = 0
+    small_bytes: int = 0
+    other_bytes: int = 0
+    repeated_bytes: int = 0
+    moved_bytes: int = 0
+    num_moved: int = 0
+    fetched_bytes: int = 0
+    num_late: int = 0
+    peak_in_flight_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What autograd keeps in the place of a saved tensor."""
+
+    move: Move
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any  # torch types it as int or SymInt
+
+
+class Move:
+    """One storage on its way. It lives as long as a node of the graph needs it, and returns what it holds when it dies."""
+
+    def __init__(self, owner: ActivationOffload, transfer: Transfer, number: int, raw: Tensor, copy: Copy, saved: Tensor) -> None:
+        self.owner, self.number, self.copy, self.size_bytes = owner, number, copy, raw.numel()
+        self.transfer = transfer
+        self.raw: Tensor | None = raw  # the bytes on the device: until they have left, and again from when they come back
+        self.version = saved._version
+        self.saved: Tensor | None = saved  # has the version counter of the tensor of the forward pass
+        self.is_in_flight, self.is_leaving, self.is_torn = True, True, False
+
+    def release(self) -> None:
+        """The bytes have left: give up the device's memory."""
+        self.transfer.wait_sent(self.copy)
+        self._note_changes()
+        self._land()
+        self.raw, self.is_leaving = None, False
+        if not self.transfer.is_alias:
+            self.saved = None
+
+    def fetch(self) -> None:
+        """Ask the bytes to come back."""
+        self.raw, self.is_in_flight = self.transfer.fetch(self.copy), True
+        self.owner.counts.fetched_bytes += self.size_bytes
+
+    def use(self) -> Tensor:
+        """The bytes on the device, for a node of the graph that runs now. They stay until no node needs them."""
+        self._note_changes()
+        if self.is_torn:
+            raise OffloadError(
+                "a tensor that backward needs was changed in place after it was saved and while it was being copied to the "
+                "host, so neither copy is right. Without offload autograd refuses this too; leave out the in-place operation."
+            )
+        if self.raw is None:
+            self.fetch()
+            self.owner.counts.num_late += 1
+            self.transfer.wait_fetched(self.copy)
+            self.is_in_flight = False
+        elif self.is_in_flight:
+            if not self.is_leaving:
+                self.transfer.wait_fetched(self.copy)
+            self._land()
+        raw = self.raw
+        assert raw is not None  # fetched above
+        return raw
+
+    def _note_changes(self) -> None:
+        self.is_torn = self.is_torn or (self.saved is not None and self.saved._version != self.version)
+
+    def _land(self) -> None:
+        self.is_in_flight = False
+        self.owner.in_flight_bytes -= self.size_bytes
+
+    def __del__(self) -> None:
+        if self.is_leaving:
+            self.transfer.wait_sent(self.copy)  # the copy still reads memory that is about to be free
+        elif self.is_in_flight:
+            self.transfer.wait_fetched(self.copy)  # or writes to it
+        if self.is_in_flight:
+            self._land()
+        self.transfer.recycle(self.copy)
+        self.owner.forget(self.number)

@@ -1,0 +1,155 @@
+"""How the bytes of a saved activation leave the device and come back: over CUDA streams, or on paper only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(eq=False)
+class Copy:
+    """One storage's copy in host memory.
+
+    Attributes:
+        host: Its bytes, uint8 of one dim.
+        sent: When it is written, in the transfer's own kind of event; None where nothing has to be waited for.
+        fetched: When the last reading of it is over; likewise.
+        stream: Where the bytes are produced and used; likewise.
+    """
+
+    host: Tensor
+    sent: Any = None
+    fetched: Any = None
+    stream: Any = None
+
+
+class Transfer(Protocol):
+    """What `labkit.spmd.offload.ActivationOffload` needs of a bus. No method waits on the CPU."""
+
+    #: The copies are the tensors themselves: writing to a tensor later changes its copy.
+    is_alias: bool
+
+    def send(self, source: Tensor) -> Copy:
+        """Begin to copy bytes to the host. The caller keeps ``source`` until it has called `wait_sent`."""
+
+    def wait_sent(self, copy: Copy) -> None:
+        """Let the computation go on only when the bytes have left, so that their memory may be used again."""
+
+    def fetch(self, copy: Copy) -> Tensor:
+        """Begin to copy the bytes back, into new memory on the device. Nobody reads it before `wait_fetched`."""
+
+    def wait_fetched(self, copy: Copy) -> None:
+        """Let the computation go on only when the bytes are back."""
+
+    def recycle(self, copy: Copy) -> None:
+        """Take back the host memory of a copy that nobody needs any more."""
+
+    def host_bytes(self) -> int:
+        """Host memory that this transfer holds, used or kept for the next step."""
+
+
+@dataclass(eq=False)
+class CountingTransfer:
+    """Moves nothing: the way of the bytes is walked through and counted, the tensors stay where they are.
+
+    This is what an offload does on a CPU, where the host's memory is the device's.
+    """
+
+    is_alias: bool = True
+
+    def send(self, source: Tensor) -> Copy:
+        """See `Transfer`."""
+        return Copy(source)
+
+    def wait_sent(self, copy: Copy) -> None:
+        """See `Transfer`."""
+
+    def fetch(self, copy: Copy) -> Tensor:
+        """See `Transfer`."""
+        return copy.host
+
+    def wait_fetched(self, copy: Copy) -> None:
+        """See `Transfer`."""
+
+    def recycle(self, copy: Copy) -> None:
+        """See `Transfer`."""
+
+    def host_bytes(self) -> int:
+        """See `Transfer`."""
+        return 0
+
+
+@dataclass(eq=False)
+class CudaTransfer:
+    """Copies between a GPU and pinned host memory, one stream for each direction, ordered by events.
+
+    Device memory is always taken from and returned to the stream that computes, after that stream has been told to wait for
+    the copy. So the allocator may reuse it at once, without ``record_stream``, which would hold it back for an unknown time.
+    Host memory is kept from step to step: pinning is slow and would stop the device.
+
+    Args:
+        device: A CUDA device with an index.
+    """
+
+    device: torch.device
+    is_alias: bool = False
+    _out: Any = field(init=False)
+    _back: Any = field(init=False)
+    _free: dict[int, list[Copy]] = field(init=False, default_factory=dict)
+    _host_bytes: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self._out, self._back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+    def send(self, source: Tensor) -> Copy:
+        """See `Transfer`."""
+        copy = self._host_memory(source.numel())
+        copy.stream = torch.cuda.current_stream(self.device)
+        self._out.wait_stream(copy.stream)  # the bytes are computed
+        if copy.fetched is not None:
+            self._out.wait_event(copy.fetched)  # and the last reader of this host memory is done
+        with torch.cuda.stream(self._out):
+            copy.host.copy_(source, non_blocking=True)
+        copy.sent, copy.fetched = self._out.record_event(), None
+        return copy
+
+    def wait_sent(self, copy: Copy) -> None:
+        """See `Transfer`."""
+        copy.stream.wait_event(copy.sent)
+
+    def fetch(self, copy: Copy) -> Tensor:
+        """See `Transfer`."""
+        copy.stream = torch.cuda.current_stream(self.device)
+        target = torch.empty_like(copy.host, device=self.device, pin_memory=False)
+        self._back.wait_stream(copy.stream)  # a kernel that still runs may be the last user of this memory
+        self._back.wait_event(copy.sent)
+        with torch.cuda.stream(self._back):
+            target.copy_(copy.host, non_blocking=True)
+        copy.fetched = self._back.record_event()
+        return target
+
+    def wait_fetched(self, copy: Copy) -> None:
+        """See `Transfer`."""
+        copy.stream.wait_event(copy.fetched)
+
+    def recycle(self, copy: Copy) -> None:
+        """See `Transfer`."""
+        self._free.setdefault(copy.host.numel(), []).append(copy)
+
+    def host_bytes(self) -> int:
+        """See `Transfer`."""
+        return self._host_bytes
+
+    def _host_memory(self, size_bytes: int) -> Copy:
+        if waiting := self._free.get(size_bytes):
+            return waiting.pop()
+        self._host_bytes += size_bytes
+        return Copy(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
+
+
+def transfer_for(device: torch.device) -> Transfer:
+    """The transfer that suits a device: streams and pinned memory for CUDA, counting for everything else."""
+    return CudaTransfer(device) if device.type == "cuda" else CountingTransfer()
