@@ -4,12 +4,13 @@
 # One folder of tests:    make test ARGS="tests/unit -x"
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run lint bench soak strip clean
+.PHONY: help lab test run handouts lint bench soak strip clean
 
 BIN := .venv/bin
 READY := .venv/.installed
 ARGS ?=
 SOAK_ROUNDS ?= 10
+NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 # The newest supported Python that runs and can make a virtual environment. A name on PATH is not enough: version
 # managers put names there that do not run, and Debian's Python has no ensurepip before python3-venv is installed.
@@ -21,7 +22,7 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 lab: $(READY) ## open JupyterLab on notebooks/
 	$(BIN)/jupyter lab $(ROOT_FLAG) --ServerApp.root_dir="$(CURDIR)" --ServerApp.preferred_dir="$(CURDIR)/notebooks" $(ARGS)
@@ -30,7 +31,11 @@ test: $(READY) ## run every test, the notebooks included
 	$(BIN)/python -m pytest $(ARGS)
 
 run: $(READY) ## run every notebook; executed copies and a summary page go to build/notebooks
-	$(BIN)/labkit run notebooks/*.ipynb --out build/notebooks $(ARGS)
+	$(BIN)/labkit run $(NOTEBOOKS) --out build/notebooks $(ARGS)
+
+handouts: $(READY) ## run every notebook, then make handouts for students and for the instructor in build/handouts
+	$(BIN)/labkit run $(NOTEBOOKS) --out build/notebooks
+	$(BIN)/labkit handouts $(NOTEBOOKS:%=build/%) --out build/handouts $(ARGS)
 
 lint: $(READY) ## ruff, mypy, import-linter, codespell
 	$(BIN)/ruff check .

@@ -85,6 +85,9 @@ COMES_WITH = {
     "traitlets": "ipykernel",
     "comm": "ipykernel",
     "PIL": "matplotlib",
+    "fontTools": "matplotlib",
+    "pygments": "ipython",
+    "bs4": "nbconvert",
 }
 
 

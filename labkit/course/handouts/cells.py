@@ -1,0 +1,112 @@
+"""What the copies of both audiences share: tags, clean metadata, outputs that need no running kernel."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+import labkit
+
+WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
+_KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
+_LIBRARY = re.compile(rf"(?:/[^\s:'\"<>]{{0,200}}?/site-packages|{re.escape(str(Path(labkit.__file__).parent.parent))})/")
+_LEFT_OUT = {"injected-parameters"}
+# At the beginning of a paragraph, or of its last sentence: elsewhere the words only speak of predictions.
+_PREDICTION = re.compile(r"(?:^|\. )\*\*Predict first", re.MULTILINE)
+
+
+def tags(cell: NotebookNode) -> set[str]:
+    """The cell's tags."""
+    return set(cell.metadata.get("tags", ()))
+
+
+def title(notebook: NotebookNode) -> str:
+    """The heading of the first level, such as ``00 Start here``."""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown" and (found := re.search(r"^# (.+)$", cell.source, flags=re.MULTILINE)):
+            return found[1].strip()
+    return "Untitled"
+
+
+def num_predictions(cell: NotebookNode) -> int:
+    """How often a markdown cell asks for a prediction."""
+    return len(_PREDICTION.findall(cell.source)) if cell.cell_type == "markdown" else 0
+
+
+def clean_copy(notebook: NotebookNode) -> NotebookNode:
+    """A copy without traces of the run: no times, no widget state, no injected cell; outputs without what needs a kernel.
+
+    Tags stay, and with them what a cell is: ``exercise``, ``check``, ``fault``.
+    """
+    cleaned: NotebookNode = nbformat.v4.new_notebook(metadata={"kernelspec": _KERNEL, "language_info": {"name": "python"}})
+    for original in notebook.cells:
+        if tags(original) & _LEFT_OUT:
+            continue
+        cell = copy.deepcopy(original)
+        cell.metadata = {"tags": sorted(tags(original))} if tags(original) else {}
+        if cell.cell_type == "markdown":
+            # Without blank lines around it, what is folded is HTML and no markdown.
+            cell.source = re.sub(r"</summary>\s*", "</summary>\n\n", re.sub(r"\s*</details>", "\n\n</details>", cell.source))
+        elif cell.cell_type == "code":
+            cell.outputs = [_without_paths(output) for output in map(_static, cell.outputs) if output is not None]
+        cleaned.cells.append(cell)
+    return cleaned
+
+
+def _static(output: NotebookNode) -> NotebookNode | None:
+    """The output without a live widget; None when nothing is left."""
+    if output.output_type not in ("display_data", "execute_result"):
+        return output
+    data = {mime: value for mime, value in output.data.items() if mime != WIDGET_VIEW}
+    # A display that was emptied at the end of a run, such as a progress bar.
+    shown = {mime: value for mime, value in data.items() if not isinstance(value, str) or value.strip()}
+    if not shown:
+        return None
+    output.data = data
+    return output
+
+
+def _without_paths(content: Any) -> Any:
+    """The content without the places where the libraries lie on this machine: ``torch/nn/modules/module.py`` says enough."""
+    if isinstance(content, str):
+        return _LIBRARY.sub("", content)
+    if isinstance(content, list):
+        return [_without_paths(part) for part in content]
+    if isinstance(content, dict):
+        for key, value in content.items():
+            content[key] = _without_paths(value)
+    return content
+
+
+def note(after: NotebookNode, kind: str, source: str) -> NotebookNode:
+    """A markdown cell that belongs behind another one, tagged with its kind."""
+    cell: NotebookNode = nbformat.v4.new_markdown_cell(source, metadata={"tags": [kind]})
+    cell.id = f"{after.id[: 63 - len(kind)]}-{kind}"
+    return cell
+
+
+def parameters(notebook: NotebookNode) -> dict[str, Any]:
+    """The parameters that the run was given beside the notebook's own; empty when papermill did not run it."""
+    return dict(notebook.metadata.get("papermill", {}).get("parameters", {}))
+
+
+def seconds(cells: Iterable[NotebookNode]) -> float | None:
+    """The time that cells took in the run, in seconds; None where the run did not record it."""
+    durations = [cell.metadata.get("papermill", {}).get("duration") for cell in cells if cell.cell_type == "code"]
+    known = [float(duration) for duration in durations if duration is not None]
+    return sum(known) if known else None
+
+
+def is_executed(notebook: NotebookNode) -> bool:
+    """Whether every code cell with something in it has run."""
+    return all(
+        cell.execution_count is not None or "injected-parameters" in tags(cell)
+        for cell in notebook.cells
+        if cell.cell_type == "code" and cell.source.strip()
+    )

@@ -1,0 +1,48 @@
+"""``labkit handouts``."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import click
+
+from labkit import machine
+from labkit.errors import LabkitError
+
+NOTEBOOKS = "notebooks/*.ipynb"
+
+
+@click.command()
+@click.argument("notebooks", nargs=-1, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/handouts"), show_default=True)
+@click.option(
+    "--timeout", type=click.FloatRange(min=0, min_open=True), default=600, show_default=True, help="Seconds per notebook to be run."
+)
+def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
+    """Make handouts of notebooks, for students and for the instructor.
+
+    NOTEBOOKS are those in notebooks/ when none is named. Makes a set for students (solutions are holes, predictions are open)
+    and one for the instructor (solutions, outputs, notes), each as notebooks, HTML pages that open offline, PDFs for printing,
+    an index page and a zip. Notebooks that have not been run are run first. PDFs need Chromium. The exit code is 0 when
+    everything was made, 1 when not.
+    """
+    try:
+        from labkit.course.handouts.build import make_handouts
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}. Handouts need the lab extra: pip install 'torch-labkit[lab]'") from None
+
+    chosen = list(notebooks) or sorted(Path().glob(NOTEBOOKS))
+    if not chosen:
+        raise click.UsageError(f"there is no {NOTEBOOKS} here. Name the notebooks.")
+    # A cancelled CI job sends SIGTERM; kernels must not outlive it.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    chromium = machine.find_chromium()
+    try:
+        made = make_handouts(chosen, out, timeout_s=timeout, chromium=chromium, on_file=lambda path: click.echo(f"made {path}"))
+    except (LabkitError, ValueError) as error:
+        raise click.ClickException(str(error)) from None
+    if chromium is None:
+        click.echo("No PDFs: they need Chromium (on Debian: apt-get install chromium).", err=True)
+    for audience, folder in made.folders.items():
+        click.echo(f"{audience}: {folder / 'index.html'}, {made.zips[audience]}")

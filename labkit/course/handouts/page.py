@@ -1,0 +1,152 @@
+"""A notebook as one HTML page that needs nothing else: no script, no network, fonts and pictures inside."""
+
+from __future__ import annotations
+
+import base64
+import html
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from nbconvert.exporters import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbformat import NotebookNode
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_by_name
+from traitlets.config import Config
+
+from labkit.course.handouts.cells import title
+from labkit.course.handouts.fonts import font_css
+from labkit.course.handouts.formulas import formula
+
+Audience = Literal["student", "instructor"]
+KINDS: Mapping[Audience, str] = {"student": "labkit course", "instructor": "labkit course, instructor's copy"}
+_TEMPLATES = Path(str(files("labkit.course.handouts").joinpath("templates")))
+_CODE_STYLE = "default"
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page in parts, so that the printed form can have other styles.
+
+    Attributes:
+        title: The notebook's title.
+        audience: Whom it is for.
+        html: The page for the screen.
+    """
+
+    title: str
+    audience: Audience
+    html: str
+
+
+def make_page(notebook: NotebookNode, audience: Audience) -> Page:
+    """Render a student's or an instructor's copy.
+
+    Raises:
+        HandoutError: A formula cannot be drawn.
+    """
+    heading = title(notebook)
+    handout = {"title": heading, "audience": audience, "kind": KINDS[audience], "css": _Fonts.PLACE + style("page.css")}
+    body, _ = _exporter().from_notebook_node(notebook, resources={"handout": handout})
+    body = _with_contents(body)
+    return Page(heading, audience, _Fonts.filled(body))
+
+
+def style(name: str, **values: str) -> str:
+    """A style sheet of this package, with the rules for code, and values filled in."""
+    text = (_TEMPLATES / name).read_text(encoding="utf-8")
+    for key, value in values.items():
+        text = text.replace(f"{{{{ {key} }}}}", value.replace("\\", "\\\\").replace('"', '\\"'))
+    return text + (HtmlFormatter(style=_CODE_STYLE, nobackground=True).get_style_defs("pre") if name == "page.css" else "")
+
+
+class _Fonts:
+    """The fonts come last: only the finished page tells which characters it shows."""
+
+    PLACE = "/* fonts */\n"
+
+    @classmethod
+    def filled(cls, page: str) -> str:
+        shown = html.unescape(re.sub(r"data:[^\"')]+|<style.*?</style>", "", page, flags=re.DOTALL))
+        return page.replace(cls.PLACE, font_css(shown) + "\n", 1)
+
+
+def embed_fonts(css: str, shown: str) -> str:
+    """A style sheet with the fonts for a text in front."""
+    return f"{font_css(shown)}\n{css}"
+
+
+@cache
+def _exporter() -> HTMLExporter:
+    config = Config()
+    config.TemplateExporter.extra_template_basedirs = [str(_TEMPLATES)]
+    exporter = HTMLExporter(config=config, template_name="handout")
+    exporter.register_filter("prose", prose)
+    exporter.register_filter("highlighted", highlighted)
+    exporter.register_filter("alternative", _alternative)
+    exporter.register_filter("in_base64", lambda text: base64.b64encode(text.encode()).decode())
+    return exporter
+
+
+def highlighted(source: str) -> str:
+    """Code with colours. What follows ``%%spmd`` is Python, which Pygments' own lexer for notebooks does not know."""
+    formatter = HtmlFormatter(nowrap=True)
+    first, newline, rest = source.partition("\n")
+    if first.startswith("%%spmd"):
+        return (
+            f'<span class="magic">{html.escape(first)}</span>{newline}{highlight(rest, get_lexer_by_name("ipython3"), formatter)}'
+        )
+    return str(highlight(source, get_lexer_by_name("ipython3"), formatter))
+
+
+class _Prose(IPythonRenderer):
+    """Markdown whose formulas are pictures and whose links lead from page to page."""
+
+    def __init__(self) -> None:
+        super().__init__(escape=False, exclude_anchor_links=False)
+
+    def block_math(self, body: str) -> str:
+        return formula(body, display=True)
+
+    def multiline_math(self, text: str) -> str:
+        return formula(text.strip().strip("$"), display=True)
+
+    def latex_environment(self, name: str, body: str) -> str:
+        return formula(rf"\begin{{{name}}}{body}\end{{{name}}}", display=True)
+
+    def inline_math(self, body: str) -> str:
+        return formula(body, display=False)
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        if "://" not in url:
+            url = re.sub(r"\.ipynb(?=$|#)", ".html", url)
+        return super().link(text, url, title)
+
+
+def prose(source: str) -> str:
+    """Markdown as HTML."""
+    return str(MarkdownWithMath(renderer=_Prose()).render(source))
+
+
+def _alternative(output: Any) -> str:
+    """The alternative text of a picture: its own, else what it shows as text."""
+    for mime in ("image/svg+xml", "image/png", "image/jpeg"):
+        if alt := (output.metadata.get(mime) or {}).get("alt"):
+            return html.escape(str(alt), quote=True)
+    return html.escape(str(output.data.get("text/plain", "")), quote=True)
+
+
+def _with_contents(page: str) -> str:
+    """Put links to the sections behind the first cell."""
+    found = re.findall(r'<h2 id="([^"]+)">(.*?)(?:<a class="anchor-link"[^>]*>.*?</a>)?</h2>', page, flags=re.DOTALL)
+    if len(found) < 2:
+        return page
+    items = "".join(f'<li><a href="#{anchor}">{text}</a></li>' for anchor, text in found)
+    first_end = page.find("\n</div>", page.index("<main>")) + len("\n</div>")
+    return f'{page[:first_end]}<nav aria-label="Sections"><ul class="contents">{items}</ul></nav>{page[first_end:]}'

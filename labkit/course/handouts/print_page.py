@@ -1,0 +1,189 @@
+"""The page made for paper: folded text and links at the end of sections, long outputs cut, and the PDF of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+from bs4 import BeautifulSoup, Tag
+
+from labkit.course.handouts.errors import HandoutError
+from labkit.course.handouts.page import KINDS, Page, embed_fonts, style
+
+PDF_TIMEOUT_S = 120
+# A page holds about 70 lines of output.
+_MAX_LINES, _FIRST_LINES, _LAST_LINES = 56, 30, 12
+_LONG_LINES = 45
+_NUMBERS = "The numbers as a table"
+
+
+def make_print_page(page: Page) -> str:
+    """The page as it is printed.
+
+    A printed page cannot be unfolded: hints and answers go to its end, where nobody reads them by accident, and the tables
+    behind pictures stay in the HTML page. The addresses of links stand at the end of each section.
+    """
+    soup = BeautifulSoup(page.html, "html.parser")
+    main = soup.main
+    assert main is not None
+    _cut_long_outputs(main)
+    if page.audience == "student":
+        _move_folded_text(soup, main)
+    else:
+        _unfold(main)
+    _note_links(soup, main)
+    _group(soup, main, "h2")
+    for section in main.find_all("section"):
+        _group(soup, section, "h3")
+    assert soup.style is not None
+    assert soup.style.string is not None
+    sheet = re.sub(r"@font-face \{[^}]*\}\n?", "", soup.style.string)
+    values = {"title": page.title, "kind": KINDS[page.audience]}
+    soup.style.string = embed_fonts(sheet + style("print.css", **values), soup.get_text() + "".join(values.values()))
+    return str(soup)
+
+
+def write_pdf(print_page: str, path: Path, chromium: str) -> None:
+    """Print a page with Chromium.
+
+    Args:
+        print_page: What `make_print_page` returned.
+        path: Where the PDF goes.
+        chromium: Chromium's path.
+
+    Raises:
+        HandoutError: Chromium fails or takes longer than PDF_TIMEOUT_S.
+    """
+    with tempfile.TemporaryDirectory(prefix="labkit-print-", ignore_cleanup_errors=True) as folder:
+        source, target = Path(folder, "page.html"), Path(folder, "page.pdf")
+        source.write_text(print_page, encoding="utf-8")
+        command = [chromium, "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
+        command += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder}/profile", "--no-pdf-header-footer"]
+        command += ["--generate-pdf-document-outline", f"--print-to-pdf={target}", source.as_uri()]
+        if hasattr(os, "geteuid") and os.geteuid() == 0:
+            command.insert(1, "--no-sandbox")  # Chromium's sandbox refuses to run as root
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=PDF_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise HandoutError(f"Chromium did not print {path.name} in {PDF_TIMEOUT_S} s.") from None
+        if done.returncode or not target.exists():
+            raise HandoutError(f"Chromium could not print {path.name} (exit code {done.returncode}):\n{done.stderr[-2000:]}")
+        path.write_bytes(target.read_bytes())
+
+
+def _cut_long_outputs(main: Tag) -> None:
+    """Keep the beginning and the end of what would fill more than a page; mark what may be split over two."""
+    for block in main.find_all("pre"):
+        lines = block.get_text().splitlines()
+        if "input" not in (block.get("class") or []) and len(lines) > _MAX_LINES:
+            left_out = len(lines) - _FIRST_LINES - _LAST_LINES
+            block.string = "\n".join(
+                [*lines[:_FIRST_LINES], f"... {left_out} lines, all in the HTML page ...", *lines[-_LAST_LINES:]]
+            )
+        if len(lines) > _LONG_LINES:
+            _allow_break(block)
+    for table in main.find_all("table"):
+        if len(table.find_all("tr")) > _LONG_LINES:
+            _allow_break(table)
+            _allow_break(table.parent)
+
+
+def _allow_break(tag: Tag | None) -> None:
+    if tag is not None:
+        tag["class"] = " ".join([*(tag.get("class") or []), "is-long"])
+
+
+def _move_folded_text(soup: BeautifulSoup, main: Tag) -> None:
+    moved: list[Tag] = []
+    for fold in main.find_all("details"):
+        summary = fold.summary.get_text(strip=True) if fold.summary else ""
+        if summary == _NUMBERS:
+            fold.decompose()
+            continue
+        if fold.summary:
+            fold.summary.decompose()
+        heading = _heading_before(fold)
+        word = summary.split(":")[0]
+        entry = soup.new_tag("div", attrs={"class": "folded"})
+        label = soup.new_tag("strong")
+        label.string = f"{len(moved) + 1}. {word}: {heading}"
+        entry.append(label)
+        reference = soup.new_tag("p", attrs={"class": "reference"})
+        reference.string = f"{word}: see number {len(moved) + 1} on the last pages."
+        fold.replace_with(reference)
+        fold.name = "div"
+        entry.append(fold)
+        moved.append(entry)
+    if moved:
+        last = soup.new_tag("div", attrs={"class": "cell last"})
+        head = soup.new_tag("h2")
+        head.string = "Hints and answers"
+        last.append(head)
+        last.extend(moved)
+        main.append(last)
+
+
+def _unfold(main: Tag) -> None:
+    for fold in main.find_all("details"):
+        summary = fold.summary
+        if summary is not None and summary.get_text(strip=True) == _NUMBERS:
+            fold.decompose()
+            continue
+        if summary is not None:
+            summary.name = "strong"
+        fold.name = "div"
+
+
+def _heading_before(tag: Tag) -> str:
+    found = tag.find_previous(["h1", "h2", "h3", "h4"])
+    if found is None:
+        return ""
+    return "".join(str(part) for part in found.find_all(string=True) if part.parent and part.parent.name != "a").strip("¶ ")
+
+
+def _note_links(soup: BeautifulSoup, main: Tag) -> None:
+    """Number the links of each section and list their addresses at its end; links to other handouts become their names."""
+    notes: list[str] = []
+    for tag in [*main.find_all(["h2", "a"]), None]:
+        if tag is None or tag.name == "h2":
+            if notes:
+                _add_notes(soup, main, tag, notes)
+                notes = []
+            continue
+        address = str(tag.get("href") or "")
+        if not address.startswith(("http://", "https://")):
+            tag.unwrap() if "anchor-link" not in (tag.get("class") or []) else tag.decompose()
+            continue
+        if address not in notes:
+            notes.append(address)
+        mark = soup.new_tag("sup", attrs={"class": "note"})
+        mark.string = str(notes.index(address) + 1)
+        tag.insert_after(mark)
+
+
+def _group(soup: BeautifulSoup, parent: Tag, heading: str) -> None:
+    """Wrap each cell that begins with a heading, and those up to the next one, in a section."""
+    section: Tag | None = None
+    for child in [child for child in parent.children if isinstance(child, Tag)]:
+        if child.find(heading) is not None:
+            section = soup.new_tag("section", attrs={"class": f"of-{heading}"})
+            child.insert_before(section)
+        if section is not None:
+            section.append(child.extract())
+
+
+def _add_notes(soup: BeautifulSoup, main: Tag, heading: Tag | None, notes: list[str]) -> None:
+    listing = soup.new_tag("ol", attrs={"class": "notes"})
+    for address in notes:
+        item = soup.new_tag("li")
+        item.string = address
+        listing.append(item)
+    if heading is None:
+        main.append(listing)
+        return
+    # Before the cell in which the next section begins, not inside it.
+    cell = heading.find_parent(class_="cell")
+    (cell if isinstance(cell, Tag) and cell.find(["h2"]) is heading else heading).insert_before(listing)

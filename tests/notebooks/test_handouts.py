@@ -1,0 +1,335 @@
+"""Handouts: what students may not find they do not find, and what is handed out opens offline and prints whole."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from click.testing import CliRunner
+from nbformat import NotebookNode
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from labkit import machine
+from labkit.cli import main
+from labkit.course.handouts import build
+from labkit.course.handouts.build import Handouts, make_handouts
+from labkit.course.handouts.cells import is_executed
+from labkit.course.handouts.errors import HandoutError, SolutionLeakError
+from labkit.course.handouts.instructor import instructor_copy
+from labkit.course.handouts.page import make_page
+from labkit.course.handouts.solutions import Secrets, solution_lines, with_holes
+from labkit.course.handouts.student import student_copy
+from tests.conftest import MakeNotebook
+from tests.notebooks.conventions import NOTEBOOKS
+
+SOLUTION = "    pieces = list(t.chunk(secret_count))\n    return torch.cat(pieces[::-1])"
+SECRET = "pieces = list(t.chunk(secret_count))"
+LONG_END = "the_end_of_a_long_line"
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+def _code(source: str, *outputs: NotebookNode, count: int = 1, tags: tuple[str, ...] = (), **metadata: Any) -> NotebookNode:
+    return new_code_cell(source, outputs=list(outputs), execution_count=count, metadata={"tags": list(tags), **metadata})
+
+
+def _stream(text: str) -> NotebookNode:
+    return new_output("stream", name="stdout", text=text)
+
+
+def _executed() -> NotebookNode:
+    """A lab as papermill leaves it, with lines of its solution in every place where one can hide."""
+    timed = {"papermill": {"duration": 2.4, "log": SECRET}}
+    traceback = f"\x1b[0;31mNameError\x1b[0m\n----> 2     {SECRET}"
+    widget = new_output(
+        "display_data", data={WIDGET: {"model_id": "m1"}, "text/plain": "Output()", "text/html": f"<b>{SECRET}</b>"}
+    )
+    state = {"m1": {"state": {"outputs": [{"output_type": "stream", "name": "stdout", "text": [f"    {SECRET}\n", "x"]}]}}}
+    cells = [
+        new_markdown_cell("# 07 A lab\n\nAfter this lab you can cut.\n\n| | |\n|---|---|\n| **Takes** | a minute |"),
+        _code("world_size = 2  # ranks", tags=("parameters",)),
+        _code("world_size = 3", tags=("injected-parameters",)),
+        new_markdown_cell(
+            "## What is cut?\n\nEach rank gets $\\lceil N / R \\rceil$ rows, see [the guide](https://example.org/guide).\n\n"
+            "**Predict first.** How many rows has rank 2?"
+        ),
+        _code("rows", _stream("the predicted number is 4242\n"), **timed),
+        new_markdown_cell("**What to notice.** The answer is four thousand.\n\nMore rows follow."),
+        _code("print('x' * 300)", _stream("x" * 300 + f" {LONG_END}\n")),
+        new_markdown_cell("### Exercise 1: cut ★\n\nWrite `cut`.\n\n<details><summary>Hint</summary>Use `chunk`.</details>"),
+        _code(
+            f"def cut(t):\n    ### BEGIN SOLUTION\n{SOLUTION}\n    ### END SOLUTION",
+            _stream("solved output"),
+            tags=("exercise",),
+            **timed,
+        ),
+        _code("print(lab00.check_mean_loss(pool))", _stream("Solved: 17.5 on every rank.\n"), tags=("check",), **timed),
+        _code("cut(None)", new_output("error", ename="NameError", evalue="t", traceback=traceback.split("\n")), tags=("fault",)),
+        _code("show()", widget),
+        new_markdown_cell("## Summary"),
+        _code("recap", _stream("the recap gives 99.25 away"), tags=("recap",)),
+    ]
+    for number, cell in enumerate(cells):
+        cell.id = f"L7-{number:02}"
+    return new_notebook(
+        cells=cells,
+        metadata={
+            "papermill": {"parameters": {"world_size": 3}, "exception": None, "note": SECRET},
+            "widgets": {"application/vnd.jupyter.widget-state+json": {"state": state}},
+        },
+    )
+
+
+@dataclass
+class Made:
+    handouts: Handouts
+    files: list[Path] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    folder = tmp_path_factory.mktemp("handouts")
+    nbformat.write(_executed(), folder / "07_lab.ipynb")
+    files: list[Path] = []
+    return Made(make_handouts([folder / "07_lab.ipynb"], folder / "out", on_file=files.append), files)
+
+
+def _student_texts(made: Made) -> Iterator[tuple[str, str]]:
+    """Every students' file and everything in their zip, as text."""
+    for path in sorted(made.handouts.folders["student"].iterdir()):
+        yield path.name, _pdf_text(path) if path.suffix == ".pdf" else path.read_text(encoding="utf-8")
+    with zipfile.ZipFile(made.handouts.zips["student"]) as packed:
+        for name in packed.namelist():
+            yield name, packed.read(name).decode("utf-8", errors="replace")
+
+
+def _pdf_text(path: Path) -> str:
+    if shutil.which("pdftotext") is None:
+        pytest.skip("needs pdftotext: apt-get install poppler-utils")
+    return subprocess.run(["pdftotext", "-layout", path, "-"], capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def _letters(text: str) -> str:
+    """A text without markup, entities, escapes and blanks: what remains of a line however it was wrapped or coloured."""
+    text = re.sub(r"<[^>]*>", "", text)
+    return re.sub(r"\s|\\n|\\", "", text.replace("&#39;", "'").replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">"))
+
+
+def test_no_line_of_a_solution_is_in_any_students_file(made: Made) -> None:
+    lines = [line.strip() for line in SOLUTION.splitlines()]
+    texts = dict(_student_texts(made))
+    assert {Path(name).suffix for name in texts} >= {".ipynb", ".html"}
+    assert not [(name, line) for name, text in texts.items() for line in lines if _letters(line) in _letters(text)]
+    instructor = (made.handouts.folders["instructor"] / "07_lab.html").read_text()
+    assert all(_letters(line) in _letters(instructor) for line in lines)  # the search finds what is there
+
+
+@pytest.mark.parametrize("given_away", ["solved output", "17.5", "4242", "99.25", "Output()"])
+def test_outputs_that_give_an_exercise_or_a_prediction_away_are_in_no_students_file(made: Made, given_away: str) -> None:
+    assert not [name for name, text in _student_texts(made) if given_away in text]
+
+
+def test_a_students_notebook_has_holes_an_open_prediction_and_no_trace_of_the_run(made: Made) -> None:
+    path = made.handouts.folders["student"] / "07_lab.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    sources = [cell.source for cell in notebook.cells]
+    assert "def cut(t):\n    # YOUR CODE HERE\n    raise NotImplementedError" in sources
+    assert sources[sources.index("**Your prediction:**") - 1].endswith("How many rows has rank 2?")
+    assert any(
+        "<details><summary>What to notice: open this" in source and source.endswith("More rows follow.") for source in sources
+    )
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
+    assert "world_size = 3" not in sources
+    assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
+    (kept,) = [cell for cell in notebook.cells if cell.source.startswith("print('x'")]
+    assert LONG_END in kept.outputs[0].text
+
+
+def test_the_instructors_notebook_says_what_to_expect_how_long_it_takes_and_what_goes_wrong(made: Made) -> None:
+    notebook = nbformat.read(made.handouts.folders["instructor"] / "07_lab.ipynb", as_version=4)
+    plan, exercise = [cell.source for cell in notebook.cells if "instructor" in cell.metadata.get("tags", ())]
+    assert "`world_size = 3`" in plan
+    assert "All cells together ran for 7 s" in plan
+    assert "| Exercise 1: cut ★ | 4 | 5 s | 1 exercise |" in plan
+    assert "| What is cut? | 2 | 2 s | 1 prediction |" in plan
+    assert "Exercise 1: cut" in exercise
+    assert "Solved: 17.5 on every rank." in exercise
+    assert "the mean over all losses" in exercise  # what lab00's check says of itself
+    assert "- This is the mean of the ranks' means." in exercise
+    assert any(SECRET in cell.source for cell in notebook.cells)
+    assert "4242" in json.dumps(notebook)
+
+
+class _Fetched(html.parser.HTMLParser):
+    """The addresses that a browser would fetch to show a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+        self.scripts = 0
+        self.without_alt: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value or "" for name, value in attrs}
+        self.scripts += tag == "script"
+        self.addresses += [values[name] for name in ("src", "srcset", "data", "poster") if name in values]
+        if tag == "link":
+            self.addresses.append(values.get("href", ""))
+        if tag == "img" and not values.get("alt"):
+            self.without_alt.append(values["src"][:60])
+
+
+@pytest.mark.parametrize("audience", ["student", "instructor"])
+@pytest.mark.parametrize("page", ["07_lab.html", "index.html"])
+def test_a_page_fetches_nothing_and_runs_no_script(made: Made, audience: Any, page: str) -> None:
+    text = (made.handouts.folders[audience] / page).read_text()
+    fetched = _Fetched()
+    fetched.feed(text)
+    assert not fetched.scripts
+    assert not fetched.without_alt
+    assert [address for address in fetched.addresses if not address.startswith("data:")] == []
+    assert re.findall(r"url\((?!data:)[^)]*\)|@import", text) == []
+    assert text.count("@font-face") == 5
+
+
+def test_a_formula_is_a_picture_with_its_source_as_words(made: Made) -> None:
+    text = (made.handouts.folders["student"] / "07_lab.html").read_text()
+    (image,) = re.findall(r"<img[^>]*lceil[^>]*>", text)
+    assert 'alt="\\lceil N / R \\rceil"' in image
+    assert 'src="data:image/svg+xml;base64,' in image
+    assert "$\\lceil" not in text
+
+
+def test_the_index_leads_to_every_file_and_the_zip_holds_them_all(made: Made) -> None:
+    for audience, folder in made.handouts.folders.items():
+        files = {path.name for path in folder.iterdir()}
+        links = set(re.findall(r'href="([^"]+)"', (folder / "index.html").read_text()))
+        assert links == files - {"index.html"}
+        assert "After this lab you can cut." in (folder / "index.html").read_text()
+        with zipfile.ZipFile(made.handouts.zips[audience]) as packed:
+            assert {Path(name).name for name in packed.namelist()} == files
+            assert {Path(name).parent.name for name in packed.namelist()} == {f"labkit-{audience}"}
+
+
+@pytest.mark.skipif(machine.find_chromium() is None, reason="needs Chromium: apt-get install chromium")
+def test_a_printed_handout_names_notebook_and_page_cuts_no_line_and_spells_its_links_out(made: Made) -> None:
+    pages = _pdf_text(made.handouts.folders["student"] / "07_lab.pdf").rstrip("\f").split("\f")
+    for number, page in enumerate(pages, start=1):
+        head = page.strip().splitlines()[0]
+        assert "07 A lab" in head
+        assert f"{number}/{len(pages)}" in head.replace(" ", "")
+    text = "".join(pages)
+    assert LONG_END in re.sub(r"\s", "", text)
+    assert "https://example.org/guide" in text
+    assert "Your prediction:" in text
+    # What is folded on the screen stands on the last pages.
+    assert "Hints and answers" in pages[-1]
+    assert "The answer is four thousand." in pages[-1]
+    assert "Use chunk" in re.sub(r"\s+", " ", pages[-1])
+
+
+@pytest.mark.skipif(machine.find_chromium() is None, reason="needs Chromium: apt-get install chromium")
+def test_the_pdf_carries_no_path_of_this_machine(made: Made) -> None:
+    for folder in made.handouts.folders.values():
+        assert b"file://" not in (folder / "07_lab.pdf").read_bytes()
+
+
+def test_without_chromium_everything_but_the_pdfs_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_chromium", lambda: None)
+    nbformat.write(_executed(), tmp_path / "07_lab.ipynb")
+    result = CliRunner().invoke(main, ["handouts", str(tmp_path / "07_lab.ipynb"), "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "No PDFs: they need Chromium" in result.output
+    assert sorted(path.name for path in (tmp_path / "out" / "student").iterdir()) == ["07_lab.html", "07_lab.ipynb", "index.html"]
+    assert "pdf" not in (tmp_path / "out" / "student" / "index.html").read_text().split("</style>")[1]
+
+
+def test_a_leak_is_refused_and_no_students_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "student_copy", lambda notebook, secrets: notebook)
+    nbformat.write(_executed(), tmp_path / "07_lab.ipynb")
+    with pytest.raises(SolutionLeakError, match=r"07_lab\.ipynb, a file for students(.|\n)*secret_count"):
+        make_handouts([tmp_path / "07_lab.ipynb"], tmp_path / "out")
+    assert not (tmp_path / "out" / "student").exists()
+    assert not list((tmp_path / "out").glob("*.zip"))
+
+
+def test_a_copy_of_a_failed_run_is_refused(tmp_path: Path) -> None:
+    notebook = _executed()
+    notebook.metadata.papermill.exception = True
+    nbformat.write(notebook, tmp_path / "07_lab.ipynb")
+    with pytest.raises(HandoutError, match="the copy of a run that failed"):
+        make_handouts([tmp_path / "07_lab.ipynb"], tmp_path / "out")
+
+
+def test_a_notebook_that_has_not_been_run_is_run_first(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    path = make_notebook("fresh", "print('made', 6 * 7)")
+    assert not is_executed(nbformat.read(path, as_version=4))
+    made = make_handouts([path], tmp_path / "out", chromium="")
+    assert "made 42" in (made.folders["instructor"] / "fresh.html").read_text()
+
+
+@pytest.mark.parametrize("tex", [r"$\frac{1$", r"$$\begin{cases}1\end{cases}$$"])
+def test_a_formula_that_cannot_be_drawn_is_named(tex: str) -> None:
+    with pytest.raises(HandoutError, match="the formula"):
+        make_page(new_notebook(cells=[new_markdown_cell(f"# 1 T\n\n{tex}")]), "student")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_students_copy_of_each_notebook_of_the_course_keeps_its_solutions_secret(path: Path) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    lines = [line for cell in notebook.cells for line in solution_lines(cell.source)]
+    secrets = Secrets([notebook])
+    assert len(secrets.lines) > len(lines) / 2  # most of a solution stands nowhere else
+    copied = student_copy(notebook, secrets)
+    text = "\n".join(cell.source for cell in copied.cells)
+    assert not [line for line in secrets.lines if line in map(str.strip, text.splitlines())]
+    assert "SOLUTION" not in text
+    page = make_page(copied, "student").html
+    assert not secrets.in_page(page)
+    for cell in copied.cells:
+        if cell.cell_type == "code" and not cell.source.startswith("%"):
+            compile(cell.source, path.name, "exec", flags=0x2000)  # top-level await is allowed
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_instructors_copy_knows_the_mistakes_of_every_exercise(path: Path) -> None:
+    copied = instructor_copy(nbformat.read(path, as_version=4))
+    checks = [index for index, cell in enumerate(copied.cells) if "check" in cell.metadata.get("tags", ())]
+    assert checks
+    silent = [copied.cells[i].source for i in checks if "What is measured: " not in copied.cells[i + 1].source]
+    assert silent == []
+
+
+def test_secrets_are_what_only_solutions_show() -> None:
+    shown = "import torch\nfor name in names:\n    total = loss.clone()"
+    hidden = "### BEGIN SOLUTION\nfor name in names:\nstate = torch.cat(parts, dim=1)\n### END SOLUTION"
+    secrets = Secrets([new_notebook(cells=[new_code_cell(shown), new_code_cell(hidden)])])
+    assert secrets.lines == ["state = torch.cat(parts, dim=1)"]
+    assert secrets.in_text("x\n  state = torch.cat(parts,\n     dim=1)") == secrets.lines
+    assert secrets.in_page('<b>state</b> = torch.<i>cat</i>(parts, <span class="a">dim</span>=1)') == secrets.lines
+    assert secrets.in_notebook({"a": [{"b": ["state = torch.", "cat(parts, dim=1)"]}]})
+    assert secrets.in_text("for name in names:") == []
+
+
+def test_a_hole_keeps_its_indent_and_what_stands_around_it() -> None:
+    region = "{0}### BEGIN SOLUTION\n{0}b = 2\n{0}### END SOLUTION"
+    hole = "{0}# YOUR CODE HERE\n{0}raise NotImplementedError"
+    frame = "def f():\n    a = 1\n{}\n    return a\n{}"
+    source = frame.format(region.format("    "), region.format(""))
+    assert with_holes(source) == frame.format(hole.format("    "), hole.format(""))
+
+
+def test_two_notebooks_of_one_name_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="several notebooks named 07_lab"):
+        make_handouts([tmp_path / "a" / "07_lab.ipynb", tmp_path / "b" / "07_lab.ipynb"], tmp_path / "out")
