@@ -59,7 +59,7 @@ def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> P
         f"<style>\n{embed_fonts(style('page.css'), html.unescape(shown))}\n</style>\n</head>\n"
         f'<body class="{audience}">\n<header class="running"><span>{KINDS[audience]}</span></header>\n<main>\n'
         f"<h1>{html.escape(heading)}</h1>\n<p>{words}</p>\n"
-        f"<table>\n<thead><tr><th scope=col>Notebook</th><th scope=col>Files</th></tr></thead>\n<tbody>{rows}</tbody>\n</table>\n"
+        f"<table>\n<thead><tr><th scope=col>Notebook</th><th scope=col colspan={len(_FORMS)}>Files</th></tr></thead>\n<tbody>{rows}</tbody>\n</table>\n"
         f"</main>\n</body>\n</html>\n",
         encoding="utf-8",
     )
@@ -68,7 +68,8 @@ def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> P
 
 def _row(folder: Path, entry: Entry) -> str:
     links = [
-        f'<a href="{entry.stem}{ending}">{word}<br><small>{ending[1:]}, {_size(folder / (entry.stem + ending))}</small></a>'
+        f'<a href="{entry.stem}{ending}" aria-label="{word} {html.escape(entry.title, quote=True)}">{word}</a>'
+        f'<br><small style="white-space:nowrap">{ending[1:]}, {_size(folder / (entry.stem + ending))}</small>'
         for ending, word in _FORMS
         if (folder / (entry.stem + ending)).exists()
     ]
