@@ -53,14 +53,14 @@ def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> P
     }[audience]
     shown = re.sub(r"<[^>]*>", "", rows) + heading + words + KINDS[audience]
     page = folder / INDEX
+    head = f"<th scope=col>Notebook</th><th scope=col colspan={len(_FORMS)}>Files</th>"
     page.write_text(
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html.escape(heading)}</title>\n'
         f"<style>\n{embed_fonts(style('page.css'), html.unescape(shown))}\n</style>\n</head>\n"
         f'<body class="{audience}">\n<header class="running"><span>{KINDS[audience]}</span></header>\n<main>\n'
         f"<h1>{html.escape(heading)}</h1>\n<p>{words}</p>\n"
-        f"<table>\n<thead><tr><th scope=col>Notebook</th><th scope=col colspan={len(_FORMS)}>Files</th></tr></thead>\n<tbody>{rows}</tbody>\n</table>\n"
-        f"</main>\n</body>\n</html>\n",
+        f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>{rows}</tbody>\n</table>\n</main>\n</body>\n</html>\n",
         encoding="utf-8",
     )
     return page
