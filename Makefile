@@ -56,7 +56,7 @@ strip: $(READY) ## bring edited notebooks into the form in which they are commit
 	$(BIN)/python .ci/strip notebooks/*.ipynb
 
 clean: ## remove build outputs and caches; .venv stays
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist notebooks/checkpoints .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find .ci labkit tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 $(READY): pyproject.toml .ci/install

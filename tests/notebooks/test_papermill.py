@@ -12,7 +12,7 @@ from tests.notebooks.conventions import NOTEBOOKS, ROOT
 WORLD_SIZES = (2, 4)
 # One rank, where nothing is sharded, and three, which divide nothing evenly.
 UNEVEN_WORLD_SIZES = (1, 3)
-UNEVEN_LABS = ("00", "01", "04", "05")
+UNEVEN_LABS = ("00", "01", "03", "04", "05")
 # The slowest takes about a minute on two free cores.
 TIMEOUT_S = 400
 

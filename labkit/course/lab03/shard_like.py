@@ -1,0 +1,204 @@
+"""Exercise 1 of notebook 03: FSDP2's spelling of FSDP1's sharding strategies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
+
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+NUM_BLOCKS = 3
+# FSDP1 cuts elements evenly, FSDP2 rows: where rows do not divide, a rank holds a little more or less.
+_SHARE_TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What one rank saw of a model in one step.
+
+    Attributes:
+        held_bytes: Bytes of parameters between steps.
+        order: When blocks became whole (``U``) and were freed (``R``), as in `labkit.spmd.events.Trace.order`.
+        num_units: Units of FSDP.
+        gradient_gap: Largest difference of a gradient from the mean over all ranks, relative to the largest gradient.
+    """
+
+    held_bytes: int
+    order: tuple[str, ...]
+    num_units: int
+    gradient_gap: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The learner's model beside FSDP1's, and the order under the other strategy."""
+
+    mine: Sharded
+    target: Sharded
+    other_order: tuple[str, ...]
+
+
+def check_shard_like(pool: Pool, *, timeout_s: float = 90.0) -> str:
+    """Exercise 1: ``shard_like(model, strategy)`` does with `fully_shard` what FSDP1 does under that strategy.
+
+    Args:
+        pool: The pool; ``shard_like`` is defined on its ranks.
+        timeout_s: Seconds after which a rank counts as hung.
+
+    Returns:
+        A line with what a rank holds under each strategy.
+
+    Raises:
+        ExerciseError: A strategy holds other bytes, gathers in another order, or has other gradients.
+        RankFailedError: The function raised; its traceback is shown.
+
+    Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
+    """
+    require_on_ranks(pool, "shard_like")
+    results = pool.run(_measure, timeout_s=timeout_s)
+    shown = []
+    for strategy in STRATEGIES:
+        for rank, found in results.items():
+            if isinstance(found, str):
+                refuse(found, "the model, sharded in place.", "fully_shard returns the module; return it from the function too.")
+            _judge(strategy, rank, found[strategy])
+        shown.append(f"{strategy} {results[0][strategy].mine.held_bytes:,} bytes")
+    note = "" if pool.world_size > 1 else " One rank cannot show more: it holds everything under each strategy."
+    return f"Solved: a rank holds {', '.join(shown)} between steps; order and gradients are FSDP1's.{note}"
+
+
+def _judge(strategy: str, rank: int, pair: Pair) -> None:
+    mine, target = pair.mine, pair.target
+    if abs(mine.held_bytes - target.held_bytes) > _SHARE_TOLERANCE * target.held_bytes:
+        refuse(
+            f"{strategy}: rank {rank} holds {mine.held_bytes:,} bytes of parameters between steps, "
+            f"{mine.held_bytes / target.held_bytes:.2g} times as much as under FSDP1.",
+            f"about {target.held_bytes:,} bytes.",
+            hint_for(pair, _BYTES),
+        )
+    if mine.gradient_gap > 1e-3:
+        refuse(
+            f"{strategy}: on rank {rank} a gradient is off by {mine.gradient_gap:.2g} of the largest one.",
+            "the mean of the ranks' gradients, on every rank.",
+            hint_for(pair, _GRADIENTS),
+        )
+    if strategy != "NO_SHARD" and mine.order != target.order:
+        refuse(
+            f"{strategy}: your order is {' '.join(mine.order)}.",
+            f"{' '.join(target.order)}.",
+            hint_for(pair, _ORDER, "U makes a block whole, R frees it. Where do the two orders part?"),
+        )
+
+
+_Mistakes = list[tuple[Callable[[Pair], bool], str]]
+_BYTES: _Mistakes = [
+    (
+        lambda pair: pair.mine.held_bytes < pair.target.held_bytes,
+        "Under NO_SHARD each rank keeps everything. reshard_after_forward says when a block is freed; whether it is cut at all "
+        "is said by the mesh.",
+    ),
+    (lambda pair: pair.mine.num_units == 0, "Nothing is sharded. Call fully_shard on each block and on the model."),
+    (
+        lambda pair: pair.mine.held_bytes > pair.target.held_bytes,
+        "Some parameters are whole on every rank: was fully_shard called on every block and on the root, with the whole mesh?",
+    ),
+]
+_GRADIENTS: _Mistakes = [
+    (
+        lambda pair: pair.mine.num_units == 0,
+        "Nobody averages the gradients: a plain model follows the gradient of its own rank. FSDP averages along every axis of "
+        "its mesh, also where copies lie.",
+    ),
+    (lambda pair: pair.mine.num_units < NUM_BLOCKS + 1, "What belongs to no unit is averaged by nobody. Shard the root as well."),
+]
+_ORDER: _Mistakes = [
+    (
+        lambda pair: pair.mine.num_units == 1,
+        "There is one unit: the whole model is gathered at once. Call fully_shard on the blocks first, then on the model.",
+    ),
+    (
+        lambda pair: pair.mine.order == pair.other_order,
+        "That is the order of the other strategy. FULL_SHARD frees a block after its forward, SHARD_GRAD_OP keeps it until "
+        "backward: reshard_after_forward.",
+    ),
+    (
+        lambda pair: pair.mine.order.count("U root") > 1,
+        "The root is freed after forward, and gathered again at once: backward begins there. Leave its argument to torch.",
+    ),
+]
+
+
+def _measure() -> Any:
+    """A `Pair` per strategy, or a sentence about what ``shard_like`` returned."""
+    import torch
+    from torch import nn
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    from labkit.spmd import BatchSampler, Block, ModelConfig, build_model
+
+    rank, world_size, device = (from_cell(name) for name in ("rank", "world_size", "device"))
+    config = ModelConfig(dim=32, num_layers=NUM_BLOCKS, num_heads=2, hidden_dim=96, max_seq_len=32)
+    batch = next(BatchSampler(batch_size=2 * world_size, seq_len=16, rank=rank, world_size=world_size, device=device))
+
+    def old(strategy: str) -> nn.Module:
+        return FullyShardedDataParallel(
+            build_model(config, device=device),
+            sharding_strategy=ShardingStrategy[strategy],
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            device_id=device,
+            use_orig_params=True,
+        )
+
+    truth = _mean_gradients(build_model(config, device=device), batch, world_size)
+    targets = {strategy: _step(old(strategy), batch, None) for strategy in STRATEGIES}
+    mine = {}
+    for strategy in STRATEGIES:
+        model = from_cell("shard_like")(build_model(config, device=device), strategy)
+        if not isinstance(model, nn.Module):
+            return f"shard_like(model, {strategy!r}) returned {type(model).__name__}"
+        mine[strategy] = _step(model, batch, truth)
+        del model
+    if world_size == 1:  # FSDP1 cuts nothing on one rank, whatever the strategy
+        targets = {name: Sharded(held.held_bytes, mine[name].order, held.num_units, 0.0) for name, held in targets.items()}
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    swap = {"FULL_SHARD": "SHARD_GRAD_OP", "SHARD_GRAD_OP": "FULL_SHARD", "NO_SHARD": "FULL_SHARD"}
+    return {name: Pair(mine[name], targets[name], targets[swap[name]].order) for name in STRATEGIES}
+
+
+def _mean_gradients(model: Any, batch: Any, world_size: int) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from labkit.spmd import next_token_loss
+
+    next_token_loss(model, batch).backward()
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for gradient in gradients.values():
+        dist.all_reduce(gradient)
+        gradient.div_(world_size)
+    return gradients
+
+
+def _step(model: Any, batch: Any, truth: dict[str, Any] | None) -> Sharded:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    from labkit.spmd import next_token_loss, record_events
+
+    next_token_loss(model, batch).backward()  # the first step also sets FSDP up
+    model.zero_grad()
+    held = [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in model.parameters()]
+    held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    num_units = sum(isinstance(module, FSDPModule) for module in model.modules())
+    with record_events(model) as recording:
+        next_token_loss(model, batch).backward()
+    gap = 0.0
+    if truth is not None:
+        largest = max(float(gradient.abs().max()) for gradient in truth.values())
+        for name, parameter in model.named_parameters():
+            whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            gap = max(gap, float((whole - truth[name]).abs().max()) / largest)
+    return Sharded(held_bytes, tuple(recording.trace().order(names=False)), num_units, gap)

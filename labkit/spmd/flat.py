@@ -1,0 +1,54 @@
+"""What FSDP1 holds on this rank: pieces of flat parameters, told parameter by parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_WRAPPER = "_fsdp_wrapped_module."
+
+
+@dataclass(frozen=True)
+class FlatShare:
+    """How much of one parameter lies in this rank's piece of a flat parameter.
+
+    Attributes:
+        unit: FQN of the FSDP1 unit whose flat parameter holds it; ``""`` for the root.
+        name: FQN of the parameter, without FSDP1's prefixes.
+        numel: Elements on this rank, 0 where the piece holds none of it.
+    """
+
+    unit: str
+    name: str
+    numel: int
+
+
+def flat_shares(model: nn.Module) -> list[FlatShare]:
+    """List this rank's part of every parameter of an FSDP1 model, in the order in which the flat parameters hold them.
+
+    Args:
+        model: Wrapped with ``use_orig_params=True``: then each parameter is a view of this rank's piece of its flat parameter.
+
+    Raises:
+        ValueError: The model has flat parameters under their own names (``use_orig_params=False``).
+
+    Ranks: local.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    units = sorted(
+        (name.replace(_WRAPPER, "").removesuffix("_fsdp_wrapped_module").rstrip(".") if name else "")
+        for name, module in model.named_modules()
+        if isinstance(module, FullyShardedDataParallel)
+    )
+    shares = []
+    for raw, parameter in model.named_parameters():
+        if raw.endswith("_flat_param"):
+            raise ValueError(f"{raw} is a flat parameter: wrap with use_orig_params=True to see what it holds.")
+        name = raw.replace(_WRAPPER, "")
+        unit = max((unit for unit in units if not unit or name.startswith(f"{unit}.")), key=len)
+        shares.append(FlatShare(unit, name, parameter.numel()))
+    return shares

@@ -1,0 +1,45 @@
+"""Where each argument of FSDP1 went in FSDP2: plain data without torch, checked against both signatures by a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["renamed", "changed", "your code", "gone"]
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One argument of ``FullyShardedDataParallel`` and what takes its place.
+
+    Attributes:
+        old: Its name.
+        new: An argument of ``fully_shard``, a method of ``FSDPModule`` with ``()``, or empty where there is none.
+        kind: ``renamed``: the same meaning. ``changed``: same purpose, another behaviour. ``your code``: torch no longer does it.
+            ``gone``: always on now.
+        note: What to know when moving.
+    """
+
+    old: str
+    new: str
+    kind: Kind
+    note: str
+
+
+ARGUMENTS: tuple[Moved, ...] = (
+    Moved("device_mesh", "mesh", "renamed", "one axis: shard; two axes: replicate, shard"),
+    Moved("process_group", "mesh", "renamed", "a mesh has its groups"),
+    Moved("sharding_strategy", "reshard_after_forward", "changed", "FULL_SHARD: True, SHARD_GRAD_OP: False; the rest is the mesh"),
+    Moved("mixed_precision", "mp_policy", "changed", "inputs are cast at every sharded module; buffers stay as they are"),
+    Moved("cpu_offload", "offload_policy", "changed", "CPUOffloadPolicy(); pins memory by default"),
+    Moved("ignored_states", "ignored_params", "changed", "a set of parameters"),
+    Moved("ignored_modules", "ignored_params", "changed", "a set of parameters"),
+    Moved("backward_prefetch", "set_modules_to_backward_prefetch()", "changed", "on by default; an empty list leaves it on"),
+    Moved("forward_prefetch", "set_modules_to_forward_prefetch()", "changed", "which modules, not whether"),
+    Moved("auto_wrap_policy", "", "your code", "a loop from the inside out; the root last"),
+    Moved("sync_module_states", "", "your code", "same seed everywhere, or broadcast before sharding"),
+    Moved("param_init_fn", "", "your code", "meta device, fully_shard, to_empty, initialise"),
+    Moved("device_id", "", "your code", "build or move the model there first"),
+    Moved("use_orig_params", "", "gone", "every parameter stays itself"),
+    Moved("limit_all_gathers", "", "gone", "always limited"),
+)

@@ -1,0 +1,130 @@
+"""The checkpoint that travels through the course: notebook 01 leaves it, notebooks 03 and 05 go on from it.
+
+It lies in the folder ``checkpoints`` beside the notebooks. Whoever finds none there makes the same one by the same training,
+so the notebooks can be read in any order.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path("checkpoints")
+TABLE = ".metadata"  # DCP writes it last: without it there is no checkpoint
+
+
+@dataclass(frozen=True)
+class CourseRun:
+    """The training run of notebook 01, up to its second checkpoint. The defaults are the parameters of that notebook.
+
+    Attributes:
+        seed: Decides the weights and the order of the text.
+        batch_size: Sequences per global batch.
+        seq_len: Bytes of text in a sequence.
+        num_steps: Optimizer steps before the save, and the position of the sampler after it.
+        learning_rate: Of AdamW.
+    """
+
+    seed: int = 0
+    batch_size: int = 12
+    seq_len: int = 64
+    num_steps: int = 6
+    learning_rate: float = 3e-3
+
+    @property
+    def name(self) -> str:
+        """A file name that tells runs apart. The world size is not in it: it changes the order of sums and nothing else."""
+        return f"lab01-seed{self.seed}-batch{self.batch_size}x{self.seq_len}-lr{self.learning_rate:g}-step{self.num_steps}"
+
+
+def keep_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Path:
+    """Copy a complete checkpoint to where the later notebooks look for it.
+
+    Args:
+        source: A folder that DCP wrote, with the entries ``model`` and ``optimizer``.
+        run: The run that wrote it.
+        folder: Where the course's checkpoints lie.
+
+    Returns:
+        The folder of the copy. A checkpoint of the same run that is there already stays.
+
+    Raises:
+        FileNotFoundError: ``source`` is no complete checkpoint.
+
+    Ranks: controller, or one rank.
+    """
+    if not (source / TABLE).is_file():
+        raise FileNotFoundError(f"{source} has no {TABLE}, so it is no complete checkpoint.")
+    draft = _draft(folder)
+    shutil.copytree(source, draft)
+    return _publish(draft, folder / run.name)
+
+
+def course_checkpoint(run: CourseRun, folder: Path = FOLDER, *, device_type: str = "cpu") -> Path:
+    """The folder of the travelling checkpoint; made on the spot when it is not there.
+
+    It is a DCP checkpoint with the entries ``model`` (`build_model` with its default sizes) and ``optimizer`` (AdamW).
+
+    Args:
+        run: Which run.
+        folder: Where the course's checkpoints lie; every rank sees it.
+        device_type: ``cpu`` or ``cuda``: where to train if the checkpoint is to be made.
+
+    Ranks: collective, over the default process group.
+    Blocks: for ``run.num_steps`` training steps and a save, at most.
+    """
+    import torch.distributed as dist
+
+    found = [(folder / run.name / TABLE).is_file() if dist.get_rank() == 0 else None, str(_draft(folder))]
+    dist.broadcast_object_list(found)  # one rank looks: a file system may show a new folder to some ranks only
+    if not found[0]:
+        draft = Path(str(found[1]))
+        _train_and_save(run, draft, device_type)
+        if dist.get_rank() == 0:
+            _publish(draft, folder / run.name)
+        dist.barrier()
+    return folder / run.name
+
+
+def _train_and_save(run: CourseRun, draft: Path, device_type: str) -> None:
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from labkit.spmd.initialize import build_model
+    from labkit.spmd.model import Block
+    from labkit.spmd.sharding import shard_model
+    from labkit.spmd.text import BatchSampler
+    from labkit.spmd.training import train
+
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)
+    mesh = init_device_mesh(device_type, (world_size,))
+    model = shard_model(build_model(seed=run.seed, device=device), mesh, blocks=Block)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
+    batches = BatchSampler(
+        batch_size=run.batch_size, seq_len=run.seq_len, seed=run.seed, rank=rank, world_size=world_size, device=device
+    )
+    train(model, optimizer, batches, run.num_steps)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=draft)
+
+
+def _draft(folder: Path) -> Path:
+    return folder / f".draft-{uuid.uuid4().hex[:12]}"
+
+
+def _publish(draft: Path, place: Path) -> Path:
+    """Give a complete checkpoint its name. Two notebooks may get here at once: the first one's stays."""
+    try:
+        os.rename(draft, place)
+    except OSError:
+        if not (place / TABLE).is_file():
+            raise
+        shutil.rmtree(draft)
+    return place
