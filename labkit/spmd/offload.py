@@ -13,6 +13,7 @@ import weakref
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -66,14 +67,15 @@ class ActivationOffload:
         self.counts = OffloadCounts()
         self._transfer = transfer
         self._device: torch.device | None = None
-        self._entered: list[tuple[saved_tensors_hooks, list[nn.Module]]] = []
+        self._entered: list[tuple[AbstractContextManager[Any], list[nn.Module]]] = []
         self._by_storage: Any = WeakIdKeyDictionary()
         self._moves: dict[int, weakref.ref[Move]] = {}
         self._numbers: list[int] = []  # the keys of _moves, in the order of forward
         self._next_number = 0
         self._leaving: deque[weakref.ref[Move]] = deque()
         self.in_flight_bytes = 0  #: Device memory that is held for copies right now.
-        self._handles = [block.register_forward_pre_hook(self._enter) for block in self.blocks]
+        # First in and last out: also around torch's composable `checkpoint`, which works with hooks on the same module.
+        self._handles = [block.register_forward_pre_hook(self._enter, prepend=True) for block in self.blocks]
         self._handles += [block.register_forward_hook(self._leave, always_call=True) for block in self.blocks]
 
     @property
@@ -102,14 +104,16 @@ class ActivationOffload:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def _enter(self, block: nn.Module, _: Any) -> None:
-        hooks = saved_tensors_hooks(self._pack, self._unpack)
+        # In backward a block runs again only to recompute: what it saves then is used at once, and the checkpoint wants to see it.
+        in_backward = torch._C._current_graph_task_id() != -1
+        hooks: AbstractContextManager[Any] = nullcontext() if in_backward else saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._entered.append((hooks, list(block.modules())))
 
     def _leave(self, *_: Any) -> None:
         # The hook is also called when something failed, possibly before `_enter`.
         if self._entered:
-            self._entered.pop()[0].__exit__()
+            self._entered.pop()[0].__exit__(None, None, None)
 
     def _pack(self, tensor: Tensor) -> Any:
         self.counts.saved_bytes += tensor.nbytes

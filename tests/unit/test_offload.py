@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
@@ -400,3 +401,26 @@ def test_a_checkpoint_called_by_hand_inside_a_block_moves_its_inputs() -> None:
         assert right is not None
         assert torch.equal(left, right)
     assert offload.counts.moved_bytes == 4 * 8 * 4
+
+
+@pytest.mark.parametrize("first", ["offload", "checkpoint"])
+def test_torch_s_composable_checkpoint_on_the_same_block_recomputes_in_either_order(first: str) -> None:
+    forwards = []
+
+    def prepare(model: Transformer) -> ActivationOffload:
+        if first == "checkpoint":
+            for block in model.layers:
+                composable_checkpoint(block)
+        offload = ActivationOffload(model.layers, min_bytes=SMALLEST, transfer=LazyTransfer())
+        if first == "offload":
+            for block in model.layers:
+                composable_checkpoint(block)
+        for block in model.layers:
+            block.attention.register_forward_pre_hook(lambda *_: forwards.append(1))
+        return offload
+
+    moved, offload = gradients(prepare)
+    assert_equal(moved, gradients()[0])
+    assert offload is not None
+    assert offload.counts.moved_bytes == CONFIG.num_layers * TENSOR_BYTES
+    assert len(forwards) == 2 * CONFIG.num_layers

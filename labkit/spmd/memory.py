@@ -1,0 +1,188 @@
+"""The memory of a training step, taken apart: by formula, by torch's tracker, and as measured by the allocator."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes on one rank at one moment.
+
+    Attributes:
+        parameters: Parameters and buffers: a rank's shard, or whole where FSDP has gathered them.
+        gradients: Their gradients.
+        optimizer: The optimizer's state.
+        activations: What autograd keeps for backward.
+        temporary: The rest: results and gradients that live for a moment, buffers of collectives.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporary: int = 0
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
+def predict_memory(
+    num_parameters: int, *, world_size: int = 1, bytes_each: int = 4, num_moments: int = 2, activation_bytes: int = 0
+) -> MemoryParts:
+    """The formula: everything but the activations is divided by the number of ranks that shard it.
+
+    Args:
+        num_parameters: Of the whole model, a shared one counted once.
+        world_size: Ranks that share parameters, gradients and optimizer state (ZeRO stage 3, which FSDP is).
+        bytes_each: Of a parameter, of its gradient and of each moment.
+        num_moments: Moments that the optimizer keeps: 2 for Adam, 1 for momentum, 0 for plain SGD.
+        activation_bytes: On one rank; they depend on its batch and not on the number of ranks.
+
+    Returns:
+        Bytes per rank at the end of backward, when all gradients exist; ``activations`` as they were at its beginning.
+        Padding of uneven shards, step counters and temporary memory are not in it.
+
+    Ranks: local.
+    """
+    share = num_parameters * bytes_each // world_size
+    return MemoryParts(share, share, share * num_moments, activation_bytes)
+
+
+def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryParts:
+    """What the model and its optimizer hold on this rank right now; storages that are shared count once.
+
+    Ranks: local.
+    """
+    parameters = [*model.parameters(), *model.buffers()]
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    states = optimizer.state.values() if optimizer else ()
+    moments = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return MemoryParts(storage_bytes(parameters), storage_bytes(gradients), storage_bytes(moments))
+
+
+def storage_bytes(tensors: list[Any]) -> int:
+    """Bytes of the storages behind some tensors, each once; of a DTensor, this rank's part."""
+    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
+    return sum(storages.values())
+
+
+def tracked_peak(
+    model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...], step: Callable[[], object]
+) -> MemoryParts:
+    """The peak of a step by ``FSDPMemTracker`` (torch.distributed._tools): it follows every tensor, on any device.
+
+    It works without running anything real, too, under ``FakeTensorMode``; then it predicts.
+
+    Args:
+        model: A model whose root is sharded by FSDP2.
+        optimizer: With state, or the step makes it and it counts as temporary.
+        inputs: What the step feeds to the model.
+        step: Forward, backward and optimizer step.
+
+    Ranks: collective where ``step`` is.
+    """
+    # The one place that knows this private module; tests/unit/test_memory.py tries it.
+    from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
+
+    tracker = FSDPMemTracker(model, optimizer)
+    tracker.track_inputs(inputs)
+    with tracker:
+        step()
+    (peak,) = [parts for device, parts in tracker.get_tracker_snapshot("peak").items() if device.type != "meta"]
+    named = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
+    return _parts_of(named)
+
+
+def measured_peak(step: Callable[[], object], device: torch.device, held: int = 0) -> int:
+    """The most bytes that the allocator had given out during a step.
+
+    On CUDA this is ``max_memory_allocated``. On the CPU torch's profiler reports every allocation; there the count begins at
+    zero, so what was held before the step has to be given.
+
+    Args:
+        step: What to watch.
+        device: Where it computes.
+        held: On the CPU, bytes that are held when the step begins, such as ``held_memory(...).total``.
+
+    Ranks: local, or as ``step``.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        step()
+        return torch.cuda.max_memory_allocated(device)
+    return held + max((total for _, total in allocation_curve(step)), default=0)
+
+
+def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
+    """On the CPU: (nanoseconds of ``time.time_ns``, bytes allocated since the beginning) after every allocation of a step."""
+    from torch.profiler import ProfilerActivity, profile
+
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+    with _without_the_profilers_log():
+        profiler.start()
+    try:
+        step()
+    finally:
+        with _without_the_profilers_log():
+            profiler.stop()
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    total, curve = 0, []
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        if event.device_type() == torch.autograd.DeviceType.CPU:
+            total += event.nbytes()
+            curve.append((event.start_ns(), total))
+    return curve
+
+
+@contextmanager
+def _without_the_profilers_log() -> Iterator[None]:
+    """The profiler's C++ side writes a line to stderr whenever it starts or stops, whatever its log level."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+# The tracker's categories, as they are named since torch 2.6.
+_CATEGORIES: Mapping[str, str] = {
+    "Sharded Param": "parameters",
+    "Unsharded Param": "parameters",
+    "Buffer": "parameters",
+    "Sharded Grad": "gradients",
+    "Unsharded Grad": "gradients",
+    "OptState": "optimizer",
+    "Activation": "activations",
+    "Temp": "temporary",
+    "All Gather": "temporary",
+    "Reduce Scatter": "temporary",
+    "Inputs": "temporary",
+}
+
+
+def _parts_of(named: Mapping[str, int]) -> MemoryParts:
+    parts = dict.fromkeys(PARTS, 0)
+    for category, size in named.items():
+        if category != "Total":
+            parts[_CATEGORIES[category]] += size
+    return MemoryParts(**parts)

@@ -1,0 +1,199 @@
+"""Measure what a plan needs: time and bytes of each block, the bandwidth of the bus; and carry a plan out."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import checkpoint
+from torch.utils._pytree import tree_leaves
+
+from labkit.spmd.offload import ActivationOffload
+from labkit.spmd.offload_plan import BlockCost, Bus, Choice, Plan
+from labkit.spmd.offload_transfer import CountingTransfer, Transfer, transfer_for
+
+
+def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, repeats: int = 5) -> list[BlockCost]:
+    """Run training steps and measure each block: its bytes once, its times as medians.
+
+    Args:
+        blocks: Modules with plain forward, none of them checkpointed or offloaded, whose outputs need a gradient. Each runs
+            once a step.
+        step: Runs forward and backward. It is called ``repeats + 2`` times.
+        repeats: Steps that are timed, after one for the bytes and one to warm up.
+
+    Returns:
+        One cost per block. Backward is the time from the gradient of a block's output to that of its input; for a block whose
+        input needs no gradient, to the end of the step.
+
+    Ranks: local for a plain model; where ``step`` is collective, so is this.
+    """
+    counted = [ActivationOffload([block], min_bytes=1, transfer=CountingTransfer()) for block in blocks]
+    input_bytes = [0] * len(blocks)
+
+    def note_inputs(place: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            input_bytes[place] = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if _needs_gradient(leaf))
+
+        return hook
+
+    hooks = [block.register_forward_pre_hook(note_inputs(i), with_kwargs=True) for i, block in enumerate(blocks)]
+    step()
+    saved_bytes = [offload.counts.moved_bytes for offload in counted]
+    for closing in counted:
+        closing.close()
+    for hook in hooks:
+        hook.remove()
+    clock = _Clock(blocks)
+    for _ in range(repeats + 1):
+        clock.step(step)
+    clock.close()
+    times = [clock.medians(place) for place in range(len(blocks))]
+    return [BlockCost(*times[i], saved_bytes[i], input_bytes[i]) for i in range(len(blocks))]
+
+
+def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_bytes: int = 64 << 20, repeats: int = 5) -> Bus:
+    """Measure the bandwidth of both directions while both are in use, as an offload uses them.
+
+    Args:
+        device: The device that computes.
+        transfer: How bytes move; by default what suits the device. One that only counts has no bandwidth.
+        size_bytes: Bytes of one copy.
+        repeats: Pairs of copies that are timed, after one to warm up.
+
+    Raises:
+        ValueError: The transfer moves nothing, as on a CPU without a bus given.
+
+    Ranks: local. Blocks for the copies. Ranks that share a bus should measure at the same time.
+    """
+    bus = transfer or transfer_for(device)
+    if bus.is_alias:
+        raise ValueError(f"nothing moves on {device}: there is no bus to measure. Give a transfer such as SlowBus.")
+    source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
+    waiting = bus.send(source)
+    bus.wait_sent(waiting)
+    rates = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        began_s = time.perf_counter()
+        leaving, arriving = bus.send(source), bus.fetch(waiting)
+        bus.wait_sent(leaving)
+        bus.wait_fetched(waiting)
+        _synchronize(device)
+        rates.append(arriving.numel() / (time.perf_counter() - began_s))
+        bus.recycle(waiting)
+        waiting = leaving
+    bus.recycle(waiting)
+    rate = statistics.median(rates[1:])
+    return Bus(rate, rate)
+
+
+def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
+    """The median time of a step, after one to warm up. Ranks: as ``step``."""
+    seconds = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        began_s = time.perf_counter()
+        step()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds[1:])
+
+
+def apply_plan(blocks: Sequence[nn.Module], plan: Plan, **options: Any) -> ActivationOffload | None:
+    """Carry a plan out on the blocks of a model, before or after it is sharded.
+
+    Args:
+        blocks: The blocks that the plan is for. What is recomputed gets torch's composable ``checkpoint``, for good.
+        plan: A choice for each.
+        options: For `ActivationOffload`.
+
+    Returns:
+        The offload that moves what the plan moves; None when it moves nothing.
+
+    Raises:
+        ValueError: There are not as many choices as blocks.
+
+    Ranks: local.
+    """
+    moving = []
+    for block, choice in zip(blocks, plan.choices, strict=True):
+        if choice in (Choice.RECOMPUTE, Choice.MOVE_INPUTS):
+            checkpoint(block)
+        if choice in (Choice.MOVE, Choice.MOVE_INPUTS):
+            moving.append(block)
+    return ActivationOffload(moving, **options) if moving else None
+
+
+class _Clock:
+    """Notes when each block begins and ends, forward and backward."""
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self._marks: dict[tuple[str, int], Any] = {}
+        self._device = next(blocks[0].parameters()).device
+        self._times: list[list[tuple[float, float]]] = [[] for _ in blocks]
+        self._handles = []
+        for place, block in enumerate(blocks):
+            self._handles.append(block.register_forward_pre_hook(self._begin(place), with_kwargs=True))
+            self._handles.append(block.register_forward_hook(self._end(place)))
+
+    def step(self, step: Callable[[], object]) -> None:
+        self._marks.clear()
+        step()
+        end = self._now()
+        _synchronize(self._device)
+        for place, times in enumerate(self._times):
+            marks = [self._marks.get((name, place), end) for name in ("begin", "end", "back begin", "back end")]
+            times.append((self._between(*marks[:2]), self._between(*marks[2:])))
+
+    def medians(self, place: int) -> tuple[float, float]:
+        timed = self._times[place][1:]
+        return statistics.median(forward for forward, _ in timed), statistics.median(backward for _, backward in timed)
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, place: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
+            for leaf in tree_leaves((args, kwargs)):
+                if _needs_gradient(leaf):
+                    leaf.register_hook(lambda _: self._mark("back end", place))
+            self._mark("begin", place)
+
+        return hook
+
+    def _end(self, place: int) -> Callable[..., None]:
+        def hook(_: nn.Module, args: Any, output: Any) -> None:
+            self._mark("end", place)
+            for leaf in tree_leaves(output):
+                if _needs_gradient(leaf):
+                    leaf.register_hook(lambda _: self._mark("back begin", place))
+
+        return hook
+
+    def _mark(self, name: str, place: int) -> None:
+        self._marks[name, place] = self._now()
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, begin: Any, end: Any) -> float:
+        return float(begin.elapsed_time(end)) / 1000 if self._device.type == "cuda" else end - begin
+
+
+def _needs_gradient(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

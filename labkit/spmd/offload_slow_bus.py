@@ -1,0 +1,91 @@
+"""A bus to learn with: real copies on threads of their own, as slow as you wish, so that overlap shows without a GPU."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from labkit.spmd.offload_transfer import Copy
+
+
+class SlowBus:
+    """A `labkit.spmd.offload_transfer.Transfer` between two parts of the CPU's memory, with a bandwidth of your choice.
+
+    A thread for each direction waits as long as a bus of that bandwidth would take, and then copies. Waiting costs no
+    processor time, so computation and copies overlap as on a GPU. The memory of a tensor that has left is really free.
+
+    Args:
+        bytes_per_s: Bandwidth of each direction.
+
+    Raises:
+        ValueError: The bandwidth is not positive.
+
+    Ranks: local. `close` it; it holds two threads.
+    """
+
+    is_alias = False
+
+    def __init__(self, bytes_per_s: float) -> None:
+        if bytes_per_s <= 0:
+            raise ValueError(f"a bus of {bytes_per_s} bytes per second never arrives; give a positive bandwidth")
+        self.bytes_per_s = bytes_per_s
+        self._out, self._back = _Direction("out", bytes_per_s), _Direction("back", bytes_per_s)
+        self._free: dict[int, list[Copy]] = {}
+        self._host_bytes = 0
+
+    def send(self, source: Tensor) -> Copy:
+        """See `Transfer`."""
+        if waiting := self._free.get(source.numel()):
+            copy = waiting.pop()
+        else:
+            self._host_bytes += source.numel()
+            copy = Copy(torch.empty_like(source))
+        copy.sent = self._out.copy(copy.host, source, after=None)
+        return copy
+
+    def wait_sent(self, copy: Copy) -> None:
+        """See `Transfer`; this one does wait on the CPU, which is what computes here."""
+        copy.sent.result()
+
+    def fetch(self, copy: Copy) -> Tensor:
+        """See `Transfer`."""
+        target = torch.empty_like(copy.host)
+        copy.fetched = self._back.copy(target, copy.host, after=copy.sent)
+        return target
+
+    def wait_fetched(self, copy: Copy) -> None:
+        """See `Transfer`; waits on the CPU."""
+        copy.fetched.result()
+
+    def recycle(self, copy: Copy) -> None:
+        """See `Transfer`."""
+        self._free.setdefault(copy.host.numel(), []).append(copy)
+
+    def host_bytes(self) -> int:
+        """See `Transfer`."""
+        return self._host_bytes
+
+    def close(self) -> None:
+        """End the two threads. Blocks until the copies under way have arrived."""
+        self._out.threads.shutdown()
+        self._back.threads.shutdown()
+
+
+class _Direction:
+    def __init__(self, name: str, bytes_per_s: float) -> None:
+        self.threads = ThreadPoolExecutor(1, thread_name_prefix=f"labkit-bus-{name}")
+        self._bytes_per_s, self._free_at = bytes_per_s, 0.0
+
+    def copy(self, target: Tensor, source: Tensor, after: Future[None] | None) -> Future[None]:
+        return self.threads.submit(self._copy, target, source, after, time.monotonic())
+
+    def _copy(self, target: Tensor, source: Tensor, after: Future[None] | None, asked_at: float) -> None:
+        if after is not None:
+            after.result()
+        # Counted from when the bus was free, not from when this thread woke up: its delays do not add up.
+        self._free_at = max(self._free_at, asked_at) + source.numel() / self._bytes_per_s
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
+        target.copy_(source)
