@@ -1,0 +1,141 @@
+"""What a person sees and presses in JupyterLab: notebooks run, stop, restart, and come back as they were saved."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+
+from tests.browser.conftest import LabServer
+from tests.browser.lab_page import LabPage
+from tests.notebooks.conventions import NOTEBOOKS, ROOT
+
+Open = Callable[[str], LabPage]
+# The shortest notebook and one lab; the others are opened as another test has executed them.
+RUN_HERE = tuple(path for path in NOTEBOOKS if path.stem.startswith(("00", "01")))
+RANKS_GONE_S = 5.0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def _added(server: LabServer, path: Path, name: str = "") -> str:
+    name = name or path.name
+    shutil.copy(path, server.root / name)
+    for extra in ("images", "checkpoints"):
+        if (path.parent / extra).exists():
+            shutil.copytree(path.parent / extra, server.root / extra, dirs_exist_ok=True)
+    return name
+
+
+def _assert_all_is_there(tab: LabPage) -> None:
+    """No error, every figure cell shows a picture that is drawn, and every cell with an output shows something."""
+    assert tab.errors() == []
+    tab.wait_pictures()
+    seen = tab.seen()
+    code = [cell for cell in tab.cells() if cell["cell_type"] == "code"]
+    for cell, pictures, text in zip(code, seen["pictures"], seen["texts"], strict=True):
+        if "figure" in cell["metadata"].get("tags", []):
+            assert pictures, f"cell {cell['id']} is to show a figure"
+        assert all(width > 0 and shown > 50 for width, shown in pictures), f"cell {cell['id']}: {pictures}"
+        if any(_shows_something(output) for output in cell["outputs"]):
+            assert pictures or text, f"the outputs of cell {cell['id']} are not to be seen"
+
+
+def _shows_something(output: dict[str, object]) -> bool:
+    data = output.get("data")
+    return bool(any(str(value).strip() for value in data.values()) if isinstance(data, dict) else output.get("text"))
+
+
+@pytest.mark.parametrize("path", RUN_HERE, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_shows_everything_again_when_it_is_reopened(
+    open_notebook: Open, server: LabServer, shots: Path, path: Path
+) -> None:
+    tab = open_notebook(_added(server, path))
+    tab.set_source(1, tab.cells()[1]["source"].replace("world_size = 4", "world_size = 2"))
+    tab.run_all()
+    code = [cell for cell in tab.cells() if cell["cell_type"] == "code"]
+    assert [cell["id"] for cell in code if not cell["execution_count"]] == []
+    _assert_all_is_there(tab)
+    figures = [index for index, cell in enumerate(tab.cells()) if "figure" in cell["metadata"].get("tags", [])]
+    tab.screenshot(shots / f"{path.stem}-run.png", figures[-1])
+    if path != RUN_HERE[0]:
+        return  # one reopened notebook tells enough
+    before = tab.seen()
+    tab.save()
+    tab.close()
+
+    tab = open_notebook(path.name)
+    _assert_all_is_there(tab)
+    assert tab.seen() == before
+    tab.screenshot(shots / f"{path.stem}-reopened.png", figures[-1])
+
+
+def _executed_copy(path: Path) -> Path:
+    """A copy of exactly this notebook that papermill has executed, as tests/notebooks and `make run` leave it."""
+    sources = [cell.source for cell in nbformat.read(path, as_version=4).cells]
+    for copy in sorted((ROOT / "build").glob(f"**/{path.name}"), reverse=True):
+        notebook = nbformat.read(copy, as_version=4)
+        failed = notebook.metadata.get("papermill", {}).get("exception")
+        cells = [cell.source for cell in notebook.cells if "injected-parameters" not in cell.metadata.get("tags", ())]
+        if cells == sources and not failed:
+            return copy
+    pytest.skip(f"nothing has executed this {path.name}: run tests/notebooks first")
+
+
+@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in RUN_HERE], ids=lambda path: path.stem)
+def test_an_executed_copy_from_elsewhere_shows_everything(open_notebook: Open, server: LabServer, shots: Path, path: Path) -> None:
+    # JupyterLab does not trust it: scripts and inline SVG are taken out of its outputs.
+    tab = open_notebook(_added(server, _executed_copy(path), f"executed-{path.name}"))
+    _assert_all_is_there(tab)
+    figures = [index for index, cell in enumerate(tab.cells()) if "figure" in cell["metadata"].get("tags", [])]
+    tab.screenshot(shots / f"{path.stem}-executed.png", figures[0] if figures else None)
+
+
+START = "%load_ext labkit\nimport labkit\npool = labkit.WorkerPool(2, device='cpu')"
+HANG = "%%spmd\nimport torch.distributed as dist\nx = 10 + rank\nprint('waiting', flush=True)\nif rank == 0:\n    dist.barrier()"
+
+
+def test_the_stop_button_ends_a_hang_and_the_next_cell_finds_its_variables(
+    open_notebook: Open, server: LabServer, shots: Path
+) -> None:
+    tab = open_notebook(server.add("hang.ipynb", START, HANG, "%%spmd\ndist.barrier()\nx"))
+    tab.run(0)
+    tab.run(1, wait=False)
+    # It explains itself before anybody presses anything.
+    tab.cell(1).locator(".jp-OutputArea-output", has_text="rank 0 waits in barrier").first.wait_for(timeout=30_000)
+    tab.press("notebook:interrupt-kernel")
+    tab.wait_done()
+    tab.screenshot(shots / "hang-stopped.png", 1)
+    assert [output["ename"] for output in tab.outputs(1) if output["output_type"] == "error"] == ["RunInterrupted"]
+    tab.run(2)
+    assert "rank 0: 10" in tab.text(2)
+    assert "rank 1: 11" in tab.text(2)
+
+
+def test_a_restarted_kernel_leaves_no_worker(open_notebook: Open, server: LabServer) -> None:
+    tab = open_notebook(server.add("restart.ipynb", START, HANG, "1 + 1"))
+    tab.run(0)
+    kernel_side = set(server.descendants())
+    tab.run(1, wait=False)
+    tab.cell(1).locator(".jp-OutputArea-output", has_text="waiting").first.wait_for(timeout=30_000)
+    ranks = [process for process in kernel_side if "labkit" in " ".join(_command_of(process))]
+    assert len(ranks) >= 3, "the fork server and two ranks"
+    tab.restart_kernel()
+    deadline = time.monotonic() + RANKS_GONE_S
+    while alive := [process for process in ranks if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]:
+        assert time.monotonic() < deadline, f"still there after a restart: {alive}"
+        time.sleep(0.05)
+    tab.run(2)
+    assert tab.text(2).strip().endswith("2")
+
+
+def _command_of(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
