@@ -84,7 +84,7 @@ _MISTAKES: list[tuple[Callable[[dict[str, str]], bool], str]] = [
         ),
         "The outermost wrapper is gone, those further in are still there: every block has one of its own.",
     ),
-    (_left(_DDP), "The module of DDP is still there where another wrapper stands around it or within it."),
     (_left(_COMPILED), "torch.compile leaves _orig_mod, anywhere in a name."),
     (_left(_AC), "Activation checkpointing leaves _checkpoint_wrapped_module, anywhere in a name."),
+    (_left(_DDP), "The module of DDP is still there where another wrapper stands around it or within it."),
 ]

@@ -1,0 +1,353 @@
+"""Notebook 03's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+
+import labkit
+from labkit.course import lab03
+from labkit.errors import ExerciseError
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_fsdp1_to_fsdp2.ipynb"
+IMPORTS = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from labkit.spmd import Block
+mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+"""
+
+
+def exercise(name: str) -> str:
+    """The notebook's exercise cell that defines ``name``, without its magic."""
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
+    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
+    return re.sub(r"\A%%spmd.*\n", "", cell)
+
+
+def defined_by(source: str, name: str) -> Any:
+    namespace: dict[str, Any] = {"torch": torch}
+    exec(source, namespace)
+    return namespace[name]
+
+
+def refused(check: Callable[[], str]) -> str:
+    with pytest.raises(ExerciseError) as caught:
+        check()
+    return str(caught.value)
+
+
+# Exercise 1 ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
+    with labkit.WorkerPool(request.param, device="cpu") as pool:
+        pool.run_cell(IMPORTS)
+        yield pool
+
+
+on_two = pytest.mark.parametrize("pool", [2], indirect=True)
+
+
+def test_the_notebook_s_shard_like_passes_and_says_what_a_rank_holds(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(exercise("shard_like"))
+    line = lab03.check_shard_like(pool)
+    assert line.startswith("Solved: ")
+    assert "NO_SHARD 193,408 bytes" in line
+    assert ("One rank cannot show more" in line) is (pool.world_size == 1)
+
+
+ROOT_ONLY = """
+def shard_like(model, strategy):
+    return fully_shard(model, mesh=mesh)
+"""
+STRATEGY_IGNORED = """
+def shard_like(model, strategy):
+    for block in model.layers:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+"""
+STRATEGIES_SWAPPED = """
+def shard_like(model, strategy):
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=strategy == "SHARD_GRAD_OP")
+    return fully_shard(model, mesh=mesh)
+"""
+ROOT_FREED = """
+def shard_like(model, strategy):
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh, reshard_after_forward=strategy == "FULL_SHARD")
+    return model
+"""
+NO_ROOT = """
+def shard_like(model, strategy):
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=strategy == "FULL_SHARD")
+    return model
+"""
+NOTHING_RETURNED = """
+def shard_like(model, strategy):
+    for block in model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+"""
+ONLY_RESHARD = """
+def shard_like(model, strategy):
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, reshard_after_forward=strategy == "FULL_SHARD")
+    return fully_shard(model, mesh=mesh)
+"""
+PLAIN_COPY = ONLY_RESHARD.replace("    for block", "    if strategy == 'NO_SHARD':\n        return model\n    for block", 1)
+
+
+@on_two
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (ROOT_ONLY, "There is one unit"),
+        (STRATEGY_IGNORED, "the order of the other strategy"),
+        (STRATEGIES_SWAPPED, "the order of the other strategy"),
+        (ROOT_FREED, "The root is freed after forward"),
+        (NO_ROOT, "was fully_shard called on every block and on the root"),
+        (NOTHING_RETURNED, "return it from the function too"),
+        (ONLY_RESHARD, "whether it is cut at all is said by the mesh"),
+        (PLAIN_COPY, "Nobody averages the gradients"),
+    ],
+)
+def test_wrong_strategies_are_refused_with_what_differs_and_a_hint(pool: labkit.WorkerPool, source: str, message: str) -> None:
+    pool.run_cell(source)
+    text = refused(lambda: lab03.check_shard_like(pool))
+    assert message in text
+    assert "Target: " in text
+
+
+# Exercise 2 ----------------------------------------------------------------------------------------------------------
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module")
+
+
+def test_the_notebook_s_canonical_passes() -> None:
+    assert lab03.check_canonical(defined_by(exercise("canonical"), "canonical")) == "Solved: 12 names, all right."
+
+
+def replaced(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.replace(f"{wrapper}.", "")
+    return name
+
+
+def outermost(name: str) -> str:
+    for wrapper in WRAPPERS:
+        name = name.removeprefix(f"{wrapper}.")
+    return name
+
+
+def every_module(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def no_compile(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in WRAPPERS[:2]]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+def ddp_outermost_only(name: str) -> str:
+    name = name.removeprefix("module.")
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS[:3])
+
+
+def no_checkpointing(name: str) -> str:
+    parts = [part for part in name.split(".") if part not in (WRAPPERS[0], WRAPPERS[2])]
+    return ".".join(parts[1:] if parts[0] == "module" else parts)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (replaced, "Compare whole parts"),
+        (outermost, "every block has one of its own"),
+        (every_module, "A module of the model may be called module too"),
+        (no_compile, "torch.compile leaves _orig_mod"),
+        (ddp_outermost_only, "The module of DDP is still there"),
+        (no_checkpointing, "Activation checkpointing leaves"),
+    ],
+)
+def test_wrong_names_are_refused_with_one_of_them_and_a_hint(wrong: Callable[[str], str], hint: str) -> None:
+    text = refused(lambda: lab03.check_canonical(wrong))
+    assert hint in text
+    assert "of 12 names are wrong" in text
+
+
+def test_a_canonical_that_returns_no_text_is_told_so() -> None:
+    assert "returned list" in refused(lambda: lab03.check_canonical(lambda name: name.split(".")))  # type: ignore[arg-type,return-value]
+
+
+# Exercise 3 ----------------------------------------------------------------------------------------------------------
+
+OptimizerState = dict[str, Any]
+ByName = Callable[[OptimizerState, Sequence[str]], Mapping[str, Any]]
+
+
+def test_the_notebook_s_by_name_passes() -> None:
+    assert lab03.check_by_name(defined_by(exercise("by_name"), "by_name")).startswith("Solved: 3 later steps equal")
+
+
+def named(state: OptimizerState, names: Sequence[str], **changed: Any) -> OptimizerState:
+    """The right answer, written unlike the notebook's."""
+    table = dict(enumerate(names))
+    groups = []
+    for group in state["param_groups"]:
+        groups.append(dict(group) | {"params": list(map(table.get, group["params"]))})
+    right = {"state": {table[number]: dict(value) for number, value in state["state"].items()}, "param_groups": groups}
+    return right | changed
+
+
+def numbers_kept_in_groups(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    return named(state, names, param_groups=state["param_groups"])
+
+
+def counted_per_group(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    groups = [{**group, "params": list(names[: len(group["params"])])} for group in state["param_groups"]]
+    return named(state, names, param_groups=groups)
+
+
+def order_of_the_model(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    return named(state, sorted(names))
+
+
+def frozen_dropped(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    right = named(state, names)
+    groups = [{**group, "params": [name for name in group["params"] if name in right["state"]]} for group in right["param_groups"]]
+    return right | {"param_groups": groups}
+
+
+def options_dropped(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    right = named(state, names)
+    return right | {"param_groups": [{"params": group["params"], "lr": group["lr"]} for group in right["param_groups"]]}
+
+
+def steps_forgotten(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    right = named(state, names)
+    return right | {"state": {name: {**value, "step": torch.tensor(0.0)} for name, value in right["state"].items()}}
+
+
+def moments_in_the_order_of_the_state(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    values = [dict(value) for value in state["state"].values()]
+    return named(state, names) | {"state": dict(zip(sorted(names[: len(values)]), values, strict=True))}
+
+
+def in_place(state: OptimizerState, names: Sequence[str]) -> OptimizerState:
+    for group in state["param_groups"]:
+        group["params"] = [names[number] for number in group["params"]]
+    return {"state": {names[number]: value for number, value in state["state"].items()}, "param_groups": state["param_groups"]}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "hint"),
+    [
+        (numbers_kept_in_groups, "Numbers stand in two places"),
+        (counted_per_group, "You count from 0 in each group"),
+        (order_of_the_model, "names are in the order of the old optimizer"),
+        (frozen_dropped, "The frozen parameter has no state, but it has a number and a group"),
+        (options_dropped, "A group has more than its parameters"),
+        (steps_forgotten, "The step count is part of the state"),
+        (moments_in_the_order_of_the_state, "The moments of a parameter are not its own"),
+        (in_place, "A group is a dict"),
+    ],
+)
+def test_wrong_states_by_name_are_refused_with_the_steps_and_a_hint(wrong: ByName, hint: str) -> None:
+    assert hint in refused(lambda: lab03.check_by_name(wrong))
+
+
+# Exercise 4 ----------------------------------------------------------------------------------------------------------
+
+State = Mapping[str, Any]
+Differences = Callable[[State, State], set[str]]
+
+
+def test_the_notebook_s_differences_passes() -> None:
+    assert lab03.check_differences(defined_by(exercise("differences"), "differences")).startswith("Solved: 9 kinds of damage")
+
+
+def bits(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def judge(
+    old: State,
+    new: State,
+    *,
+    names: Callable[[State, State], set[str]] = lambda old, new: {*old, *new},
+    tensors: Callable[[torch.Tensor, torch.Tensor], bool] = lambda a, b: bits(a) == bits(b),
+    values: Callable[[Any, Any], bool] = lambda a, b: type(a) is type(b) and a == b,
+) -> set[str]:
+    """A right judge, or one with a part exchanged; written unlike the notebook's."""
+    found = set()
+    for name in names(old, new):
+        if name not in old or name not in new:
+            found.add(name)
+            continue
+        a, b = old[name], new[name]
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            same = tensors(a, b)
+        else:
+            same = values(a, b)
+        if not same:
+            found.add(name)
+    return found
+
+
+def nan_equal(a: torch.Tensor, b: torch.Tensor, *, rtol: float = 0.0) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, rtol=rtol, atol=rtol, equal_nan=True)
+
+
+def values_only(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bits(a.double()) == bits(b.double())
+
+
+def stretched(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def anywhere_nan(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.isnan().any() and b.isnan().any():
+        return a.dtype == b.dtype and a.shape == b.shape
+    return bits(a) == bits(b)
+
+
+WRONG_JUDGES: list[tuple[Differences, str]] = [
+    (lambda old, new: judge(old, new, names=lambda old, new: set(new)), "what has the old state that the new one lacks"),
+    (lambda old, new: judge(old, new, names=lambda old, new: set(old)), "what has the new state that the old one lacks"),
+    (lambda old, new: judge(old, new, tensors=torch.equal), "A state may hold a NaN"),
+    (lambda old, new: judge(old, new, tensors=lambda a, b: nan_equal(a, b, rtol=1e-5)), "a tolerance lets a wrong checkpoint pass"),
+    (lambda old, new: judge(old, new, tensors=values_only), "float64 has the same values and is not the same"),
+    (lambda old, new: judge(old, new, tensors=stretched), "Compare the shapes first"),
+    (lambda old, new: judge(old, new, tensors=anywhere_nan), "in the same place"),
+    (lambda old, new: judge(old, new, values=lambda a, b: True), "Plain values are part of the state too"),
+    (lambda old, new: judge(old, new, values=lambda a, b: bool(a == b)), "of different kinds"),
+    (lambda old, new: {name for name in {*old, *new} if old.get(name) is not new.get(name)}, "Compare values, not objects"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "hint"), WRONG_JUDGES, ids=[hint for _, hint in WRONG_JUDGES])
+def test_wrong_judges_are_refused_with_the_damage_that_they_miss(wrong: Differences, hint: str) -> None:
+    assert hint in refused(lambda: lab03.check_differences(wrong))
+
+
+def test_a_judge_that_raises_is_told_which_damage_it_stumbled_over() -> None:
+    def impatient(old: State, new: State) -> set[str]:
+        return {name for name in old if bits_or_value(old[name]) != bits_or_value(new[name])}
+
+    text = refused(lambda: lab03.check_differences(impatient))
+    assert "a tensor is missing: your function raised KeyError" in text
+
+
+def bits_or_value(value: Any) -> Any:
+    return bits(value) if isinstance(value, torch.Tensor) else value
