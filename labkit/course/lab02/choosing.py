@@ -1,0 +1,108 @@
+"""Exercise 4 of notebook 02: recompute as little as a memory limit allows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from typing import Any
+
+from labkit.course.checks import refuse
+from labkit.errors import ExerciseError
+
+Choose = Callable[[list[int], list[int], list[float], int], Iterable[int]]
+
+_NUM_RANDOM = 60
+
+
+def check_choose(choose: Choose) -> str:
+    """Exercise 4: ``choose(saved, inputs, seconds, limit)`` names the blocks to recompute, with the least time under the limit.
+
+    It is tried on many rows of blocks against every possible choice.
+
+    Args:
+        choose: Takes per block the bytes that it saves, the bytes of its input, and the seconds of its forward, and the limit
+            of bytes; returns the places of the blocks to recompute.
+
+    Returns:
+        A line with the number of rows.
+
+    Raises:
+        ExerciseError: A limit is exceeded, or less recomputation would do; the message shows one case.
+
+    Ranks: controller; no rank takes part.
+    """
+    recomputed = 0
+    for saved, inputs, seconds, limit in _cases():
+        chosen = _as_places(choose(list(saved), list(inputs), list(seconds), limit), len(saved))
+        _judge(saved, inputs, seconds, limit, chosen)
+        recomputed += len(chosen)
+    return f"Solved: the least recomputation in {len(_cases())} rows of blocks, {recomputed} blocks recomputed in all."
+
+
+def peak_bytes(saved: Sequence[int], inputs: Sequence[int], chosen: Iterable[int]) -> int:
+    """The most bytes: while a block runs, its own activations are there, and what is held for the blocks before it."""
+    recomputed, held, peak = set(chosen), 0, 0
+    for place, own in enumerate(saved):
+        peak = max(peak, held + own)
+        held += inputs[place] if place in recomputed else own
+    return peak
+
+
+def _cases() -> list[tuple[list[int], list[int], list[float], int]]:
+    cases = [([10] * 4, [1] * 4, [1.0] * 4, 40), ([10] * 4, [1] * 4, [1.0] * 4, 31), ([10] * 4, [1] * 4, [1.0] * 4, 13)]
+    cases += [([8, 8, 8], [1, 1, 1], [5.0, 1.0, 1.0], 17), ([9, 5, 5, 1], [1, 1, 1, 1], [3.0, 2.0, 2.0, 1.0], 12)]
+    dice = random.Random(2)
+    for _ in range(_NUM_RANDOM):
+        saved = [dice.randint(2, 12) for _ in range(dice.randint(1, 7))]
+        inputs = [dice.randint(1, size) for size in saved]
+        seconds = [float(dice.randint(1, 9)) for _ in saved]
+        least = peak_bytes(saved, inputs, range(len(saved)))
+        cases.append((saved, inputs, seconds, dice.randint(least, max(least, sum(saved)))))
+    return cases
+
+
+def _as_places(answer: Any, num_blocks: int) -> set[int]:
+    try:
+        places = {int(place) for place in answer}
+    except (TypeError, ValueError):
+        raise ExerciseError(f"choose returned {answer!r}. It has to return the places of the blocks to recompute.") from None
+    if not places <= set(range(num_blocks)):
+        raise ExerciseError(f"choose returned {sorted(places)} for {num_blocks} blocks; places go from 0 to {num_blocks - 1}.")
+    return places
+
+
+def _least(saved: Sequence[int], inputs: Sequence[int], seconds: Sequence[float], limit: int) -> float:
+    every = (set(places) for size in range(len(saved) + 1) for places in combinations(range(len(saved)), size))
+    return min(_time(seconds, places) for places in every if peak_bytes(saved, inputs, places) <= limit)
+
+
+def _time(seconds: Sequence[float], places: Iterable[int]) -> float:
+    return sum(seconds[place] for place in places)
+
+
+def _judge(saved: list[int], inputs: list[int], seconds: list[float], limit: int, chosen: set[int]) -> None:
+    peak, time, least = peak_bytes(saved, inputs, chosen), _time(seconds, chosen), _least(saved, inputs, seconds, limit)
+    case = f"blocks that save {saved}, inputs {inputs}, seconds {seconds}, limit {limit}: recomputing {sorted(chosen)}"
+    if peak > limit:
+        held = sum(inputs[place] if place in chosen else own for place, own in enumerate(saved))
+        without_inputs = sum(own for place, own in enumerate(saved) if place not in chosen)
+        if held <= limit:
+            hint = (
+                "What is held between the blocks fits. But while a block runs, also to be recomputed, all its own activations are "
+                "there as well."
+            )
+        elif without_inputs <= limit:
+            hint = "A block that is recomputed keeps its input."
+        else:
+            hint = "Walk through the blocks: what is held for those before, and what does the one that runs need?"
+        refuse(f"{case} peaks at {peak}, {peak - limit} too many.", f"at most {limit}.", hint)
+    if time > least:
+        last = len(saved) - 1
+        if last in chosen and peak_bytes(saved, inputs, chosen - {last}) <= limit:
+            hint = "Recomputing the last block saves nothing: its activations are there when it runs, and backward begins with it."
+        elif chosen == set(range(len(saved))):
+            hint = "Recomputing all always fits, if anything does. Keep as much as the limit allows."
+        else:
+            hint = "Taking block after block, the largest or the cheapest first, is not always best. Try all choices."
+        refuse(f"{case} costs {time:g} s, {time - least:g} more than needed.", f"{least:g} s.", hint)

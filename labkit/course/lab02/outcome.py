@@ -1,0 +1,136 @@
+"""Exercise 3 of notebook 02: what moves and what is recomputed, by the order of the wrappers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from labkit.course.checks import Pool, from_cell, refuse
+from labkit.errors import ExerciseError
+
+Order = tuple[str, ...]
+Outcome = tuple[str, int]
+
+ORDERS: tuple[Order, ...] = (
+    (),
+    ("shard",),
+    ("checkpoint",),
+    ("offload",),
+    ("offload", "checkpoint"),
+    ("checkpoint", "offload"),
+    ("shard", "offload", "checkpoint"),
+    ("offload", "checkpoint", "shard"),
+    ("offload", "shard", "checkpoint"),
+    ("checkpoint", "offload", "shard"),
+    ("shard", "checkpoint", "offload"),
+)
+
+
+def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: float = 120.0) -> str:
+    """Exercise 3: ``outcome(order)`` says what moves and how often a block runs, for wrappers from the outermost inwards.
+
+    Every order is built around blocks on the ranks, and a step is counted.
+
+    Args:
+        pool: The pool.
+        outcome: Takes names out of ``offload``, ``checkpoint`` and ``shard``, the outermost first; returns what moves
+            (``"nothing"``, ``"inputs"`` or ``"everything"``) and how often a block's forward runs in a step.
+        timeout_s: Seconds after which the counting counts as hung.
+
+    Returns:
+        A line with the number of orders.
+
+    Raises:
+        ExerciseError: An outcome differs; the message shows the order.
+
+    Ranks: controller.
+    """
+    counted = pool.run(_count, ORDERS, timeout_s=timeout_s).same()
+    for order, (truth, moved_bytes) in zip(ORDERS, counted, strict=True):
+        answer = _as_outcome(outcome(order))
+        if answer != truth:
+            built = "(".join([*order, "block"]) + ")" * len(order)
+            refuse(
+                f"{built}: you say that {answer[0]} moves and a block runs {_times(answer[1])}.",
+                f"{truth[0]} ({moved_bytes:,} bytes in two blocks), and {_times(truth[1])}, as counted on the ranks.",
+                _hint(order, answer, truth),
+            )
+    return f"Solved: {len(ORDERS)} orders, all as counted on the ranks."
+
+
+def _hint(order: Order, answer: Outcome, truth: Outcome) -> str:
+    if "checkpoint" in order and "offload" in order:
+        if order.index("offload") > order.index("checkpoint"):
+            return (
+                "The hooks of the innermost one are asked. Here the offload takes every tensor before the checkpoint sees it, so "
+                "there is nothing left to recompute."
+            )
+        return (
+            "The checkpoint is inside and asked first. It keeps only the inputs of the block, and these are what the offload gets; "
+            "the rest is recomputed."
+        )
+    if "offload" in order and answer[1] != truth[1]:
+        return "An offload brings back what was saved. Nothing has to run again."
+    if "checkpoint" in order and answer[1] != truth[1]:
+        return "A checkpoint runs forward again in backward: once more, not twice more."
+    if order == ("shard",) or not order:
+        return "Sharding gathers and frees parameters. It touches no activation."
+    return "Who is asked what to do with a saved tensor, and what does it do?"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
+
+
+def _as_outcome(answer: Any) -> Outcome:
+    words = ("nothing", "inputs", "everything")
+    if not (isinstance(answer, tuple | list) and len(answer) == 2 and answer[0] in words and isinstance(answer[1], int)):
+        raise ExerciseError(f"outcome returned {answer!r}. It has to return a pair of one of {', '.join(words)} and a number.")
+    return answer[0], answer[1]
+
+
+def _count(orders: tuple[Order, ...]) -> list[tuple[Outcome, int]]:
+    return [_outcome_of(order) for order in orders]
+
+
+def _outcome_of(order: Order) -> tuple[Outcome, int]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    from labkit.spmd.memory_spy import count_forwards
+    from labkit.spmd.model import FeedForward, ModelConfig
+    from labkit.spmd.offload import ActivationOffload
+    from labkit.spmd.offload_transfer import CountingTransfer
+
+    device = from_cell("device")
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    torch.manual_seed(0)
+    blocks = [FeedForward(ModelConfig(dim=8, hidden_dim=12, num_heads=2)).to(device) for _ in range(2)]
+    offloads: list[ActivationOffload] = []
+
+    def wrap(module: torch.nn.Module, kind: str) -> torch.nn.Module:
+        if kind == "checkpoint":
+            return checkpoint_wrapper(module)
+        if kind == "shard":
+            fully_shard(module, mesh=mesh)
+            return module
+        # Without copies on any device: what counts here is what would move.
+        offloads.append(ActivationOffload([module], min_bytes=1, transfer=CountingTransfer()))
+        return module
+
+    outer: list[torch.nn.Module] = []
+    for block in blocks:
+        wrapped: torch.nn.Module = block
+        for kind in reversed(order):
+            wrapped = wrap(wrapped, kind)
+        outer.append(wrapped)
+    x = torch.ones(3, 8, device=device, requires_grad=True)
+    with count_forwards(blocks) as forwards:
+        torch.nn.Sequential(*outer)(x).sum().backward()
+    moved = sum(offload.counts.moved_bytes for offload in offloads)
+    inputs = 2 * 3 * 8 * 4
+    what = "nothing" if moved == 0 else "inputs" if moved == inputs else "everything"
+    return (what, forwards[0]), moved

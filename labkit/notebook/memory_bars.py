@@ -1,0 +1,111 @@
+"""A picture of memory taken apart: one bar per way to train, stacked from its parts, with the measured peak on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from labkit.notebook.style import INK, MUTED, Picture, figure, text_color_on
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# One colour and hatch per part, told apart in black and white by lightness and hatch.
+_LOOKS = (("#0072B2", ""), ("#56B4E9", "///"), ("#999999", ""), ("#E69F00", "\\\\\\"), ("#F0E442", ""), ("#CC79A7", "xxx"))
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
+_BAR_IN = 0.42
+
+
+def memory_bars(
+    parts: Mapping[str, Any], measured: Mapping[str, int] | None = None, *, caption: str, limit_bytes: int | None = None
+) -> Picture:
+    """Draw the parts of the memory for several ways to train.
+
+    Args:
+        parts: Per way, the bytes of each part: a mapping, or an object whose attributes are the parts, such as
+            `labkit.spmd.memory.MemoryParts`. All have the same parts, drawn in their order.
+        measured: Peaks in bytes for some of the ways; drawn as diamonds.
+        caption: The line under the picture.
+        limit_bytes: Drawn as a dashed line.
+
+    Returns:
+        The picture, 6 inches wide, with the numbers in bytes as its table.
+
+    Raises:
+        ValueError: Nothing to draw, unequal parts, or a measured way that has no bar.
+
+    Ranks: controller or local.
+    """
+    bars = {name: dict(part if isinstance(part, Mapping) else vars(part)) for name, part in parts.items()}
+    measured = measured or {}
+    _check(bars, measured)
+    names = [part for part in next(iter(bars.values())) if any(bar[part] for bar in bars.values())]
+    largest = max([sum(bar.values()) for bar in bars.values()] + list(measured.values()) + [limit_bytes or 0])
+    scale, unit = next((size, name) for size, name in _UNITS if largest >= size or size == 1)
+    with figure(height_in=_BAR_IN * len(bars) + 1.0) as fig:
+        ax = fig.add_subplot()
+        _draw(ax, bars, names, scale, largest / scale)
+        for place, name in enumerate(bars):
+            if name in measured:
+                label = "measured peak" if name == next(iter(n for n in bars if n in measured)) else None
+                ax.plot(measured[name] / scale, place, marker="D", ms=6, mfc="white", mec=INK, mew=1.3, ls="", label=label)
+        if limit_bytes is not None:
+            ax.axvline(limit_bytes / scale, color=INK, ls="--", lw=1.1, label="limit")
+        ax.set_xlabel(f"memory of one rank, {unit}")
+        fig.legend(loc="outside upper left", ncols=4, handlelength=1.6, columnspacing=1.4)
+        return Picture.from_figure(
+            fig,
+            alt=_alt(bars, measured),
+            caption=caption,
+            columns=("way", *names, "together", "measured"),
+            rows=[
+                (name, *(f"{bar[part]:,}" for part in names), f"{sum(bar.values()):,}", _or_dash(measured.get(name)))
+                for name, bar in bars.items()
+            ],
+        )
+
+
+def _check(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int]) -> None:
+    if not bars:
+        raise ValueError("there is no bar to draw")
+    first = next(iter(bars.values()))
+    for name, bar in bars.items():
+        if list(bar) != list(first):
+            raise ValueError(f"{name} has the parts {list(bar)}, the first bar has {list(first)}")
+    if strays := set(measured) - set(bars):
+        raise ValueError(f"measured, but without a bar: {sorted(strays)}")
+
+
+def _draw(ax: Axes, bars: Mapping[str, Mapping[str, int]], names: list[str], scale: int, width: float) -> None:
+    for place, bar in enumerate(bars.values()):
+        begin = 0.0
+        for part, (color, hatch) in zip(names, _LOOKS, strict=False):
+            size = bar[part] / scale
+            label = part if place == 0 else None
+            ax.barh(place, size, 0.62, begin, color=color, hatch=hatch, ec=INK, lw=0.6, label=label)
+            if size > 0.09 * width:
+                # On a hatch a number needs ground to stand on.
+                ground: dict[str, Any] = {"bbox": {"fc": "white", "ec": "none", "pad": 1.2}} if hatch else {}
+                ink = INK if hatch else text_color_on(color)
+                middle = begin + size / 2
+                ax.text(middle, place, f"{size:.3g}", ha="center", va="center", color=ink, fontsize=7.5, **ground)
+            begin += size
+    ax.set_yticks(range(len(bars)), list(bars))
+    ax.invert_yaxis()
+    ax.set_xlim(0, width * 1.04)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(axis="x", color=MUTED, alpha=0.25, lw=0.6)
+    ax.set_axisbelow(True)
+
+
+def _alt(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int]) -> str:
+    told = []
+    for name, bar in bars.items():
+        largest = max(bar, key=bar.__getitem__)
+        peak = f", measured {measured[name]:,}" if name in measured else ""
+        told.append(f"{name}: {sum(bar.values()):,} bytes, most of them {largest} ({bar[largest]:,}){peak}")
+    return "Stacked bars. " + "; ".join(told) + "."
+
+
+def _or_dash(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"

@@ -1,0 +1,90 @@
+"""The roofline of an offload: how long a step takes when more and more bytes move, predicted and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from labkit.notebook.style import INK, MUTED, Picture, figure
+
+Point = tuple[float, float]
+
+_MARKS = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("v", "#CC79A7"))
+
+
+def roofline(line: Sequence[Point], points: Mapping[str, Sequence[Point]], *, caption: str) -> Picture:
+    """Draw the predicted step time over the bytes that move, and measured steps on it.
+
+    Args:
+        line: (bytes moved in each direction, predicted seconds), at least two, with growing bytes. Where it is flat the
+            computation decides, where it rises the bus.
+        points: Per series, measured (bytes, seconds).
+        caption: The line under the picture.
+
+    Returns:
+        The picture, 6 by 2.8 inches.
+
+    Raises:
+        ValueError: The line has fewer than two points, or nothing is measured.
+
+    Ranks: controller or local.
+    """
+    if len(line) < 2:
+        raise ValueError("a line needs two points")
+    if not any(points.values()):
+        raise ValueError("a roofline without measured points shows a hope")
+    scale, unit = (1e9, "GB") if max(x for x, _ in line) >= 2e9 else (1e6, "MB")
+    with figure(height_in=2.8) as fig:
+        ax = fig.add_subplot()
+        xs, ys = [x / scale for x, _ in line], [1000 * y for _, y in line]
+        top = 1.15 * max(ys + [1000 * y for series in points.values() for _, y in series])
+        ax.plot(xs, ys, color=INK, lw=1.6, label="predicted: the slower of computation and bus")
+        if (knee := _knee(line)) is not None:
+            ax.axvline(knee / scale, color=MUTED, ls=":", lw=1.0)
+            side = knee / scale > 0.25 * xs[-1]
+            ax.text(knee / scale, 0.03 * top, "computation decides  " if side else "", ha="right", va="bottom", color=MUTED)
+            ax.text(knee / scale, 0.03 * top, "  the bus decides", ha="left", va="bottom", color=MUTED)
+        for (name, series), (mark, color) in zip(points.items(), _MARKS, strict=False):
+            x, y = [x / scale for x, _ in series], [1000 * y for _, y in series]
+            ax.plot(x, y, ls="", marker=mark, ms=6, mfc=color, mec=INK, mew=0.7, label=f"measured: {name}")
+        ax.set_ylim(0, top)
+        ax.set_xlabel(f"moved in each direction in a step, {unit}")
+        ax.set_ylabel("a step, ms")
+        ax.grid(color=MUTED, alpha=0.25, lw=0.6)
+        fig.legend(loc="outside upper left", ncols=2, columnspacing=1.4)
+        measured = [(name, x, y) for name, series in points.items() for x, y in series]
+        return Picture.from_figure(
+            fig,
+            alt=_alt(line, measured),
+            caption=caption,
+            columns=("measured", "bytes moved", "step, ms", "predicted, ms"),
+            rows=[(name, f"{x:,.0f}", f"{1000 * y:.1f}", f"{1000 * _at(line, x):.1f}") for name, x, y in measured],
+        )
+
+
+def _knee(line: Sequence[Point]) -> float | None:
+    """From where on the prediction rises."""
+    floor = line[0][1]
+    flat = [x for x, y in line if y <= floor * (1 + 1e-9)]
+    return flat[-1] if len(flat) < len(line) else None
+
+
+def _at(line: Sequence[Point], x: float) -> float:
+    for (x0, y0), (x1, y1) in pairwise(line):
+        if x0 <= x <= x1:
+            return y0 + (y1 - y0) * ((x - x0) / (x1 - x0) if x1 > x0 else 0.0)
+    return line[0][1] if x < line[0][0] else line[-1][1]
+
+
+def _alt(line: Sequence[Point], measured: Sequence[tuple[str, float, float]]) -> str:
+    knee = _knee(line)
+    shape = (
+        f"flat at {1000 * line[0][1]:.0f} ms up to {knee:,.0f} bytes, then rising to {1000 * line[-1][1]:.0f} ms"
+        if knee is not None
+        else f"flat at {1000 * line[0][1]:.0f} ms"
+    )
+    off = max(measured, key=lambda point: abs(point[2] - _at(line, point[1])))
+    return (
+        f"The predicted step time is {shape}. {len(measured)} steps were measured; the one that is furthest from the line moves "
+        f"{off[1]:,.0f} bytes and took {1000 * off[2]:.0f} ms where {1000 * _at(line, off[1]):.0f} were predicted."
+    )
