@@ -15,6 +15,7 @@ from labkit.controller.current import current_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.pool import WorkerPool
 from labkit.errors import LabkitError, PoolStateError
+from labkit.notebook import rank_names
 from labkit.notebook.expect import error_class, expect_error
 
 
@@ -164,5 +165,6 @@ def _with_first_line(line: str, cell: str) -> str:
 def register(shell: Any) -> None:
     """Add the magics to a shell and let the fork server import torch in the background."""
     shell.register_magics(LabkitMagics)
+    rank_names.register(shell)
     if fork_server.available():
         fork_server.shared()
