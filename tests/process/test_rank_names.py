@@ -120,4 +120,4 @@ def test_options_are_offered_once(line: str, offered: list[str]) -> None:
 
 
 def test_every_option_of_the_magic_is_offered() -> None:
-    assert rank_names.OPTIONS == tuple(action.option_strings[0] for action in magics._spmd_parser()._actions)
+    assert tuple(action.option_strings[0] for action in magics._spmd_parser()._actions) == rank_names.OPTIONS
