@@ -6,6 +6,7 @@ so the notebooks can be read in any order.
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import uuid
@@ -107,8 +108,15 @@ def _train_and_save(run: CourseRun, draft: Path, device_type: str) -> None:
     mesh = init_device_mesh(device_type, (world_size,))
     model = shard_model(build_model(seed=run.seed, device=device), mesh, blocks=Block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
+    # Where the ranks cannot share a batch evenly, several get the same rows, each row as often as any: the mean stays.
+    num_shares = math.gcd(run.batch_size, world_size)
     batches = BatchSampler(
-        batch_size=run.batch_size, seq_len=run.seq_len, seed=run.seed, rank=rank, world_size=world_size, device=device
+        batch_size=run.batch_size,
+        seq_len=run.seq_len,
+        seed=run.seed,
+        rank=rank % num_shares,
+        world_size=num_shares,
+        device=device,
     )
     train(model, optimizer, batches, run.num_steps)
     weights, moments = get_state_dict(model, optimizer)
