@@ -99,6 +99,33 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
     sys.exit(INTERRUPTED_EXIT_CODE if interrupted else int(passed < len(results)))
 
 
+@main.command()
+@click.argument("notebook", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option(
+    "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write; standard output when left out."
+)
+def script(notebook: Path, out: Path | None) -> None:
+    """Write NOTEBOOK as one script for torchrun.
+
+    The %%spmd cells become plain code; what the notebook's own process does is played by rank 0. Cells that teach a failure
+    are left out, with a comment.
+    """
+    try:
+        from labkit.course.script import write_script
+    except ModuleNotFoundError as error:
+        raise click.ClickException(f"{error}. Reading notebooks needs the lab extra: pip install 'torch-labkit[lab]'") from None
+
+    try:
+        text = write_script(notebook)
+    except LabkitError as error:
+        raise click.ClickException(str(error)) from None
+    if out is None:
+        click.echo(text, nl=False)
+        return
+    out.write_text(text, encoding="utf-8")
+    click.echo(f"Written. Run it with: torchrun --nproc-per-node 4 {out}")
+
+
 def parse_value(text: str) -> Any:
     """Read a parameter's value from the command line: a Python literal (``2``, ``0.5``, ``True``, ``[1, 2]``) or text."""
     try:

@@ -11,8 +11,7 @@ from labkit.notebook.style import INK, MUTED, WIDTH_IN, Picture, figure, rank_st
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labkit.spmd.flat import FlatShare
-    from labkit.spmd.records import ShardRecord
+    from labkit.spmd.records import FlatShare, ShardRecord
 
 _LEFT_IN, _RIGHT_IN, _BAR_IN = 0.62, 0.1, 0.34
 _CHAR_IN = 0.07

@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
-if TYPE_CHECKING:
-    from torch import nn
+from labkit.spmd.records import FlatShare
 
 _WRAPPER = "_fsdp_wrapped_module."
-
-
-@dataclass(frozen=True)
-class FlatShare:
-    """How much of one parameter lies in this rank's piece of a flat parameter.
-
-    Attributes:
-        unit: FQN of the FSDP1 unit whose flat parameter holds it; ``""`` for the root.
-        name: FQN of the parameter, without FSDP1's prefixes.
-        numel: Elements on this rank, 0 where the piece holds none of it.
-    """
-
-    unit: str
-    name: str
-    numel: int
 
 
 def flat_shares(model: nn.Module) -> list[FlatShare]:
@@ -37,8 +21,6 @@ def flat_shares(model: nn.Module) -> list[FlatShare]:
 
     Ranks: local.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     units = sorted(
         (name.replace(_WRAPPER, "").removesuffix("_fsdp_wrapped_module").rstrip(".") if name else "")
         for name, module in model.named_modules()

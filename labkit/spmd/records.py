@@ -56,6 +56,21 @@ class ShardRecord:
         return bool(self.placements)
 
 
+@dataclass(frozen=True)
+class FlatShare:
+    """How much of one parameter lies in this rank's piece of a flat parameter.
+
+    Attributes:
+        unit: FQN of the FSDP1 unit whose flat parameter holds it; ``""`` for the root.
+        name: FQN of the parameter, without FSDP1's prefixes.
+        numel: Elements on this rank, 0 where the piece holds none of it.
+    """
+
+    unit: str
+    name: str
+    numel: int
+
+
 class ParityError(LabkitError, AssertionError):
     """Two states that should be equal are not.
 

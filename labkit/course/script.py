@@ -1,0 +1,224 @@
+"""Write a notebook as one script for torchrun: its ``%%spmd`` cells as plain code, the rest played by rank 0.
+
+What the script runs on is `labkit.spmd.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks,
+the first one would end the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from IPython.core.inputtransformer2 import TransformerManager
+
+from labkit.errors import LabkitError
+
+# A cell with this tag only makes sense in the notebook, for example one that looks at what a failed cell has left.
+NOTEBOOK_ONLY = "notebook-only"
+_SPMD = re.compile(r"\A\s*%%spmd\b(?P<line>.*)\n?")
+# Magics of labkit that have no meaning in a script.
+_DROPPED_LINES = re.compile(r"^(%load_ext labkit\b|%pool\b).*\n?", re.MULTILINE)
+_WIDTH = 118
+
+
+class ScriptError(LabkitError, ValueError):
+    """A cell cannot be written as part of a script.
+
+    Attributes:
+        cell: Its id.
+    """
+
+    def __init__(self, notebook: Path, cell: str, what: str) -> None:
+        self.cell = cell
+        super().__init__(f"{notebook.name}, cell {cell}: {what}")
+
+
+def write_script(notebook: Path) -> str:
+    """The script of a notebook.
+
+    Args:
+        notebook: The ``.ipynb`` file. It is only read.
+
+    Returns:
+        Python source. Under ``torchrun --nproc-per-node N`` it does what the notebook does with ``world_size = N``, prints
+        what the cells show, and leaves out the cells that teach a failure.
+
+    Raises:
+        ScriptError: A cell uses a magic other than labkit's, ``!`` or top-level ``await``, or cannot be parsed.
+    """
+    cells = nbformat.read(notebook, as_version=4).cells
+    parts = [_head(notebook.name)]
+    for index, cell in enumerate(cells):
+        if cell.cell_type == "code":
+            name = cell.get("id") or str(index)
+            parts.append("\n".join(_cell(notebook, name, cell.source, set(cell.metadata.get("tags", ())))))
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(name: str) -> str:
+    return f'''"""The cells of {name} as one script, written by `labkit script`.
+
+    torchrun --nproc-per-node 4 {Path(name).stem}.py
+
+The %%spmd cells stand here as plain code and run on every rank. What the notebook's own process does is text in
+`job.kernel(...)`: it runs on rank 0, in a namespace of its own, as in the notebook.
+"""
+
+from labkit.spmd.torchrun import Job
+
+job = Job.start(globals())'''
+
+
+def _cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iterator[str]:
+    title = f"# Cell {name} "
+    yield title + "-" * (_WIDTH - len(title))
+    found = _SPMD.match(source)
+    if NOTEBOOK_ONLY in tags:
+        yield "# Left out: it only makes sense in the notebook."
+    elif found is None:
+        yield from _kernel_cell(notebook, name, source, tags)
+    else:
+        yield from _spmd_cell(notebook, name, found["line"], source[found.end() :])
+
+
+def _kernel_cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iterator[str]:
+    source = _DROPPED_LINES.sub("", source)
+    _parse(notebook, name, source)
+    source = source.replace("labkit.WorkerPool(", "script_pool(").strip("\n")
+    more = ", parameters=True" if "parameters" in tags else ""
+    if not source:
+        yield "# Nothing but magics."
+        return
+    yield f"job.cell({name!r})"
+    yield f"job.kernel({name!r}, {_literal(source)}{more})"
+
+
+def _literal(source: str) -> str:
+    """The source as a string literal that can be read in the script."""
+    for quotes in ("'''", '"""'):
+        if quotes not in source and not source.endswith(quotes[0]):
+            text = f"r{quotes}\n{source}\n{quotes}"
+            if ast.literal_eval(text) == f"\n{source}\n":
+                return text
+    return repr(source)
+
+
+def _spmd_cell(notebook: Path, name: str, line: str, body: str) -> Iterator[str]:
+    yield f"# %%spmd{line}".rstrip()
+    options = _options(notebook, name, line)
+    if options.expect is not None:
+        yield f"# Left out: it teaches a failure, {options.expect}. Here it would end the script."
+        return
+    if options.timeout is not None:
+        yield "# Without its limit of time: nobody watches a script."
+    tree = _parse(notebook, name, body)
+    yield f"job.cell({name!r})"
+    last = tree.body[-1] if tree.body else None
+    code, value = _divide(body, last if isinstance(last, ast.Expr) and not body.rstrip().endswith(";") else None)
+    conditions = []
+    if options.needs > 1:
+        conditions.append(f"world_size >= {options.needs}")
+    ranks = None if options.ranks is None else _ranks(notebook, name, options.ranks)
+    if ranks is None and not conditions:
+        yield from filter(None, [code, _handed_on(options.out, value, "")])
+        return
+    yield from _guarded(code, value, options.out, conditions, ranks)
+
+
+def _divide(body: str, last: ast.Expr | None) -> tuple[str, str]:
+    """The statements before the last expression, with their comments, and the expression itself."""
+    if last is None:
+        return body.strip("\n"), ""
+    lines = body.split("\n")
+    before = lines[: last.lineno - 1]
+    first_line = lines[last.lineno - 1].encode()
+    # Statements before it on its own line, as in `a = 1; a`.
+    before.append(first_line[: last.col_offset].decode().rstrip().rstrip(";"))
+    expression = "\n".join([first_line[last.col_offset :].decode(), *lines[last.lineno : last.end_lineno]])
+    assert last.end_lineno is not None
+    if last.end_lineno == last.lineno:
+        assert last.end_col_offset is not None
+        expression = first_line[last.col_offset : last.end_col_offset].decode()
+    elif last.end_col_offset is not None:
+        end = lines[last.end_lineno - 1].encode()[: last.end_col_offset].decode()
+        expression = "\n".join([*expression.split("\n")[:-1], end])
+    return "\n".join(before).strip("\n"), expression
+
+
+def _handed_on(out: str | None, value: str, ranks: str) -> str:
+    if out is None and (not value or value.startswith("print(")):
+        return value
+    value = value or "None"
+    return f"job.keep({out!r}, {value}{ranks})" if out is not None else f"job.show({value}{ranks})"
+
+
+def _guarded(code: str, value: str, out: str | None, conditions: list[str], ranks: tuple[int, ...] | None) -> Iterator[str]:
+    """A cell for some ranks, or for enough of them. What it hands on travels outside of the guard, on all ranks."""
+    outer = ""
+    if conditions:
+        yield f"if {' and '.join(conditions)}:"
+        outer = "    "
+    if ranks is None:
+        yield _indented("\n".join(filter(None, [code, _handed_on(out, value, "")])), outer)
+        return
+    hands_on = out is not None or (value and not value.startswith("print("))
+    if hands_on:
+        yield outer + "_value = None"
+    yield outer + f"if rank in {ranks!r}:"
+    yield _indented("\n".join(filter(None, [code, f"_value = {value}" if hands_on and value else value])), outer + "    ")
+    if hands_on:
+        yield outer + _handed_on(out, "_value", f", ranks={ranks!r}")
+
+
+def _indented(code: str, indent: str) -> str:
+    """Indent code, but not what stands inside of a string over several lines."""
+    inside: set[int] = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno is not None:
+            inside.update(range(node.lineno + 1, node.end_lineno + 1))
+    lines = enumerate(code.split("\n"), start=1)
+    return "\n".join(line if number in inside or not line else indent + line for number, line in lines)
+
+
+def _options(notebook: Path, name: str, line: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
+    for option, kind in (("--ranks", str), ("--timeout", str), ("--out", str), ("--needs", int), ("--expect", str)):
+        parser.add_argument(option, type=kind, default=1 if kind is int else None)
+    try:
+        options, rest = parser.parse_known_args(shlex.split(line))
+    except (argparse.ArgumentError, ValueError) as error:
+        raise ScriptError(notebook, name, f"its first line cannot be read: {error}") from None
+    if rest:
+        raise ScriptError(notebook, name, f"%%spmd has no option {' '.join(rest)}")
+    return options
+
+
+def _ranks(notebook: Path, name: str, text: str) -> tuple[int, ...]:
+    """The ranks of ``--ranks 0-2,4``; those that the script does not have are never in them."""
+    ranks: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        try:
+            ranks += range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            raise ScriptError(notebook, name, f"--ranks {text} is not known before the notebook runs") from None
+    return tuple(ranks)
+
+
+def _parse(notebook: Path, name: str, source: str) -> ast.Module:
+    plain = TransformerManager().transform_cell(source)
+    if plain.strip() != source.strip():
+        raise ScriptError(notebook, name, "it uses a magic or `!`, which plain Python does not know")
+    try:
+        tree: Any = ast.parse(source)
+        compile(tree, name, "exec")
+    except SyntaxError as error:
+        raise ScriptError(notebook, name, f"{error.msg} in line {error.lineno}") from None
+    assert isinstance(tree, ast.Module)
+    return tree

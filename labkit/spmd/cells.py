@@ -1,0 +1,44 @@
+"""A notebook cell as a notebook runs it: all statements, and the value of the last expression."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+
+def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
+    """Run a cell in a namespace.
+
+    Returns:
+        The value of its last line if that is an expression and does not end with a semicolon, else None.
+
+    Raises:
+        BaseException: Whatever the cell raises.
+
+    Ranks: local.
+    """
+    tree = ast.parse(source, filename)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        exec(compile(tree, filename, "exec"), namespace)
+        return None
+    exec(compile(ast.Module(tree.body[:-1], []), filename, "exec"), namespace)
+    value = eval(compile(ast.Expression(last.value), filename, "eval"), namespace)
+    return None if is_silenced(source) else value
+
+
+def is_silenced(source: str) -> bool:
+    """Whether the cell ends with a semicolon, which keeps its last value from being shown."""
+    code = [line.partition("#")[0].rstrip() for line in source.rstrip().splitlines()]
+    return bool(code) and code[-1].endswith(";")
+
+
+def text_of(value: Any) -> str:
+    """What a notebook without graphics shows for a value: Markdown as its source, the rest as IPython prints it."""
+    bundle = getattr(value, "_repr_markdown_", None)
+    if bundle is not None:
+        text = bundle()
+        return str(text[0] if isinstance(text, tuple) else text)
+    from IPython.lib.pretty import pretty
+
+    return str(pretty(value))

@@ -1,0 +1,300 @@
+"""What a script written by ``labkit script`` runs on: the ranks of torchrun, and the notebook's own process played by rank 0.
+
+The ``%%spmd`` cells stand in the script as plain code. What the notebook's own process does between them (parameters, folders,
+tables, checks of exercises) runs on rank 0, in a namespace of its own, while the other ranks answer its ``pool.push``,
+``pool.pull`` and ``pool.run``.
+"""
+
+from __future__ import annotations
+
+import gc
+import io
+import linecache
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from labkit.errors import LabkitError
+from labkit.ranks import RankResults, RankSpec, name_ranks, parse_ranks
+from labkit.spmd.cells import run_cell, text_of
+
+Namespace = dict[str, Any]
+
+
+class ScriptRankError(LabkitError, RuntimeError):
+    """Code that the notebook's own process sent to the ranks failed there.
+
+    Attributes:
+        tracebacks: By rank.
+    """
+
+    def __init__(self, tracebacks: Mapping[int, str]) -> None:
+        self.tracebacks = dict(tracebacks)
+        super().__init__("\n".join(f"{name_ranks([rank])}:\n{text}" for rank, text in self.tracebacks.items()))
+
+
+class Job:
+    """One rank of a script, and on rank 0 the notebook's own process as well.
+
+    Make it with `Job.start`. Ranks: its methods are collective, all ranks call them in the same order.
+
+    Attributes:
+        namespace: The rank's namespace, the script's own.
+        kernel_namespace: That of the notebook's own process; empty on ranks above 0.
+    """
+
+    def __init__(self, namespace: Namespace) -> None:
+        self.namespace = namespace
+        self.kernel_namespace: Namespace = {}
+        self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.local_rank = int(os.environ["LOCAL_RANK"])
+        on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+        self.device = torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
+        self._generation = 0
+        self._store: Any = None
+        self._first_names: set[str] = set()
+
+    @classmethod
+    def start(cls, namespace: Namespace) -> Job:
+        """Form the process group as a pool does, and set ``rank``, ``world_size``, ``local_rank`` and ``device``.
+
+        Args:
+            namespace: The script's ``globals()``.
+
+        Raises:
+            SystemExit: The script was not started by torchrun.
+        """
+        if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
+            raise SystemExit(f"Start this script with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
+        job = cls(namespace)
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        job._store = dist.TCPStore(address, port, is_master=job.rank == 0 and not agent)
+        job._form()
+        job._first_names = {*namespace, "job", "rank", "world_size", "local_rank", "device"}
+        if job.rank == 0:
+            job.kernel_namespace = {"__name__": "__main__", "script_pool": job._open_pool}
+        return job
+
+    def _form(self) -> None:
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            # Without this gloo binds to whatever address the host name resolves to, which may be none at all.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        bound: dict[str, Any] = {}
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            bound["device_id"] = self.device
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo",
+            store=dist.PrefixStore(f"script-{self._generation}", self._store),
+            rank=self.rank,
+            world_size=self.world_size,
+            **bound,
+        )
+        dist.all_reduce(torch.ones(1, device=self.device))
+        names = {"rank": self.rank, "world_size": self.world_size, "local_rank": self.local_rank, "device": self.device}
+        self.namespace.update(names)
+
+    # What the script calls --------------------------------------------------------------------------------------------
+
+    def cell(self, name: str) -> None:
+        """Say which cell comes now. Ranks: printed by rank 0."""
+        if self.rank == 0:
+            sys.stdout.write(f"--- {name}\n")
+            sys.stdout.flush()
+
+    def show(self, value: Any, *, ranks: RankSpec = None) -> None:
+        """Print a cell's last expression as the notebook shows it: for each rank, equal ones once, None not at all."""
+        texts = self._gather(None if value is None else text_of(value), ranks)
+        groups: dict[str, list[int]] = {}
+        for rank, text in texts.items():
+            if text is not None:
+                groups.setdefault(text, []).append(rank)
+        if self.rank == 0:
+            for text, holders in groups.items():
+                label = f"{name_ranks(holders)}:" + ("\n" if "\n" in text else " ") if self.world_size > 1 else ""
+                sys.stdout.write(f"{label}{text}\n")
+            sys.stdout.flush()
+
+    def keep(self, name: str, value: Any, *, ranks: RankSpec = None) -> None:
+        """Give a cell's last expression to the notebook's own process, as ``%%spmd --out NAME`` does."""
+        values = self._gather(value, ranks, on_rank_0=True)
+        if self.rank == 0:
+            self.kernel_namespace[name] = RankResults(values)
+
+    def kernel(self, name: str, source: str, *, parameters: bool = False) -> None:
+        """Run a cell of the notebook's own process on rank 0, and answer it on the others.
+
+        Args:
+            name: The cell's id, for tracebacks.
+            source: The cell.
+            parameters: The cell with the notebook's parameters: ``world_size`` is then set to the real one.
+        """
+        if self.rank != 0:
+            while self._answer():
+                pass
+            return
+        filename = f"<cell {name}>"
+        linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+        shown = run_cell(source, filename, self.kernel_namespace)
+        if parameters:
+            self.kernel_namespace["world_size"] = self.world_size
+        if shown is not None:
+            sys.stdout.write(text_of(shown) + "\n")
+        sys.stdout.flush()
+        self._send(None)
+
+    # What rank 0 asks of all ------------------------------------------------------------------------------------------
+
+    def _open_pool(self, world_size: int | None = None, **_: Any) -> ScriptPool:
+        """In the place of ``labkit.WorkerPool``: the ranks of this job. With fewer ranks the last ones end here."""
+        wanted = world_size or self.world_size
+        if wanted > self.world_size:
+            raise LabkitError(f"the script has {self.world_size} ranks, and {wanted} cannot be made of them")
+        if self._generation or wanted < self.world_size:
+            self.ask(_renew, wanted)
+        self._generation = max(self._generation, 1)
+        return ScriptPool(self)
+
+    def ask(self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, **kwargs: Any) -> RankResults[Any]:
+        """Call ``function(job, *args, **kwargs)`` on ranks and gather what it returns. Ranks: rank 0, inside `kernel`.
+
+        Raises:
+            ScriptRankError: It raised on a rank.
+        """
+        chosen = parse_ranks(ranks, self.world_size)
+        message = _pack((function, args, kwargs, chosen))
+        self._send(message)
+        return RankResults(self._call(message))
+
+    def _answer(self) -> bool:
+        """On a rank above 0: do what rank 0 asks; False when its cell is over."""
+        box: list[bytes | None] = [None]
+        dist.broadcast_object_list(box)
+        if box[0] is None:
+            return False
+        self._call(box[0])
+        return True
+
+    def _send(self, message: bytes | None) -> None:
+        dist.broadcast_object_list([message])
+
+    def _call(self, message: bytes) -> dict[int, Any]:
+        function, args, kwargs, chosen = cloudpickle.loads(message)
+        answer: tuple[bool, Any] = (True, None)
+        if self.rank in chosen:
+            try:
+                answer = (True, function(self, *args, **kwargs))
+            except Exception:
+                answer = (False, traceback.format_exc())
+        # A function may have ended the last ranks.
+        answers = self._gather(answer, [rank for rank in chosen if rank < self.world_size])
+        if failed := {rank: text for rank, (good, text) in answers.items() if not good}:
+            raise ScriptRankError(failed)
+        return {rank: value for rank, (_, value) in answers.items()}
+
+    def _gather(self, value: Any, ranks: RankSpec, *, on_rank_0: bool = False) -> dict[int, Any]:
+        """The values of some ranks, on all of them or on rank 0 only. Ranks: collective."""
+        packed: list[bytes] = [b""] * self.world_size
+        chosen = parse_ranks(ranks, self.world_size)
+        dist.all_gather_object(packed, _pack(value) if self.rank in chosen else b"")
+        if on_rank_0 and self.rank != 0:
+            return {}
+        return {rank: cloudpickle.loads(packed[rank]) for rank in chosen}
+
+    def renew(self, world_size: int) -> None:
+        """Begin anew with the first ranks: forget what cells have made, and form another process group.
+
+        Ranks: collective. Those that are left out end the script here, successfully.
+        """
+        for name in set(self.namespace) - self._first_names:
+            del self.namespace[name]
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group()
+        if self.rank >= world_size:
+            sys.stdout.flush()
+            raise SystemExit(0)
+        self._generation, self.world_size = self._generation + 1, world_size
+        os.environ["WORLD_SIZE"] = str(world_size)
+        self._form()
+
+
+class ScriptPool:
+    """A pool as the notebook's own process sees it, over the ranks of the script. Ranks: rank 0, inside a cell of its own."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._job.world_size
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self._job.device.type
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
+    ) -> RankResults[Any]:
+        """As ``WorkerPool.run``, without its limit of time: nobody watches a script. Blocks as long as the function."""
+        return self._job.ask(_run, function, *args, ranks=ranks, **kwargs)
+
+    def push(self, ranks: RankSpec = None, **values: Any) -> None:
+        """As ``WorkerPool.push``."""
+        self._job.ask(_push, values, ranks=ranks)
+
+    def pull(self, expression: str, ranks: RankSpec = None) -> RankResults[Any]:
+        """As ``WorkerPool.pull``."""
+        return self._job.ask(_pull, expression, ranks=ranks)
+
+    def restart(self) -> None:
+        """As ``WorkerPool.restart``: the ranks forget what cells have made. Their processes stay."""
+        self._job.ask(_renew, self.world_size)
+
+    def close(self) -> None:
+        """Nothing: the ranks end with the script."""
+
+
+def _run(job: Job, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # A function of the notebook finds the names that its own process lacks on the rank.
+    own = getattr(function, "__globals__", None)
+    if own is not None and getattr(function, "__module__", None) == "__main__" and own is not job.namespace:
+        for name, value in job.namespace.items():
+            own.setdefault(name, value)
+    return function(*args, **kwargs)
+
+
+def _push(job: Job, values: Namespace) -> None:
+    job.namespace.update(values)
+
+
+def _pull(job: Job, expression: str) -> Any:
+    return eval(expression, job.namespace)
+
+
+def _renew(job: Job, world_size: int) -> None:
+    job.renew(world_size)
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
+    """Tensors of a device arrive on the CPU."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is torch.Tensor and (obj.device.type != "cpu" or (obj.requires_grad and not obj.is_leaf)):
+            return obj.detach().cpu().__reduce_ex__(2)
+        return super().reducer_override(obj)
+
+
+def _pack(value: Any) -> bytes:
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
