@@ -149,7 +149,7 @@ class Members:
         environ.setdefault("MASTER_PORT", "29500")
         environ.setdefault("OMP_NUM_THREADS", "1")
         # The flight recorder is what diagnosis reads; torch keeps one on CUDA only when asked before the group exists.
-        environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "256")
         # NCCL's monitor ends a process whose collectives it finds stuck, and writes pages about groups that were aborted.
         environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
         environ.setdefault("MPLBACKEND", "module://matplotlib_inline.backend_inline")

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.interrupts import caught_sigint
 from labkit.controller.watch import Watch
 from labkit.errors import RankFailure
 from labkit.wire.messages import Abort, Aborted, Failed, FromWorker, Inspection, Interrupt, Output, Result, ToControl
@@ -149,13 +148,13 @@ class RunWait:
         self._abort_answers: set[int] = set()
 
     def wait(self) -> Run:
-        """Wait until every rank has ended. Each SIGINT that arrives meanwhile takes the stop one step further."""
-        with caught_sigint(self._on_sigint):
-            while not self._step():
-                pass
+        """Wait until every rank has ended."""
+        while not self._step():
+            pass
         return self.run
 
-    def _on_sigint(self) -> None:
+    def on_sigint(self) -> None:
+        """Each SIGINT takes the stop one step further."""
         if time.monotonic() >= self._hears_from:
             self.request_stop()
 
@@ -171,7 +170,7 @@ class RunWait:
             self._sigints -= 1
             self._interrupt()
         if not self.run.pending and not self._waits():
-            if self._stop_began is not None:
+            if self._stop_began is not None and self.run.diagnosis is None:
                 self.run.diagnosis = self.watch.present()
             return True
         now = time.monotonic()
@@ -240,10 +239,18 @@ class RunWait:
             self._abort()
         hurried = self._hurried and self._aborted_at is not None and now - self._aborted_at >= HURRIED_KILL_AFTER_S
         if waited >= KILL_AFTER_S or hurried:
+            if self.run.diagnosis is None:
+                self.run.diagnosis = self.watch.present()  # the death to come is no cause of anything
+            places = {
+                state.rank: f" at {state.place}" for state in self.run.diagnosis.states if state.report and state.report.where
+            }
             for rank in self.run.pending:
                 if rank not in self._killed:
                     self._killed.append(rank)
-                    self.run.steps.append(f"rank {rank} did not answer for {waited:.0f} s and was killed; what it held is lost.")
+                    place = places.get(rank, "")
+                    self.run.steps.append(
+                        f"rank {rank} did not answer{place} for {waited:.0f} s and was killed; what it held is lost."
+                    )
                     self._pool.kill(rank)
 
     def _abort(self) -> None:

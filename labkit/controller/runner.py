@@ -188,7 +188,9 @@ class Runner:
         self._members.begin(rebuild)
         for rank in rebuild.ranks:
             self._members.send_work(rank, message)
-        return RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S).wait()
+        wait = RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
+        with caught_sigint(wait.on_sigint):
+            return wait.wait()
 
     def replace(self, ranks: tuple[int, ...], timeout_s: float) -> tuple[str, ...]:
         """Put new processes in the place of some ranks; the others keep their variables.

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from labkit.errors import RankFailure
 from labkit.wire.payload import Payload
+from labkit.wire.record import Record
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -23,7 +24,7 @@ StreamName = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True, slots=True)
-class Execute:
+class Execute(Record):
     """Run something on this rank.
 
     Attributes:
@@ -50,12 +51,12 @@ class Execute:
 
 
 @dataclass(frozen=True, slots=True)
-class Shutdown:
+class Shutdown(Record):
     """End the worker after the message before it."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSpec:
+class GroupSpec(Record):
     """How ranks find each other to form the default process group.
 
     Attributes:
@@ -73,28 +74,28 @@ class GroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupt:
+class Interrupt(Record):
     """Raise KeyboardInterrupt in the main thread if it still works on ``run_id``."""
 
     run_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class Abort(Record):
     """Free the main thread from native collectives: abort this rank's process groups."""
 
     run_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Inspect:
+class Inspect(Record):
     """Report what this rank does now."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(Record):
     """The controller has read the buffers of ``run_id``'s result; they can be freed."""
 
     run_id: int
@@ -104,7 +105,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(Record):
     """This rank has a process group and has completed a collective."""
 
     rank: int
@@ -114,7 +115,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(Record):
     """Text that a rank wrote.
 
     Attributes:
@@ -129,7 +130,7 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
-class Display:
+class Display(Record):
     """Something a rank displayed: a Jupyter mime bundle.
 
     Attributes:
@@ -149,7 +150,7 @@ class Display:
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class Output(Record):
     """What a rank put out, in order."""
 
     rank: int
@@ -158,7 +159,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Result(Record):
     """A run finished on this rank."""
 
     rank: int
@@ -167,7 +168,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class Failed(Record):
     """A run ended badly on this rank.
 
     Attributes:
@@ -184,14 +185,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Bye:
+class Bye(Record):
     """The worker ends by itself."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted:
+class Aborted(Record):
     """Answer to Abort: the process groups are gone on this rank."""
 
     rank: int
@@ -200,7 +201,7 @@ class Aborted:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Record):
     """Answer to Inspect.
 
     Attributes:
@@ -215,7 +216,7 @@ class Inspection:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class Collective(Record):
     """One collective as torch's flight recorder knows it.
 
     Attributes:
@@ -238,7 +239,7 @@ class Collective:
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport:
+class RankReport(Record):
     """What one rank does at one moment.
 
     Attributes:

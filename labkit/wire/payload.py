@@ -24,13 +24,14 @@ from typing import Any
 import cloudpickle
 
 from labkit.errors import WireError
+from labkit.wire.record import Record
 
 # Below this size a buffer travels in the message: opening and mapping a file costs about as much as copying this much.
 IN_MESSAGE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FileSlice:
+class FileSlice(Record):
     """A buffer inside a memory file that another process of this machine has open.
 
     Attributes:
@@ -45,7 +46,7 @@ class FileSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class Payload:
+class Payload(Record):
     """A packed value.
 
     Attributes:

@@ -122,6 +122,8 @@ class ControllerWire:
         for source in (self._events, self._commands, self._wake_read):
             self._poller.register(source, zmq.POLLIN)
         self._closed = False
+        # One message goes to many ranks.
+        self._pickled: tuple[ToMain | ToControl, bytes] | None = None
         # Reentrant, because a signal handler may call wake() in the middle of wake().
         self._wake_lock = threading.RLock()
 
@@ -158,7 +160,9 @@ class ControllerWire:
         Raises:
             WireError: The rank's main thread took nothing for 5 s.
         """
-        parts = [_identity(rank, channel), pickle.dumps(message, protocol=5), *frames]
+        if self._pickled is None or self._pickled[0] is not message:
+            self._pickled = message, pickle.dumps(message, protocol=5)
+        parts = [_identity(rank, channel), self._pickled[1], *frames]
         deadline = time.monotonic() + 5.0
         while True:
             try:

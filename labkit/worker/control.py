@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import traceback
 
 import zmq
 
@@ -42,7 +43,14 @@ class ControlThread:
     def _serve(self) -> None:
         try:
             while True:
-                self._handle(self._wire.receive_control())
+                message = self._wire.receive_control()
+                try:
+                    self._handle(message)
+                except zmq.ZMQError:
+                    raise
+                except Exception:
+                    # Every way out of a hang leads through this thread, so it outlives what goes wrong in it.
+                    traceback.print_exc()
         except zmq.ZMQError:
             self._wire.close_control()  # the worker is ending and waits for this in close()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import select
@@ -38,6 +39,11 @@ FIRST_IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # an optimizer's first step imports it, on every rank
     "labkit.worker.loop",
+    # A worker's shell imports these when it is made, half of its start.
+    "IPython.core.completer",
+    "IPython.core.completerlib",
+    "IPython.core.crashhandler",
+    "IPython.core.magics",
 )
 # Imported while nobody asks for anything and no worker lives: a death must not wait for an import to be reported.
 # Not the inline backend itself: it hooks into the shell of the process that imports it, and this one has none.
@@ -128,6 +134,8 @@ class Server:
         """Fork one worker; returns its pid."""
         read_fds, write_fds = make_pipes()
         kept = Kept()
+        # Else a worker's first garbage collection writes to every object of torch, and so copies 65 MiB of pages.
+        gc.freeze()
         pid = os.fork()
         if pid == 0:
             self._become_worker(spec, read_fds, write_fds, kept)
@@ -278,6 +286,7 @@ def main() -> None:
     except BaseException as error:
         connection.send(("broken", f"{type(error).__name__}: {error}", traceback.format_exc()))
         raise
+    gc.collect()
     connection.send(("ready", time.monotonic() - started))
     Server(connection).serve()
 

@@ -79,7 +79,7 @@ def _user_place() -> tuple[str, int]:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("<cell>", 1)
+    return (frame.f_code.co_filename, frame.f_lineno or frame.f_code.co_firstlineno) if frame is not None else ("<cell>", 1)
 
 
 @contextlib.contextmanager

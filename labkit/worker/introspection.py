@@ -29,11 +29,19 @@ def report(state: RunState) -> RankReport:
         state: Which run it works on.
 
     Returns:
-        The report; never raises for something that cannot be read, and never blocks on the main thread.
+        The report, with less in it where something cannot be read: the main thread goes on meanwhile. Never raises, and never
+        blocks on the main thread.
     """
+    run_id, started = state.run_id, state.started
+    try:
+        return _full_report(run_id, started)
+    except Exception:
+        return RankReport(run_id, busy_s=0.0 if run_id is None else time.monotonic() - started)
+
+
+def _full_report(run_id: int | None, started: float) -> RankReport:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = usage.ru_utime + usage.ru_stime
-    run_id, started = state.run_id, state.started
     collectives = recent_collectives()
     if run_id is None:
         return RankReport(None, cpu_s=cpu_s, collectives=collectives, groups=_groups(), threads=threading.active_count())
@@ -45,8 +53,8 @@ def report(state: RunState) -> RankReport:
         busy_s=time.monotonic() - started,
         where=_place(user) if user else "",
         function=user.f_code.co_name if user else "",
-        code=linecache.getline(user.f_code.co_filename, user.f_lineno).strip() if user else "",
-        innermost=f"{innermost.f_code.co_filename}:{innermost.f_lineno} {innermost.f_code.co_name}" if innermost else "",
+        code=linecache.getline(user.f_code.co_filename, _line(user)).strip() if user else "",
+        innermost=f"{innermost.f_code.co_filename}:{_line(innermost)} {innermost.f_code.co_name}" if innermost else "",
         in_collective=bool(waits_in),
         waits_in=waits_in,
         cpu_s=cpu_s,
@@ -74,7 +82,12 @@ def _place(frame: FrameType) -> str:
 
     name = frame.f_code.co_filename
     number = InteractiveShell.instance().compile._filename_map.get(name) if InteractiveShell.initialized() else None
-    return f"Cell In[{number}], line {frame.f_lineno}" if number is not None else f"{os.path.basename(name)}, line {frame.f_lineno}"
+    return f"{os.path.basename(name) if number is None else f'Cell In[{number}]'}, line {_line(frame)}"
+
+
+def _line(frame: FrameType) -> int:
+    # None between two lines, at an instruction that the compiler has added.
+    return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def _waits_in(frame: FrameType | None) -> str:

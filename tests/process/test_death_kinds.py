@@ -63,6 +63,18 @@ def test_death_is_reported_in_half_a_second(pool: WorkerPool) -> None:
     assert max(took) < 0.5 * LOAD
 
 
+def test_rank_that_native_code_never_gives_back_is_killed_at_the_line_that_called_it(pool: WorkerPool) -> None:
+    # A mutex that its own thread locks twice: no signal ends the wait, and it is no collective.
+    cell = "lock, libc = ctypes.create_string_buffer(64), ctypes.CDLL(None)\nlibc.pthread_mutex_lock(lock)\nif rank == 1:\n"
+    with pytest.raises(WorkerDiedError) as caught:
+        pool.run_cell(cell + "    libc.pthread_mutex_lock(lock)\nelse:\n    dist.barrier()", timeout_s=1.0, cell_number=7)
+    assert str(caught.value).count("rank 1 did not answer at Cell In[7], line 4 for 6 s and was killed; what it held is lost.") == 1
+    assert "rank 0 waits in barrier" in caught.value.diagnosis
+    assert "died" not in caught.value.diagnosis
+    pool.restart(ranks=[1])
+    assert pool.run_cell("int(rank == 0 and libc is not None)", want_value=True) == {0: 1, 1: 0}
+
+
 # ---- idle ranks ------------------------------------------------------------------------------------------------------
 
 

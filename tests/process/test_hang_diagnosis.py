@@ -267,3 +267,16 @@ def test_time_limit_carries_the_diagnosis(pool: WorkerPool) -> None:
         pool.run_cell("if rank == 0:\n    dist.barrier()", timeout_s=1, cell_number=5)
     assert caught.value.diagnosis.startswith("rank 1 finished the cell; rank 0 waits in barrier")
     assert "at Cell In[5], line 2 for it." in str(caught.value)
+
+
+def test_rank_that_cannot_be_looked_at_is_interrupted_all_the_same(pool: WorkerPool, screen: Screen) -> None:
+    pool.run_cell(
+        "from labkit.worker import introspection\n"
+        "look = introspection.report\n"
+        "def fails(state): raise RuntimeError('no look')\n"
+        "if rank == 1: introspection.report = fails"
+    )
+    with pytest.raises(RunTimeoutError) as caught:
+        pool.run_cell("import torch.distributed as dist\nif rank == 1: dist.barrier()", timeout_s=3.0)
+    assert caught.value.interrupted_ranks == (1,)
+    assert pool.run_cell("introspection.report = look\ndist.barrier()\nrank", want_value=True) == {0: 0, 1: 1}

@@ -105,7 +105,7 @@ def dies(pool: WorkerPool, chance: random.Random) -> None:
     cell = f"if rank == {chance.randrange(2)}:\n    print('last words')\n    {chance.choice(DEATHS)}\n{others}"
     with pytest.raises(WorkerDiedError) as caught:
         pool.run_cell(cell, timeout_s=60)
-    assert [failure.last_output for failure in caught.value.failures if failure.kind == "died"][0].startswith("last words")
+    assert next(failure.last_output for failure in caught.value.failures if failure.kind == "died").startswith("last words")
 
 
 def dies_idle(pool: WorkerPool, chance: random.Random) -> None:
