@@ -17,7 +17,13 @@ _BAR_IN = 0.42
 
 
 def memory_bars(
-    parts: Mapping[str, Any], measured: Mapping[str, int] | None = None, *, caption: str, limit_bytes: int | None = None
+    parts: Mapping[str, Any],
+    measured: Mapping[str, int] | None = None,
+    *,
+    caption: str,
+    what: str = "memory of one rank",
+    measured_label: str = "measured peak",
+    limit_bytes: int | None = None,
 ) -> Picture:
     """Draw the parts of the memory for several ways to train.
 
@@ -26,6 +32,8 @@ def memory_bars(
             `labkit.spmd.memory.MemoryParts`. All have the same parts, drawn in their order.
         measured: Peaks in bytes for some of the ways; drawn as diamonds.
         caption: The line under the picture.
+        what: What the bytes are, for the axis.
+        measured_label: What the diamonds are, for the legend.
         limit_bytes: Drawn as a dashed line.
 
     Returns:
@@ -47,11 +55,11 @@ def memory_bars(
         _draw(ax, bars, names, scale, largest / scale)
         for place, name in enumerate(bars):
             if name in measured:
-                label = "measured peak" if name == next(iter(n for n in bars if n in measured)) else None
+                label = measured_label if name == next(iter(n for n in bars if n in measured)) else None
                 ax.plot(measured[name] / scale, place, marker="D", ms=6, mfc="white", mec=INK, mew=1.3, ls="", label=label)
         if limit_bytes is not None:
             ax.axvline(limit_bytes / scale, color=INK, ls="--", lw=1.1, label="limit")
-        ax.set_xlabel(f"memory of one rank, {unit}")
+        ax.set_xlabel(f"{what}, {unit}")
         fig.legend(loc="outside upper left", ncols=4, handlelength=1.6, columnspacing=1.4)
         return Picture.from_figure(
             fig,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,13 +134,8 @@ def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
     from torch.profiler import ProfilerActivity, profile
 
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with _without_the_profilers_log():
-        profiler.start()
-    try:
+    with _without_the_profilers_log(), profiler:
         step()
-    finally:
-        with _without_the_profilers_log():
-            profiler.stop()
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     total, curve = 0, []
@@ -152,16 +148,21 @@ def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
 
 @contextmanager
 def _without_the_profilers_log() -> Iterator[None]:
-    """The profiler's C++ side writes a line to stderr whenever it starts or stops, whatever its log level."""
+    """The profiler's C++ side writes to stderr when it starts, stops, or sees memory go that it has not seen come."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as log:
+        os.dup2(log.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            log.seek(0)
+            for line in log:
+                if not any(source in line for source in (b"ProfilerHandler.cpp", b"CPUAllocator.cpp")):
+                    os.write(kept, line)
+            os.close(kept)
 
 
 # The tracker's categories, as they are named since torch 2.6.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from labkit.spmd.offload import ActivationOffload
 from labkit.spmd.offload_plan import BlockCost, Bus, Choice, Plan
-from labkit.spmd.offload_transfer import CountingTransfer, Transfer, transfer_for
+from labkit.spmd.offload_transfer import Copy, CountingTransfer, Transfer, transfer_for
 
 
 def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, repeats: int = 5) -> list[BlockCost]:
@@ -32,7 +32,8 @@ def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, r
 
     Ranks: local for a plain model; where ``step`` is collective, so is this.
     """
-    counted = [ActivationOffload([block], min_bytes=1, transfer=CountingTransfer()) for block in blocks]
+    sizes = [_Sizes() for _ in blocks]
+    counted = [ActivationOffload([block], min_bytes=1, transfer=size) for block, size in zip(blocks, sizes, strict=True)]
     input_bytes = [0] * len(blocks)
 
     def note_inputs(place: int) -> Callable[..., None]:
@@ -43,7 +44,6 @@ def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, r
 
     hooks = [block.register_forward_pre_hook(note_inputs(i), with_kwargs=True) for i, block in enumerate(blocks)]
     step()
-    saved_bytes = [offload.counts.moved_bytes for offload in counted]
     for closing in counted:
         closing.close()
     for hook in hooks:
@@ -52,8 +52,11 @@ def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, r
     for _ in range(repeats + 1):
         clock.step(step)
     clock.close()
-    times = [clock.medians(place) for place in range(len(blocks))]
-    return [BlockCost(*times[i], saved_bytes[i], input_bytes[i]) for i in range(len(blocks))]
+    return [
+        # A product needs both its factors: two storages at a time.
+        BlockCost(*clock.medians(place), sum(found.sizes), input_bytes[place], sum(sorted(found.sizes)[-2:]))
+        for place, found in enumerate(sizes)
+    ]
 
 
 def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_bytes: int = 64 << 20, repeats: int = 5) -> Bus:
@@ -127,6 +130,18 @@ def apply_plan(blocks: Sequence[nn.Module], plan: Plan, **options: Any) -> Activ
         if choice in (Choice.MOVE, Choice.MOVE_INPUTS):
             moving.append(block)
     return ActivationOffload(moving, **options) if moving else None
+
+
+class _Sizes(CountingTransfer):
+    """Notes how large the storages are that would move."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def send(self, source: Tensor) -> Copy:
+        self.sizes.append(source.numel())
+        return super().send(source)
 
 
 class _Clock:

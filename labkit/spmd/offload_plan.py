@@ -1,22 +1,24 @@
 """Choose per block what becomes of its activations: keep, recompute or move, under a memory limit, at the least time.
 
-The time is a roofline (Williams et al., 2009): in each direction a step takes as long as the slower of two, the computation
-and the bus. Within that model the choice is the best one.
+The bound on time is a roofline (Williams et al., 2009): in each direction a step takes as long as the slower of two, the
+computation and the bus. `predict` refines it: copies hide behind later blocks only as far as the limit in flight allows.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, repeat
 
+import torch
+from torch import Tensor
+
 from labkit.errors import LabkitError
 
 DEFAULT_IN_FLIGHT = 256 << 20
-_MOST_GROUPS = 24
+_MOST_GROUPS, _MOST_STATES = 24, 300
 
 
 class PlanError(LabkitError, ValueError):
@@ -44,12 +46,14 @@ class BlockCost:
         backward_s: Seconds of its backward, without recomputation.
         saved_bytes: Storages that autograd saves in it, each once, without weights.
         input_bytes: Of its inputs, which recomputation needs.
+        working_bytes: Of the saved storages, what one operation of backward needs at a time: on the device though it moves.
     """
 
     forward_s: float
     backward_s: float
     saved_bytes: int
     input_bytes: int
+    working_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,36 +102,47 @@ class Plan:
     moved_bytes: int
 
 
-def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Setting) -> Plan:
-    """What a choice costs, by the roofline.
+def roofline_seconds(costs: Sequence[BlockCost], moved_bytes: float, setting: Setting) -> float:
+    """The least time of a step that keeps or moves, whatever is moved when: no plan that recomputes nothing is faster.
 
     A direction takes ``max(computation, (moved - in flight) / bandwidth)``: what may be in flight need not have left when
-    forward ends, and what has not left need not come back. It is a lower bound; it says nothing of bubbles in between.
+    forward ends, and what has not left need not come back.
 
-    The peak is reached in some block: everything held for the blocks before it, and its own activations unless they move,
-    and what is in flight.
+    Ranks: local.
+    """
+    forward, backward = sum(cost.forward_s for cost in costs), sum(cost.backward_s for cost in costs)
+    moving = max(0.0, moved_bytes - setting.max_in_flight_bytes)
+    bus = setting.bus
+    return max(forward, moving / bus.out_bytes_per_s) + max(backward, moving / bus.back_bytes_per_s) + setting.rest_s
+
+
+def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Setting) -> Plan:
+    """What a choice costs.
+
+    Time: while a block runs, its bytes and those that wait from the blocks beside it go over the bus, and no more than the
+    limit in flight may be left when it ends. A block takes the longer of its computation and that.
+
+    Memory: the peak is reached in some block: everything held for the blocks before it, its own activations unless they
+    move, and what is in flight.
 
     Raises:
         ValueError: There are not as many choices as blocks.
+
+    Ranks: local.
     """
-    forward = sum(cost.forward_s for cost in costs)
-    backward = sum(cost.backward_s for cost in costs)
-    moved = need = 0
+    state = _NOTHING
     for cost, choice in reversed(list(zip(costs, choices, strict=True))):
-        moved += _moved(cost, choice)
-        need = max(_own(cost, choice), _held(cost, choice) + need)
-        backward += cost.forward_s if choice in _RECOMPUTED else 0.0
-    in_flight = min(moved, setting.max_in_flight_bytes)
-    forward_s = max(forward, (moved - in_flight) / setting.bus.out_bytes_per_s)
-    backward_s = max(backward, (moved - in_flight) / setting.bus.back_bytes_per_s)
-    peak = setting.fixed_bytes + need + in_flight
-    return Plan(tuple(choices), forward_s, backward_s, forward_s + backward_s + setting.rest_s, peak, moved)
+        state = _with_block(state, cost, choice, setting)
+    step_s = state.forward_s + state.backward_s + setting.rest_s
+    peak = setting.fixed_bytes + state.need_bytes + min(state.moved_bytes, setting.max_in_flight_bytes)
+    return Plan(tuple(choices), state.forward_s, state.backward_s, step_s, peak, state.moved_bytes)
 
 
 def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: float) -> Plan:
     """The fastest choice whose predicted peak stays within the limit; among equally fast ones that which moves least.
 
-    Up to 24 blocks the choice is exact. More are taken in groups of neighbours that share a choice, to stay quick.
+    More than 24 blocks are taken in groups of neighbours that share a choice, and of many partial choices that differ little
+    some are left out, to stay quick; then the plan is close to the best one, and its prediction as good as any.
 
     Args:
         costs: One per block, in the order of forward.
@@ -144,7 +159,7 @@ def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: fl
         raise ValueError("there is no block to choose for")
     size = math.ceil(len(costs) / _MOST_GROUPS)
     groups = [costs[begin : begin + size] for begin in range(0, len(costs), size)]
-    chosen = _candidates([_joined(group) for group in groups])
+    chosen = _candidates([_joined(group) for group in groups], setting)
     plans = [predict(costs, list(chain(*map(repeat, choices, map(len, groups)))), setting) for choices in chosen]
     fitting = [plan for plan in plans if plan.peak_bytes <= limit_bytes]
     if not fitting:
@@ -158,7 +173,8 @@ def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: fl
 
 def _joined(group: Sequence[BlockCost]) -> BlockCost:
     times = sum(cost.forward_s for cost in group), sum(cost.backward_s for cost in group)
-    return BlockCost(*times, sum(cost.saved_bytes for cost in group), sum(cost.input_bytes for cost in group))
+    sizes = sum(cost.saved_bytes for cost in group), sum(cost.input_bytes for cost in group)
+    return BlockCost(*times, *sizes, max(cost.working_bytes for cost in group))
 
 
 def _moved(cost: BlockCost, choice: Choice) -> int:
@@ -172,51 +188,78 @@ def _held(cost: BlockCost, choice: Choice) -> int:
 
 def _own(cost: BlockCost, choice: Choice) -> int:
     """On the device while the block itself runs. What moves is counted as in flight."""
-    return 0 if choice is Choice.MOVE else cost.saved_bytes
+    return cost.working_bytes if choice is Choice.MOVE else cost.saved_bytes
 
 
 @dataclass(frozen=True)
 class _Partial:
-    """The blocks from some block to the last: what is recomputed and moved, and the memory that they need."""
+    """The blocks from some block to the last: their time, the bytes that wait for the bus at its edge, and their memory."""
 
-    recomputed_s: float
+    forward_s: float
+    backward_s: float
+    out_waiting: float
+    back_waiting: float
     moved_bytes: int
     need_bytes: int
     choices: tuple[Choice, ...]
 
 
-def _candidates(costs: Sequence[BlockCost]) -> list[tuple[Choice, ...]]:
-    """All choices that no other choice beats in time, bytes and memory at once."""
+_NOTHING = _Partial(0.0, 0.0, 0.0, 0.0, 0, 0, ())
+
+
+def _with_block(state: _Partial, cost: BlockCost, choice: Choice, setting: Setting) -> _Partial:
+    """One more block before the others."""
+    # The blocks come from the last to the first. A row of stages with limited room between them takes as long in either
+    # order (Muth, 1979), so this serves forward as well as backward.
+    moved, bus = _moved(cost, choice), setting.bus
+    again_s = cost.forward_s if choice in _RECOMPUTED else 0.0
+    room = setting.max_in_flight_bytes
+    forward_s, out_waiting = _over_bus(cost.forward_s, moved + state.out_waiting, bus.out_bytes_per_s, room)
+    backward_s, back_waiting = _over_bus(cost.backward_s + again_s, moved + state.back_waiting, bus.back_bytes_per_s, room)
+    return _Partial(
+        state.forward_s + forward_s,
+        state.backward_s + backward_s,
+        out_waiting,
+        back_waiting,
+        state.moved_bytes + moved,
+        max(_own(cost, choice), _held(cost, choice) + state.need_bytes),
+        (choice, *state.choices),
+    )
+
+
+def _over_bus(compute_s: float, size_bytes: float, bytes_per_s: float, room_bytes: float) -> tuple[float, float]:
+    """Seconds of a block, and bytes that are left for its neighbour."""
+    seconds = max(compute_s, (size_bytes - room_bytes) / bytes_per_s)
+    return seconds, max(0.0, size_bytes - bytes_per_s * seconds)
+
+
+def _candidates(costs: Sequence[BlockCost], setting: Setting) -> list[tuple[Choice, ...]]:
+    """All choices that no other choice beats in time and memory at once; of very many, some."""
     # From the last block to the first, because what a block holds is held through all later ones.
-    states = [_Partial(0.0, 0, 0, ())]
+    states = [_NOTHING]
     for cost in reversed(costs):
-        grown = [
-            _Partial(
-                state.recomputed_s + (cost.forward_s if choice in _RECOMPUTED else 0.0),
-                state.moved_bytes + _moved(cost, choice),
-                max(_own(cost, choice), _held(cost, choice) + state.need_bytes),
-                (choice, *state.choices),
-            )
-            for state in states
-            for choice in Choice
-        ]
-        states = _undominated(grown)
+        states = _undominated([_with_block(state, cost, choice, setting) for state in states for choice in Choice])
     return [state.choices for state in states]
 
 
 def _undominated(states: list[_Partial]) -> list[_Partial]:
-    kept: list[_Partial] = []
-    # Of the states so far, those that need the least memory for the bytes that they move: more bytes, less memory.
-    moved: list[int] = []
-    needs: list[int] = []
-    for state in sorted(states, key=lambda state: (state.recomputed_s, state.moved_bytes, state.need_bytes)):
-        place = bisect_right(moved, state.moved_bytes)
-        if place and needs[place - 1] <= state.need_bytes:
-            continue
-        kept.append(state)
-        end = place
-        while end < len(moved) and needs[end] >= state.need_bytes:
-            end += 1
-        begin = bisect_left(moved, state.moved_bytes)
-        moved[begin:end], needs[begin:end] = [state.moved_bytes], [state.need_bytes]
+    rows = torch.tensor(
+        [[s.forward_s, s.backward_s, s.out_waiting, s.back_waiting, s.moved_bytes, s.need_bytes] for s in states],
+        dtype=torch.float64,
+    )
+    order = torch.argsort(rows.sum(dim=1))  # a state comes after those that beat it, and after its equals' first
+    beaten = _earlier_beats(rows[order]).tolist()
+    kept = [states[place] for place, is_beaten in zip(order.tolist(), beaten, strict=True) if not is_beaten]
+    if len(kept) > _MOST_STATES:
+        kept.sort(key=lambda state: (state.need_bytes, state.forward_s + state.backward_s))
+        last = len(kept) - 1
+        kept = [kept[round(place * last / (_MOST_STATES - 1))] for place in range(_MOST_STATES)]
     return kept
+
+
+def _earlier_beats(rows: Tensor) -> Tensor:
+    """For each row, whether an earlier one is nowhere larger."""
+    at_most = torch.ones(len(rows), len(rows), dtype=torch.bool)
+    for column in rows.T:
+        at_most &= column[:, None] <= column[None]
+    return at_most.triu_(1).any(dim=0)

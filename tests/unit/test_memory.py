@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,8 +83,11 @@ def test_allocations_are_reported_as_they_come_and_go() -> None:
 
 
 def test_the_profiler_s_own_log_stays_out(capfd: pytest.CaptureFixture[str]) -> None:
-    allocation_curve(lambda: torch.ones(10))
+    before = [torch.ones(10)]
+    allocation_curve(before.clear)
     assert capfd.readouterr().err == ""
+    allocation_curve(lambda: os.write(2, b"the step's own words\n"))
+    assert capfd.readouterr().err == "the step's own words\n"
 
 
 class Feed(nn.Module):
