@@ -15,7 +15,7 @@ from labkit.controller.current import current_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.pool import WorkerPool
 from labkit.errors import LabkitError, PoolStateError
-from labkit.notebook import rank_names
+from labkit.notebook import pool_view, rank_names
 from labkit.notebook.expect import error_class, expect_error
 
 
@@ -58,7 +58,7 @@ def _spmd_parser() -> _Parser:
 
 def _pool_parser() -> _Parser:
     parser = _Parser(prog="%pool", add_help=False, description="Show or steer the pool.")
-    parser.add_argument("action", nargs="?", choices=["status", "start", "restart", "close"], default="status")
+    parser.add_argument("action", nargs="?", choices=["status", "follow", "start", "restart", "close"], default="status")
     parser.add_argument("world_size", nargs="?", type=int)
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     return parser
@@ -114,14 +114,16 @@ class LabkitMagics(Magics):
     def pool(self, line: str) -> None:
         """Show or steer the pool.
 
-        Usage: %pool [status | start [N] [--device auto|cpu|cuda] | restart | close]
+        Usage: %pool [status | follow | start [N] [--device auto|cpu|cuda] | restart | close]
+
+        The status is a table of the ranks; with follow it is brought up to date once a second, also while later cells run.
         """
         options = _parse(_pool_parser(), line)
         if options.action == "start":
             pool = WorkerPool(options.world_size, options.device)
             assert self.shell is not None
             self.shell.user_ns["pool"] = pool
-        elif options.action != "status":
+        elif options.action not in ("status", "follow"):
             pool = current_pool()
             pool.restart() if options.action == "restart" else pool.close()
         else:
@@ -130,7 +132,9 @@ class LabkitMagics(Magics):
             except PoolStateError:
                 server = "warm" if fork_server.available() and fork_server.shared().warm else "warming up"
                 self._say(f"no pool is open; the fork server is {server}. Start one with %pool start 4")
-                return
+            else:
+                pool_view.show_status(pool, follow=options.action == "follow")
+            return
         self._say(repr(pool))
 
     @staticmethod
@@ -166,5 +170,6 @@ def register(shell: Any) -> None:
     """Add the magics to a shell and let the fork server import torch in the background."""
     shell.register_magics(LabkitMagics)
     rank_names.register(shell)
+    pool_view.register(shell)
     if fork_server.available():
         fork_server.shared()

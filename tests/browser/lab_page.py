@@ -66,10 +66,14 @@ class LabPage:
         self.page.wait_for_function(_RUN, timeout=timeout_ms)
         self.wait_done(timeout_ms)
 
+    def activate(self, index: int) -> None:
+        """Make a cell the active one."""
+        self.page.evaluate(f"index => {{ {_CURRENT}.content.activeCellIndex = index }}", index)
+
     def run(self, *indices: int, wait: bool = True) -> None:
         """Run some cells, one after the other."""
         for index in indices:
-            self.page.evaluate(f"index => {{ {_CURRENT}.content.activeCellIndex = index }}", index)
+            self.activate(index)
             self.command("notebook:run-cell", wait=False)
             self.page.wait_for_function(f"index => {_CURRENT}.content.widgets[index].model.executionState !== undefined", arg=index)
             if wait:

@@ -1,0 +1,163 @@
+"""What every rank of a pool is, holds and does now, as a table."""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import shutil
+import subprocess
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+
+import psutil
+
+from labkit.controller.diagnosis import Diagnosis, RankState
+from labkit.controller.pool import WorkerPool
+from labkit.notebook.style import rank_style, text_table
+
+COLUMNS = ("rank", "process", "device", "state", "own memory", "runs", "for")
+# What a state looks like beside its word, for the quick eye.
+_SIGNS = {"idle": "○", "finished": "○", "working": "●", "native": "●", "waiting": "◐", "silent": "?", "failed": "✕", "dead": "✕"}
+_LOOK_S = 1.0
+_NVIDIA_S = 5.0
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank at one moment.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process.
+        device: ``cpu``, or ``cuda:1`` for the GPU that is its own.
+        state: A state of `labkit.controller.diagnosis.RankState`; ``idle`` between runs.
+        memory_bytes: What would be free if only this process ended; None when it is dead.
+        gpu_bytes: What it holds of its GPU; None on the CPU and where the driver does not say.
+        runs: Where it is in which cell, and in which collective; empty when it runs nothing.
+        for_s: Seconds since the run began on this rank; None when it runs nothing.
+    """
+
+    rank: int
+    pid: int
+    device: str
+    state: str
+    memory_bytes: int | None
+    gpu_bytes: int | None = None
+    runs: str = ""
+    for_s: float | None = None
+
+
+def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
+    """Look at every rank once, from any thread; a run in progress is not disturbed.
+
+    Args:
+        pool: An open pool.
+
+    Ranks: controller. Blocks for at most about 1 s, on GPUs 6 s.
+    """
+    states = {state.rank: state for state in (_look(pool) or Diagnosis("idle", "")).states}
+    on_gpu = _gpu_bytes() if pool.device == "cuda" else {}
+    found = []
+    for rank, pid in sorted(pool.pids.items()):
+        memory_bytes = _own_memory(pid)
+        state = states.get(rank)
+        device = f"cuda:{rank}" if pool.device == "cuda" else pool.device
+        word = "dead" if memory_bytes is None else state.state if state else "idle"
+        runs, for_s = _work(state) if state and word in ("working", "waiting", "native") else ("", None)
+        found.append(RankStatus(rank, pid, device, word, memory_bytes, on_gpu.get(pid), runs, for_s))
+    return found
+
+
+def _look(pool: WorkerPool) -> Diagnosis | None:
+    """What the ranks of the present run do; None between runs.
+
+    Not `WorkerPool.diagnose`: between runs that takes the pool's lock for a moment, in which a cell that starts just then
+    would be refused.
+    """
+    waiting = pool._runner._waiting
+    if waiting is None:
+        return None
+    answer: Future[Diagnosis] = Future()
+    waiting.watch.requests.put(answer)
+    with contextlib.suppress(TimeoutError, CancelledError):
+        return answer.result(_LOOK_S)
+    return None
+
+
+def _work(state: RankState) -> tuple[str, float | None]:
+    call = f": {state.call}" if state.state == "waiting" else ""
+    return f"{state.place}{call}", state.report.busy_s if state.report else None
+
+
+def _own_memory(pid: int) -> int | None:
+    """Without what the rank shares with the fork server, such as torch's libraries; None when the process is gone."""
+    try:
+        process = psutil.Process(pid)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        with contextlib.suppress(psutil.AccessDenied, AttributeError):
+            return int(process.memory_full_info().uss)
+        return int(process.memory_info().rss)
+    except psutil.Error:
+        return None
+
+
+def _gpu_bytes() -> dict[int, int]:
+    """GPU memory by process id, as the driver reports it; empty where it does not, as in many containers."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return {}
+    query = [command, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
+    try:
+        listing = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_NVIDIA_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    rows = (line.split(",") for line in listing.stdout.splitlines())
+    return {int(row[0]): int(row[1]) * 2**20 for row in rows if len(row) == 2 and row[1].strip().isdigit()}
+
+
+def status_text(pool: WorkerPool, statuses: list[RankStatus]) -> str:
+    """The pool in a line and its ranks in a table."""
+    columns, rows = _table(statuses)
+    return "\n".join([repr_line(pool), *text_table(columns, rows)])
+
+
+def status_html(pool: WorkerPool, statuses: list[RankStatus]) -> str:
+    """The same, for a notebook: a table that needs no script and no style sheet."""
+    style = "text-align:left;padding:2px 14px 2px 0;vertical-align:top"
+    columns, rows = _table(statuses)
+    head = "".join(f'<th scope="col" style="{style}">{name}</th>' for name in columns)
+    body = "".join(_row(status.rank, row, style) for status, row in zip(statuses, rows, strict=True))
+    return f"<div>{html.escape(repr_line(pool))}</div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def repr_line(pool: WorkerPool) -> str:
+    """The pool in one line. Not ``repr``, which takes the pool's lock for a moment, when a run may begin in another thread."""
+    return f"WorkerPool(world_size={pool.world_size}, device={pool.device!r}): {pool._plan.describe()}"
+
+
+def _table(statuses: list[RankStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Head and rows; what the ranks run only while they run something."""
+    shown = len(COLUMNS) if any(status.runs for status in statuses) else len(COLUMNS) - 2
+    return COLUMNS[:shown], [_cells(status)[:shown] for status in statuses]
+
+
+def _row(rank: int, row: tuple[str, ...], style: str) -> str:
+    look = rank_style(rank)
+    chip = f"background:{look.color};color:{look.text_color};padding:0 8px;border-radius:2px;font-weight:bold"
+    first, *others = row
+    cells = "".join(f'<td style="{style}">{html.escape(text)}</td>' for text in others)
+    return f'<tr><th scope="row" style="{style}"><span style="{chip}">{first}</span></th>{cells}</tr>'
+
+
+def _cells(status: RankStatus) -> tuple[str, ...]:
+    memory = "" if status.memory_bytes is None else _size(status.memory_bytes)
+    if status.gpu_bytes is not None:
+        memory += f", GPU {_size(status.gpu_bytes)}"
+    since = "" if status.for_s is None else f"{status.for_s:.0f} s"
+    state = f"{_SIGNS.get(status.state, '')} {status.state}".strip()
+    return str(status.rank), str(status.pid), status.device, state, memory, status.runs, since
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:.0f} MiB" if size_bytes < 10 * 2**30 else f"{size_bytes / 2**30:.1f} GiB"
