@@ -148,7 +148,7 @@ def _divide(body: str, last: ast.Expr | None) -> tuple[str, str]:
     elif last.end_col_offset is not None:
         end = lines[last.end_lineno - 1].encode()[: last.end_col_offset].decode()
         expression = "\n".join([*expression.split("\n")[:-1], end])
-    return "\n".join(before).strip("\n"), expression
+    return "\n".join(before).strip("\n"), f"({expression})" if isinstance(last.value, ast.Tuple) else expression
 
 
 def _handed_on(out: str | None, value: str, ranks: str) -> str:

@@ -57,6 +57,7 @@ class Job:
         on_gpu = torch.cuda.device_count() >= int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
         self.device = torch.device("cuda", self.local_rank) if on_gpu else torch.device("cpu")
         self._generation = 0
+        self._has_pool = False
         self._store: Any = None
         self._first_names: set[str] = set()
 
@@ -157,9 +158,9 @@ class Job:
         wanted = world_size or self.world_size
         if wanted > self.world_size:
             raise LabkitError(f"the script has {self.world_size} ranks, and {wanted} cannot be made of them")
-        if self._generation or wanted < self.world_size:
+        if self._has_pool or wanted < self.world_size:
             self.ask(_renew, wanted)
-        self._generation = max(self._generation, 1)
+        self._has_pool = True
         return ScriptPool(self)
 
     def ask(self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, **kwargs: Any) -> RankResults[Any]:

@@ -1,0 +1,176 @@
+"""A notebook written as a script: what becomes of each kind of cell, and what is refused."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from click.testing import CliRunner
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from labkit.cli import main
+from labkit.course.script import ScriptError, write_script
+from labkit.spmd.cells import run_cell, text_of
+
+
+@pytest.fixture
+def script_of(tmp_path: Path) -> Any:
+    """Write cells (source, or source and tag) as a notebook, and return its script from the first cell on."""
+
+    def write(*cells: str | tuple[str, str]) -> str:
+        pairs = [(cell, "") if isinstance(cell, str) else cell for cell in cells]
+        code = [new_code_cell(source, metadata={"tags": [tag]} if tag else {}, id=f"c{n}") for n, (source, tag) in enumerate(pairs)]
+        path = tmp_path / "07_sample.ipynb"
+        nbformat.write(new_notebook(cells=[new_markdown_cell("# 07 Sample", id="m0"), *code]), path)
+        script = write_script(path)
+        compile(script, "script", "exec")
+        return script.partition("job = Job.start(globals())\n")[2]
+
+    return write
+
+
+def lines(script: str) -> list[str]:
+    return [line for line in script.splitlines() if line and not line.startswith(("# Cell", "job.cell("))]
+
+
+def test_an_spmd_cell_is_plain_code_and_its_last_expression_is_shown(script_of: Any) -> None:
+    assert lines(script_of("%%spmd\nx = rank  # mine\nx + 1")) == ["# %%spmd", "x = rank  # mine", "job.show(x + 1)"]
+
+
+def test_a_tuple_is_shown_as_one_value(script_of: Any) -> None:
+    assert lines(script_of("%%spmd\n1, 2"))[-1] == "job.show((1, 2))"
+
+
+def test_an_expression_over_several_lines_stays_whole_and_what_stands_before_it_on_the_line_runs_first(script_of: Any) -> None:
+    assert lines(script_of("%%spmd\na = 1; max(\n    a,\n    2,\n)"))[1:] == ["a = 1", "job.show(max(", "    a,", "    2,", "))"]
+
+
+def test_columns_are_counted_in_bytes_as_python_does(script_of: Any) -> None:
+    assert lines(script_of("%%spmd\nä = 'ö'; ä"))[1:] == ["ä = 'ö'", "job.show(ä)"]
+
+
+@pytest.mark.parametrize("source", ["%%spmd\nx = 1", "%%spmd\nx;"])
+def test_a_statement_or_a_semicolon_shows_nothing(script_of: Any, source: str) -> None:
+    assert "job.show" not in script_of(source)
+
+
+def test_print_stays_as_it_is(script_of: Any) -> None:
+    assert lines(script_of("%%spmd\nprint(rank)"))[-1] == "print(rank)"
+
+
+def test_out_hands_the_value_to_the_notebook_s_own_process(script_of: Any) -> None:
+    assert lines(script_of("%%spmd --out found\nx = 1\nx"))[1:] == ["x = 1", "job.keep('found', x)"]
+    assert lines(script_of("%%spmd --out found\nx = 1"))[1:] == ["x = 1", "job.keep('found', None)"]
+
+
+def test_a_cell_for_some_ranks_is_guarded_and_what_it_shows_travels_outside_of_the_guard(script_of: Any) -> None:
+    expected = ["_value = None", "if rank in (0, 1, 3):", "    x = 1", "    _value = x", "job.show(_value, ranks=(0, 1, 3))"]
+    assert lines(script_of("%%spmd --ranks 0-1,3\nx = 1\nx"))[1:] == expected
+    assert lines(script_of("%%spmd --ranks 0\nx = 1"))[1:] == ["if rank in (0,):", "    x = 1"]
+    assert lines(script_of("%%spmd --ranks 0\nprint(1)"))[1:] == ["if rank in (0,):", "    print(1)"]
+
+
+def test_a_guard_does_not_indent_what_stands_inside_of_a_string(script_of: Any) -> None:
+    script = script_of('%%spmd --ranks 0\ntext = """a\nb"""\nlen(text)')
+    namespace: dict[str, Any] = {"rank": 0, "job": Recorder()}
+    exec(script, namespace)
+    assert namespace["text"] == "a\nb"
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def cell(self, name: str) -> None: ...
+
+    def show(self, value: Any, ranks: Any = None) -> None:
+        self.calls.append(("show", value))
+
+
+def test_too_few_ranks_skip_the_cell_with_all_that_it_hands_on(script_of: Any) -> None:
+    expected = ["if world_size >= 4:", "    x = 1", "    job.keep('y', x)"]
+    assert lines(script_of("%%spmd --needs 4 --out y\nx = 1\nx"))[1:] == expected
+
+
+def test_a_cell_that_teaches_a_failure_is_left_out_with_its_reason(script_of: Any) -> None:
+    script = script_of("%%spmd --needs 2 --timeout {timeout_s} --expect RunTimeoutError\nboom()")
+    assert "boom" not in script
+    assert "# Left out: it teaches a failure, RunTimeoutError." in script
+
+
+def test_a_limit_of_time_alone_is_dropped_and_the_cell_stays(script_of: Any) -> None:
+    script = script_of("%%spmd --timeout 5\nwork()")
+    assert "job.show(work())" in script
+    assert "nobody watches" in script
+
+
+def test_cells_of_the_notebook_s_own_process_are_text_for_rank_0_without_labkit_s_magics(script_of: Any) -> None:
+    script = script_of(("world_size = 4", "parameters"), "%load_ext labkit\npool = labkit.WorkerPool(world_size)\n%pool\npool")
+    sources = {call.args[0].value: call for call in _calls(script, "kernel")}
+    assert ast.literal_eval(sources["c0"].args[1]).strip() == "world_size = 4"
+    assert [keyword.arg for keyword in sources["c0"].keywords] == ["parameters"]
+    assert ast.literal_eval(sources["c1"].args[1]).strip() == "pool = script_pool(world_size)\npool"
+
+
+@pytest.mark.parametrize("source", ["a = '''x'''\nb = \"\"\"y\"\"\"", "a = 'back\\\\slash'", "'end'"])
+def test_any_source_comes_through_its_literal_unchanged(script_of: Any, source: str) -> None:
+    (call,) = _calls(script_of(source), "kernel")
+    assert ast.literal_eval(call.args[1]).strip("\n") == source
+
+
+def _calls(script: str, name: str) -> list[ast.Call]:
+    found = [node for node in ast.walk(ast.parse(script)) if isinstance(node, ast.Call)]
+    return [call for call in found if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+
+
+def test_a_cell_tagged_notebook_only_is_left_out(script_of: Any) -> None:
+    assert "look" not in script_of(("look()", "notebook-only"))
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("!ls", "a magic or `!`"),
+        ("%%spmd\n%timeit 1", "a magic or `!`"),
+        ("%%spmd\nx = = 1", "in line 1"),
+        ("%%spmd\nawait x", "'await' outside function"),
+        ("%%spmd --ranks {some}\n1", "--ranks {some} is not known"),
+        ("%%spmd --colour red\n1", "no option --colour red"),
+        ("%%spmd --needs many\n1", "cannot be read"),
+    ],
+)
+def test_what_cannot_be_part_of_a_script_is_refused_with_the_cell(script_of: Any, source: str, what: str) -> None:
+    with pytest.raises(ScriptError) as caught:
+        script_of("1", source)
+    assert "07_sample.ipynb, cell c1: " in str(caught.value)
+    assert what in str(caught.value)
+
+
+def test_the_command_writes_a_file_or_the_standard_output_and_names_what_it_refuses(tmp_path: Path) -> None:
+    path = tmp_path / "08_other.ipynb"
+    nbformat.write(new_notebook(cells=[new_code_cell("%%spmd\n1 + 1", id="c0")]), path)
+    to_stdout = CliRunner().invoke(main, ["script", str(path)])
+    to_file = CliRunner().invoke(main, ["script", str(path), "-o", str(tmp_path / "out.py")])
+    assert "torchrun" in to_file.output
+    assert to_stdout.output == (tmp_path / "out.py").read_text() == write_script(path)
+    nbformat.write(new_notebook(cells=[new_code_cell("!ls", id="c0")]), path)
+    refused = CliRunner().invoke(main, ["script", str(path)])
+    assert refused.exit_code == 1
+    assert "cell c0" in refused.output
+
+
+@pytest.mark.parametrize(
+    ("source", "value"), [("x = 1\nx + 1", 2), ("x = 1", None), ("3;", None), ("3  # a; b", 3), ("", None), ("'a;'", "a;")]
+)
+def test_a_cell_gives_the_value_of_its_last_expression(source: str, value: Any) -> None:
+    assert run_cell(source, "<cell>", {}) == value
+
+
+def test_markdown_is_shown_as_its_source_and_the_rest_as_ipython_prints_it() -> None:
+    from IPython.display import Markdown
+
+    assert text_of(Markdown("| a |")) == "| a |"
+    assert text_of({"b": 1, "a": "x"}) == "{'b': 1, 'a': 'x'}"
