@@ -121,14 +121,13 @@ def _spmd_cell(notebook: Path, name: str, line: str, body: str) -> Iterator[str]
     yield f"job.cell({name!r})"
     last = tree.body[-1] if tree.body else None
     code, value = _divide(body, last if isinstance(last, ast.Expr) and not body.rstrip().endswith(";") else None)
-    conditions = []
-    if options.needs > 1:
-        conditions.append(f"world_size >= {options.needs}")
     ranks = None if options.ranks is None else _ranks(notebook, name, options.ranks)
-    if ranks is None and not conditions:
-        yield from filter(None, [code, _handed_on(options.out, value, "")])
+    if options.needs == 1:
+        yield from _on_ranks(code, value, options.out, ranks)
         return
-    yield from _guarded(code, value, options.out, conditions, ranks)
+    yield f"if world_size >= {options.needs}:"
+    yield _indented("\n".join(_on_ranks(code, value, options.out, ranks)) or "pass")
+    yield f"else:\n    job.skip({options.needs})"
 
 
 def _divide(body: str, last: ast.Expr | None) -> tuple[str, str]:
@@ -158,32 +157,28 @@ def _handed_on(out: str | None, value: str, ranks: str) -> str:
     return f"job.keep({out!r}, {value}{ranks})" if out is not None else f"job.show({value}{ranks})"
 
 
-def _guarded(code: str, value: str, out: str | None, conditions: list[str], ranks: tuple[int, ...] | None) -> Iterator[str]:
-    """A cell for some ranks, or for enough of them. What it hands on travels outside of the guard, on all ranks."""
-    outer = ""
-    if conditions:
-        yield f"if {' and '.join(conditions)}:"
-        outer = "    "
+def _on_ranks(code: str, value: str, out: str | None, ranks: tuple[int, ...] | None) -> Iterator[str]:
+    """The body of a cell. With a guard for some ranks, what it hands on travels outside of the guard, on all ranks."""
     if ranks is None:
-        yield _indented("\n".join(filter(None, [code, _handed_on(out, value, "")])), outer)
+        yield from filter(None, [code, _handed_on(out, value, "")])
         return
     hands_on = out is not None or (value and not value.startswith("print("))
     if hands_on:
-        yield outer + "_value = None"
-    yield outer + f"if rank in {ranks!r}:"
-    yield _indented("\n".join(filter(None, [code, f"_value = {value}" if hands_on and value else value])), outer + "    ")
+        yield "_value = None"
+    yield f"if rank in {ranks!r}:"
+    yield _indented("\n".join(filter(None, [code, f"_value = {value}" if hands_on and value else value])) or "pass")
     if hands_on:
-        yield outer + _handed_on(out, "_value", f", ranks={ranks!r}")
+        yield _handed_on(out, "_value", f", ranks={ranks!r}")
 
 
-def _indented(code: str, indent: str) -> str:
+def _indented(code: str) -> str:
     """Indent code, but not what stands inside of a string over several lines."""
     inside: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno is not None:
             inside.update(range(node.lineno + 1, node.end_lineno + 1))
     lines = enumerate(code.split("\n"), start=1)
-    return "\n".join(line if number in inside or not line else indent + line for number, line in lines)
+    return "\n".join(line if number in inside or not line else f"    {line}" for number, line in lines)
 
 
 def _options(notebook: Path, name: str, line: str) -> argparse.Namespace:

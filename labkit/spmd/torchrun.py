@@ -123,6 +123,11 @@ class Job:
                 sys.stdout.write(f"{label}{text}\n")
             sys.stdout.flush()
 
+    def skip(self, num_ranks: int) -> None:
+        """Say that a cell needs more ranks, as ``%%spmd --needs N`` does. Ranks: printed by rank 0."""
+        if self.rank == 0:
+            sys.stdout.write(f"skipped: this cell needs at least {num_ranks} ranks, the pool has {self.world_size}.\n")
+
     def keep(self, name: str, value: Any, *, ranks: RankSpec = None) -> None:
         """Give a cell's last expression to the notebook's own process, as ``%%spmd --out NAME`` does."""
         values = self._gather(value, ranks, on_rank_0=True)
@@ -232,6 +237,9 @@ class ScriptPool:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+
+    def __repr__(self) -> str:
+        return f"ScriptPool(world_size={self.world_size}, device={self.device!r})"
 
     @property
     def world_size(self) -> int:

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from labkit.course.runner import known_parameters, run_notebooks
-from tests.notebooks.conventions import NOTEBOOKS, ROOT
+from labkit.course.runner import known_parameters
+from tests.notebooks.conftest import TIMEOUT_S, Execute
+from tests.notebooks.conventions import NOTEBOOKS
 
 WORLD_SIZES = (2, 4)
 # One rank, where nothing is sharded, and three, which divide nothing evenly.
 UNEVEN_WORLD_SIZES = (1, 3)
 UNEVEN_LABS = ("00", "01", "03", "04", "05")
-# The slowest takes about a minute on two free cores.
-TIMEOUT_S = 400
 
 RUNS = [
     pytest.param(path, world_size, id=f"{path.stem}-{world_size}-ranks")
@@ -26,10 +25,8 @@ RUNS = [
 @pytest.mark.process
 @pytest.mark.timeout(2 * TIMEOUT_S + 100)
 @pytest.mark.parametrize(("path", "world_size"), RUNS)
-def test_notebook_runs_from_top_to_bottom(path: Path, world_size: int) -> None:
-    # The executed copies stay, for whoever wants to see what a failed run showed.
-    out = ROOT / "build" / "tests" / f"{world_size}-ranks"
-    (result,) = run_notebooks([path], out, parameters={"world_size": world_size}, timeout_s=TIMEOUT_S)
+def test_notebook_runs_from_top_to_bottom(path: Path, world_size: int, execute: Execute) -> None:
+    result = execute(path, world_size)
     assert result.passed, f"{path.name} with {world_size} ranks {result.status}; executed copy: {result.executed}\n{result.error}"
 
 

@@ -91,7 +91,7 @@ class Recorder:
 
 
 def test_too_few_ranks_skip_the_cell_with_all_that_it_hands_on(script_of: Any) -> None:
-    expected = ["if world_size >= 4:", "    x = 1", "    job.keep('y', x)"]
+    expected = ["if world_size >= 4:", "    x = 1", "    job.keep('y', x)", "else:", "    job.skip(4)"]
     assert lines(script_of("%%spmd --needs 4 --out y\nx = 1\nx"))[1:] == expected
 
 

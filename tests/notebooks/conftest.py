@@ -1,0 +1,32 @@
+"""One run of a notebook for all tests that look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from labkit.course.execution import NotebookResult
+from labkit.course.runner import run_notebooks
+from tests.notebooks.conventions import ROOT
+
+# The slowest takes about a minute on two free cores.
+TIMEOUT_S = 400
+
+Execute = Callable[[Path, int], NotebookResult]
+
+
+@pytest.fixture(scope="session")
+def execute() -> Execute:
+    """Run a notebook with a number of ranks, once in a session; the executed copies stay in ``build/tests``."""
+    results: dict[tuple[Path, int], NotebookResult] = {}
+
+    def run(path: Path, world_size: int) -> NotebookResult:
+        if (path, world_size) not in results:
+            # They stay there for whoever wants to see what a failed run showed.
+            out = ROOT / "build" / "tests" / f"{world_size}-ranks"
+            (results[path, world_size],) = run_notebooks([path], out, parameters={"world_size": world_size}, timeout_s=TIMEOUT_S)
+        return results[path, world_size]
+
+    return run

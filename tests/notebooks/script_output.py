@@ -1,0 +1,61 @@
+"""What a notebook and its script showed, cell by cell, in a form in which the two can be compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import nbformat
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# Another one each time: a temporary folder, the address of an object, the number of a process, a time.
+_CHANGING = re.compile(r"/\S*/labkit-lab\d\d-\w+|0x[0-9a-f]+|\bprocess \d+|\b[\d.]+ (?:ms|s)\b")
+_RANK_LINE = re.compile(r"^\[rank \d+\] ")
+_MARK = re.compile(r"^--- (\S+)$")
+
+Shown = dict[str, list[str]]
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a cell without what differs from run to run."""
+    lines = (_CHANGING.sub("...", _ANSI.sub("", line)).rstrip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def of_script(stdout: str) -> Shown:
+    """By cell, the lines that rank 0 printed."""
+    shown: Shown = {}
+    name = ""
+    for line in stdout.splitlines():
+        if mark := _MARK.match(line):
+            name = mark[1]
+            shown[name] = []
+        elif name:
+            shown[name] += lines_of(line)
+    return shown
+
+
+def of_notebook(executed: Path) -> Shown:
+    """By cell, the lines that the notebook showed; of what ranks printed, that of rank 0."""
+    shown: Shown = {}
+    for cell in nbformat.read(executed, as_version=4).cells:
+        if cell.cell_type != "code":
+            continue
+        texts = []
+        for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stdout":
+                texts.append(_of_rank_0(output.text))
+            elif "data" in output:
+                texts.append(_text(output.data))
+        shown[cell.id] = [line for text in texts for line in lines_of(text)]
+    return shown
+
+
+def _of_rank_0(text: str) -> str:
+    kept = (line for line in text.splitlines() if not _RANK_LINE.match(line) or line.startswith("[rank 0] "))
+    return "\n".join(_RANK_LINE.sub("", line) for line in kept)
+
+
+def _text(data: Mapping[str, str]) -> str:
+    return data.get("text/markdown") or data.get("text/plain", "")

@@ -1,0 +1,95 @@
+"""The promise that each lab's cells also run under plain torchrun: as one script they show what the notebook shows."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from labkit.course.script import NOTEBOOK_ONLY, write_script
+from tests.notebooks.conftest import TIMEOUT_S, Execute
+from tests.notebooks.conventions import NOTEBOOKS
+from tests.notebooks.script_output import Shown, of_notebook, of_script
+
+WORLD_SIZE = 2
+# Cells that show something else by their nature, with the reason.
+DIFFERENT = {
+    "L0-02": "the pool itself",
+    "L0-04": "process ids: in the script rank 0 is the notebook's own process as well",
+    "L4-15": "times of a clock",
+}
+
+
+def run_script(script: Path, folder: Path) -> tuple[int, str, str]:
+    """Run under torchrun in the notebooks' folder; exit code, what rank 0 printed, and the errors of all ranks."""
+    logs = folder / "logs"
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(WORLD_SIZE), "--log-dir", str(logs), "-r", "3", str(script)]
+    # A session of its own: whatever the script leaves is ended with it.
+    process = subprocess.Popen([sys.executable, *command], cwd=NOTEBOOKS[0].parent, start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    said = "".join(file.read_text(errors="replace") for file in sorted(logs.rglob("stderr.log")))
+    (stdout,) = logs.rglob("0/stdout.log")
+    return process.returncode, stdout.read_text(), said + errors.decode(errors="replace")[-2000:]
+
+
+def left_out(path: Path) -> set[str]:
+    """Cells that teach a failure, or only make sense in the notebook."""
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    return {
+        cell.id
+        for cell in cells
+        if (cell.source.startswith("%%spmd") and "--expect" in cell.source.partition("\n")[0])
+        or NOTEBOOK_ONLY in cell.metadata.get("tags", ())
+    }
+
+
+def differing(script: Shown, notebook: Shown) -> dict[str, tuple[list[str], list[str]]]:
+    return {
+        name: (shown, notebook.get(name, []))
+        for name, shown in script.items()
+        if name not in DIFFERENT and shown != notebook.get(name, [])
+    }
+
+
+@pytest.mark.process
+@pytest.mark.timeout(3 * TIMEOUT_S + 100)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_s_script_shows_under_torchrun_what_the_notebook_shows(path: Path, tmp_path: Path, execute: Execute) -> None:
+    script = tmp_path / f"{path.stem}.py"
+    script.write_text(write_script(path))
+    returncode, stdout, errors = run_script(script, tmp_path)
+    assert returncode == 0, errors
+    result = execute(path, WORLD_SIZE)
+    assert result.passed, result.error
+    by_script, by_notebook = of_script(stdout), of_notebook(result.executed)
+    code = {cell.id for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"}
+    assert by_script.keys() == code - left_out(path)
+    assert not (found := differing(by_script, by_notebook)), found
+    shown = sum(map(len, by_script.values()))
+    assert shown > 30, "almost nothing was compared"
+
+
+def test_a_script_without_torchrun_says_how_to_start_it(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(write_script(NOTEBOOKS[0]))
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "MASTER_ADDR")}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "torchrun --nproc-per-node 2" in done.stderr
+
+
+def test_a_difference_in_one_number_is_found() -> None:
+    notebook = {"a": ["loss 4.132137"], "L0-02": ["x"]}
+    assert differing({"a": ["loss 4.132137"], "L0-02": ["y"]}, notebook) == {}
+    assert list(differing({"a": ["loss 4.132138"]}, notebook)) == ["a"]
+    assert list(differing({"b": ["new"]}, notebook)) == ["b"]
