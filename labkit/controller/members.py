@@ -130,6 +130,14 @@ class Members:
             self._killed.discard(rank)
             self._start_worker(self._spec(rank, group, joining=True))
 
+    def give_up(self, ranks: Iterable[int]) -> None:
+        """Kill ranks that did not find their place among the others; they count as dead. Blocks for at most END_S."""
+        deadline = time.monotonic() + END_S
+        for rank in ranks:
+            self._launcher.kill(self.pids[rank])
+        while any(self.pids[rank] in self._ranks_by_pid for rank in ranks) and time.monotonic() < deadline:
+            self.receive(0.02)
+
     def _await_end(self, ranks: Sequence[int], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while any(self.pids[rank] in self._ranks_by_pid for rank in ranks) and time.monotonic() < deadline:

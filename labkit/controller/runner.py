@@ -208,12 +208,16 @@ class Runner:
         """
         with self.alone():
             rebuild = self._rebuild(ranks)
-            self._members.await_ready(timeout_s)
             if rebuild.failures:
-                first = next(iter(rebuild.failures.values()))
+                self._members.give_up(ranks)
+                # The joiner dies of what the others say.
+                first = min(rebuild.failures.values(), key=lambda failure: failure.kind == "died")
                 raise PoolStateError(
-                    f"the ranks could not form their groups ({first.headline()}). Use pool.restart() without ranks."
+                    f"the ranks could not form their groups ({first.message}). "
+                    f"{name_ranks(rebuild.ranks)} {'keeps its' if len(rebuild.ranks) == 1 else 'keep their'} variables; "
+                    "pool.restart() gives fresh ranks."
                 )
+            self._members.await_ready(timeout_s)
             notes = dict.fromkeys(note for item in self.values(rebuild).values() for note in item["notes"])
         return tuple(notes)
 

@@ -62,6 +62,7 @@ class Condition:
         lost: Its process groups have been aborted.
         waiting: A collective that it began has not ended.
         homeless: It has no default process group any more.
+        foreign: Its default process group is not the one that labkit made.
         new: It has just been started in the place of another and joins.
         groups: Its process groups by name.
         group_count: Torch's counter for the names of new groups.
@@ -77,6 +78,7 @@ class Condition:
     lost: bool = False
     waiting: bool = False
     homeless: bool = False
+    foreign: bool = False
     new: bool = False
     groups: Mapping[str, GroupCondition] = field(default_factory=dict)
     group_count: int = 0
@@ -136,13 +138,14 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     """Conclude from the conditions of all ranks of the pool.
 
     Raises:
-        RuntimeError: The groups need new backends, and a rank has no default group to put them into.
+        RuntimeError: The groups need new backends or a rank joins, and a rank has no default group for that.
     """
     latest = max(condition.run_id for condition in conditions)
     # A rank that did not take part reports on an earlier run.
     took_part = [condition for condition in conditions if condition.run_id == latest]
     broken = _broken_groups(conditions)
     renew = any(condition.lost or condition.waiting for condition in conditions) or _out_of_step(conditions, broken)
+    _refuse_unknown_default(conditions)
     homeless = [condition.rank for condition in conditions if condition.homeless]
     if renew and homeless:
         raise RuntimeError(f"the default process group was destroyed on {_subject(homeless)}")
@@ -160,6 +163,13 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
         refusals=tuple(refusals),
         notes=tuple(notes),
     )
+
+
+def _refuse_unknown_default(conditions: Sequence[Condition]) -> None:
+    """A rank that joins takes its place in the group that labkit made, and that must still be there on the others."""
+    without = [condition.rank for condition in conditions if condition.homeless or condition.foreign]
+    if any(condition.new for condition in conditions) and without:
+        raise RuntimeError(f"the default process group was destroyed or made anew on {_subject(without)}")
 
 
 def _judge_new(conditions: Sequence[Condition]) -> list[str]:

@@ -43,6 +43,7 @@ class ProcessGroups:
         self._gloo_sockets: set[tuple[int, int]] = set()
         self._cut_sockets: list[socket.socket] = []
         self._store: Any = None
+        self._default: Any = None
         self.lost = False
 
     def form(self) -> None:
@@ -54,13 +55,22 @@ class ProcessGroups:
         """Take a place in a running pool: meet the other ranks, and form the default group while they renew theirs.
 
         Collective over all ranks of the pool; blocks until they are there.
+
+        Raises:
+            RuntimeError: There is no place, on this rank and the others alike.
         """
         world = tuple(range(self._spec.world_size))
         default = {DEFAULT_GROUP: GroupCondition(world, ())}
         condition = Condition(self._spec.rank, run_id=0, lost=True, new=True, groups=default)
         conditions = self.meet(self._spec.group, 0, condition.to_json)
+        try:
+            verdict = judge([Condition.from_json(text) for text in conditions])
+        except RuntimeError:
+            # This rank ends now, which cuts short what the others are at: they must have heard the same.
+            self._store.wait([f"met/{rank}" for rank in range(self._spec.world_size)])
+            raise
         self._form()
-        backends.set_group_count(judge([Condition.from_json(text) for text in conditions]).group_count)
+        backends.set_group_count(verdict.group_count)
 
     def _form(self) -> None:
         if self._spec.endpoint.same_machine:
@@ -78,8 +88,14 @@ class ProcessGroups:
             timeout=TIMEOUT,
             **bound,
         )
+        self._default = dist.group.WORLD
         self._first_collective()
         self._gloo_sockets = cut.peer_sockets()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether a cell has made a default group of its own in the place of labkit's."""
+        return dist.is_initialized() and dist.group.WORLD is not self._default
 
     def finish_device_work(self) -> None:
         """Wait for the accelerator. A cell that has ended has really ended: its hangs and errors show in it, not in the next."""
@@ -123,7 +139,9 @@ class ProcessGroups:
             self._store_paths = [self._store_paths[0], group.store]
             self._store = _store(group)
         self._store.set(f"condition/{self._spec.rank}", condition())
-        return [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
+        conditions = [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
+        self._store.set(f"met/{self._spec.rank}", "")
+        return conditions
 
     def renew(self, broken: Set[str]) -> None:
         """Give every working group new backends. Collective over all ranks of the pool, after :meth:`meet`.

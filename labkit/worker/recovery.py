@@ -118,6 +118,7 @@ class Recovery:
             lost=self._groups.lost,
             waiting=backends.waiting(),
             homeless=not torch.distributed.is_initialized(),
+            foreign=self._groups.foreign,
             groups=groups,
             group_count=backends.group_count(),
             steps=self._step_conditions(found),

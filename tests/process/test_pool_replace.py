@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
+import psutil
 import pytest
 
 import labkit
@@ -48,6 +50,24 @@ def test_living_rank_is_replaced(pool: WorkerPool) -> None:
     pool.restart(0)
     assert pool.pids[0] != before
     assert pool.pull("'kept' in globals()") == {0: False, 1: True, 2: True}
+    assert sum_of_ranks(pool) == 3.0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["destroyed", "made anew"])
+def test_rank_cannot_join_when_the_default_group_is_not_labkits_and_the_others_keep_their_variables(
+    pool: WorkerPool, tmp_path: Path, again: bool
+) -> None:
+    pool.run_cell("dist.destroy_process_group()")
+    if again:
+        store = f"dist.FileStore({str(tmp_path / 'store')!r}, world_size)"
+        pool.run_cell(f"dist.init_process_group('gloo', store={store}, rank=rank, world_size=world_size)")
+    psutil.Process(pool.pids[1]).kill()
+    with pytest.raises(PoolStateError) as caught:
+        pool.restart([1])
+    assert "the default process group was destroyed or made anew on ranks 0, 2" in str(caught.value)
+    assert "ranks 0, 2 keep their variables; pool.restart() gives fresh ranks." in str(caught.value)
+    assert pool.dead_ranks == (1,)
+    pool.restart()
     assert sum_of_ranks(pool) == 3.0
 
 

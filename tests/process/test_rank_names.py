@@ -74,7 +74,7 @@ def _reply(answers: dict[str, CellRun], name: str) -> dict[str, Any]:
         ("after an open bracket", [".xylophone"]),
         ("kernel", ["only_in_kernel"]),
         ("option", ["--ranks"]),
-        ("options", ["--expect", "--needs", "--out", "--timeout"]),
+        ("options", ["--expect", "--needs", "--out", "--tabs", "--timeout"]),
         ("loaded twice", ["only_on_ranks"]),
     ],
 )
@@ -109,7 +109,7 @@ def test_asking_changes_nothing_on_the_ranks(answers: dict[str, CellRun]) -> Non
 @pytest.mark.parametrize(
     ("line", "offered"),
     [
-        ("%%spmd --t", ["--timeout"]),
+        ("%%spmd --ti", ["--timeout"]),
         ("%%spmd --out x --o", []),
         ("%%spmd ", list(rank_names.OPTIONS)),
         ("%%spmd --out 'open", []),
