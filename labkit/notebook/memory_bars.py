@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
 from labkit.notebook.style import INK, MUTED, Picture, figure, text_color_on
@@ -10,8 +11,19 @@ from labkit.notebook.style import INK, MUTED, Picture, figure, text_color_on
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# One colour and hatch per part, told apart in black and white by lightness and hatch.
-_LOOKS = (("#0072B2", ""), ("#56B4E9", "///"), ("#999999", ""), ("#E69F00", "\\\\\\"), ("#F0E442", ""), ("#CC79A7", "xxx"))
+# One colour and hatch per part through the whole lab, told apart in black and white by lightness and hatch.
+_LOOKS = {
+    "parameters": ("#0072B2", ""),
+    "weights": ("#0072B2", ""),
+    "model and optimizer": ("#0072B2", ""),
+    "gradients": ("#56B4E9", "///"),
+    "optimizer": ("#999999", ""),
+    "activations": ("#E69F00", "\\\\\\"),
+    "again": ("#CC79A7", "xxx"),
+    "in flight": ("#CC79A7", "xxx"),
+    "temporary": ("#F0E442", ""),
+}
+_OTHER_LOOKS = (("#009E73", ""), ("#D55E00", "---"), ("#FFFFFF", "|||"))
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 _BAR_IN = 0.42
 
@@ -60,7 +72,10 @@ def memory_bars(
         if limit_bytes is not None:
             ax.axvline(limit_bytes / scale, color=INK, ls="--", lw=1.1, label="limit")
         ax.set_xlabel(f"{what}, {unit}")
-        fig.legend(loc="outside upper left", ncols=4, handlelength=1.6, columnspacing=1.4)
+        handles, labels = ax.get_legend_handles_labels()
+        order = sorted(range(len(labels)), key=lambda place: names.index(labels[place]) if labels[place] in names else len(names))
+        shown = [handles[place] for place in order], [labels[place] for place in order]
+        fig.legend(*shown, loc="outside upper left", ncols=6, handlelength=1.6, columnspacing=1.1)
         return Picture.from_figure(
             fig,
             alt=_alt(bars, measured),
@@ -85,9 +100,12 @@ def _check(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int]) -
 
 
 def _draw(ax: Axes, bars: Mapping[str, Mapping[str, int]], names: list[str], scale: int, width: float) -> None:
+    others = cycle(_OTHER_LOOKS)
+    looks = {part: _LOOKS.get(part) or next(others) for part in names}
     for place, bar in enumerate(bars.values()):
         begin = 0.0
-        for part, (color, hatch) in zip(names, _LOOKS, strict=False):
+        for part in names:
+            color, hatch = looks[part]
             size = bar[part] / scale
             label = part if place == 0 else None
             ax.barh(place, size, 0.62, begin, color=color, hatch=hatch, ec=INK, lw=0.6, label=label)

@@ -1,4 +1,4 @@
-"""The roofline of an offload: how long a step takes when more and more bytes move, predicted and measured."""
+"""The roofline of an offload: how long a step takes at least when more and more bytes move, and how long it took."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ Point = tuple[float, float]
 _MARKS = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("v", "#CC79A7"))
 
 
-def roofline(line: Sequence[Point], points: Mapping[str, Sequence[Point]], *, caption: str) -> Picture:
-    """Draw the predicted step time over the bytes that move, and measured steps on it.
+def roofline(
+    line: Sequence[Point], points: Mapping[str, Sequence[Point]], *, predicted: Sequence[Point] = (), caption: str
+) -> Picture:
+    """Draw the least step time over the bytes that move, and measured steps above it.
 
     Args:
-        line: (bytes moved in each direction, predicted seconds), at least two, with growing bytes. Where it is flat the
+        line: (bytes moved in each direction, least seconds), at least two, with growing bytes. Where it is flat the
             computation decides, where it rises the bus.
         points: Per series, measured (bytes, seconds).
+        predicted: What a finer model predicts for some (bytes, seconds); drawn as crosses.
         caption: The line under the picture.
 
     Returns:
@@ -37,8 +40,11 @@ def roofline(line: Sequence[Point], points: Mapping[str, Sequence[Point]], *, ca
     with figure(height_in=2.8) as fig:
         ax = fig.add_subplot()
         xs, ys = [x / scale for x, _ in line], [1000 * y for _, y in line]
-        top = 1.15 * max(ys + [1000 * y for series in points.values() for _, y in series])
-        ax.plot(xs, ys, color=INK, lw=1.6, label="predicted: the slower of computation and bus")
+        top = 1.15 * max(ys + [1000 * y for series in (predicted, *points.values()) for _, y in series])
+        ax.plot(xs, ys, color=INK, lw=1.6, label="roofline: the slower of computation and bus")
+        if predicted:
+            x, y = [x / scale for x, _ in predicted], [1000 * y for _, y in predicted]
+            ax.plot(x, y, ls="", marker="x", ms=8, mec=INK, mew=1.3, label="predicted for these limits")
         if (knee := _knee(line)) is not None:
             ax.axvline(knee / scale, color=MUTED, ls=":", lw=1.0)
             side = knee / scale > 0.25 * xs[-1]
@@ -57,7 +63,7 @@ def roofline(line: Sequence[Point], points: Mapping[str, Sequence[Point]], *, ca
             fig,
             alt=_alt(line, measured),
             caption=caption,
-            columns=("measured", "bytes moved", "step, ms", "predicted, ms"),
+            columns=("measured", "bytes moved", "step, ms", "roofline, ms"),
             rows=[(name, f"{x:,.0f}", f"{1000 * y:.1f}", f"{1000 * _at(line, x):.1f}") for name, x, y in measured],
         )
 
@@ -85,6 +91,6 @@ def _alt(line: Sequence[Point], measured: Sequence[tuple[str, float, float]]) ->
     )
     off = max(measured, key=lambda point: abs(point[2] - _at(line, point[1])))
     return (
-        f"The predicted step time is {shape}. {len(measured)} steps were measured; the one that is furthest from the line moves "
-        f"{off[1]:,.0f} bytes and took {1000 * off[2]:.0f} ms where {1000 * _at(line, off[1]):.0f} were predicted."
+        f"The least step time is {shape}. {len(measured)} steps were measured; the one that is furthest from the line moves "
+        f"{off[1]:,.0f} bytes and took {1000 * off[2]:.0f} ms where the line is at {1000 * _at(line, off[1]):.0f} ms."
     )

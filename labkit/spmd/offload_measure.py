@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,9 +15,11 @@ from labkit.spmd.offload import ActivationOffload
 from labkit.spmd.offload_plan import BlockCost, Bus, Choice, Plan
 from labkit.spmd.offload_transfer import Copy, CountingTransfer, Transfer, transfer_for
 
+_PIECES = 8
+
 
 def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, repeats: int = 5) -> list[BlockCost]:
-    """Run training steps and measure each block: its bytes once, its times as medians.
+    """Run training steps and measure each block: its bytes once, its times as the shortest that were seen.
 
     Args:
         blocks: Modules with plain forward, none of them checkpointed or offloaded, whose outputs need a gradient. Each runs
@@ -54,7 +55,7 @@ def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, r
     clock.close()
     return [
         # A product needs both its factors: two storages at a time.
-        BlockCost(*clock.medians(place), sum(found.sizes), input_bytes[place], sum(sorted(found.sizes)[-2:]))
+        BlockCost(*clock.shortest(place), sum(found.sizes), input_bytes[place], sum(sorted(found.sizes)[-2:]))
         for place, found in enumerate(sizes)
     ]
 
@@ -65,8 +66,8 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
     Args:
         device: The device that computes.
         transfer: How bytes move; by default what suits the device. One that only counts has no bandwidth.
-        size_bytes: Bytes of one copy.
-        repeats: Pairs of copies that are timed, after one to warm up.
+        size_bytes: Bytes that are under way at a time in each direction, in eight copies.
+        repeats: How often they are timed, after one to warm up.
 
     Raises:
         ValueError: The transfer moves nothing, as on a CPU without a bus given.
@@ -76,27 +77,34 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
     bus = transfer or transfer_for(device)
     if bus.is_alias:
         raise ValueError(f"nothing moves on {device}: there is no bus to measure. Give a transfer such as SlowBus.")
-    source = torch.ones(size_bytes, dtype=torch.uint8, device=device)
-    waiting = bus.send(source)
-    bus.wait_sent(waiting)
+    # Several at a time: what counts is a busy bus, not how long one copy takes to start.
+    sources = [torch.ones(size_bytes // _PIECES, dtype=torch.uint8, device=device) for _ in range(_PIECES)]
+    waiting = [bus.send(source) for source in sources]
     rates = []
     for _ in range(repeats + 1):
+        for copy in waiting:
+            bus.wait_sent(copy)
         _synchronize(device)
         began_s = time.perf_counter()
-        leaving, arriving = bus.send(source), bus.fetch(waiting)
-        bus.wait_sent(leaving)
-        bus.wait_fetched(waiting)
+        leaving, arriving = [bus.send(source) for source in sources], [bus.fetch(copy) for copy in waiting]
+        for sent, fetched in zip(leaving, waiting, strict=True):
+            bus.wait_sent(sent)
+            bus.wait_fetched(fetched)
         _synchronize(device)
-        rates.append(arriving.numel() / (time.perf_counter() - began_s))
-        bus.recycle(waiting)
+        rates.append(sum(target.numel() for target in arriving) / (time.perf_counter() - began_s))
+        for copy in waiting:
+            bus.recycle(copy)
         waiting = leaving
-    bus.recycle(waiting)
-    rate = statistics.median(rates[1:])
-    return Bus(rate, rate)
+    for copy in waiting:
+        bus.recycle(copy)
+    return Bus(max(rates[1:]), max(rates[1:]))
 
 
 def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """The median time of a step, after one to warm up. Ranks: as ``step``."""
+    """The shortest time of a step, after one to warm up: what else the machine does can only make it longer.
+
+    Ranks: as ``step``.
+    """
     seconds = []
     for _ in range(repeats + 1):
         _synchronize(device)
@@ -104,7 +112,7 @@ def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats
         step()
         _synchronize(device)
         seconds.append(time.perf_counter() - began_s)
-    return statistics.median(seconds[1:])
+    return min(seconds[1:])
 
 
 def apply_plan(blocks: Sequence[nn.Module], plan: Plan, **options: Any) -> ActivationOffload | None:
@@ -165,9 +173,9 @@ class _Clock:
             marks = [self._marks.get((name, place), end) for name in ("begin", "end", "back begin", "back end")]
             times.append((self._between(*marks[:2]), self._between(*marks[2:])))
 
-    def medians(self, place: int) -> tuple[float, float]:
+    def shortest(self, place: int) -> tuple[float, float]:
         timed = self._times[place][1:]
-        return statistics.median(forward for forward, _ in timed), statistics.median(backward for _, backward in timed)
+        return min(forward for forward, _ in timed), min(backward for _, backward in timed)
 
     def close(self) -> None:
         for handle in self._handles:

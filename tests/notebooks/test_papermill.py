@@ -13,7 +13,7 @@ from tests.notebooks.conventions import NOTEBOOKS
 WORLD_SIZES = (2, 4)
 # One rank, where nothing is sharded, and three, which divide nothing evenly.
 UNEVEN_WORLD_SIZES = (1, 3)
-UNEVEN_LABS = ("00", "01", "03", "04", "05")
+UNEVEN_LABS = ("00", "01", "02", "03", "04", "05")
 
 RUNS = [
     pytest.param(path, world_size, id=f"{path.stem}-{world_size}-ranks")

@@ -85,15 +85,14 @@ def _judge(saved: list[int], inputs: list[int], seconds: list[float], limit: int
     peak, time, least = peak_bytes(saved, inputs, chosen), _time(seconds, chosen), _least(saved, inputs, seconds, limit)
     case = f"blocks that save {saved}, inputs {inputs}, seconds {seconds}, limit {limit}: recomputing {sorted(chosen)}"
     if peak > limit:
-        held = sum(inputs[place] if place in chosen else own for place, own in enumerate(saved))
-        without_inputs = sum(own for place, own in enumerate(saved) if place not in chosen)
-        if held <= limit:
+        between = sum(inputs[place] if place in chosen else own for place, own in enumerate(saved[:-1]))
+        if peak_bytes(saved, [0] * len(saved), chosen) <= limit:
+            hint = "It would fit if nothing were held of a recomputed block. But it keeps its input."
+        elif between <= limit:
             hint = (
                 "What is held between the blocks fits. But while a block runs, also to be recomputed, all its own activations are "
                 "there as well."
             )
-        elif without_inputs <= limit:
-            hint = "A block that is recomputed keeps its input."
         else:
             hint = "Walk through the blocks: what is held for those before, and what does the one that runs need?"
         refuse(f"{case} peaks at {peak}, {peak - limit} too many.", f"at most {limit}.", hint)

@@ -18,7 +18,7 @@ class _Seen:
     Attributes:
         error: What they raised.
         moved_weights: Bytes of weights that came back as another tensor.
-        moved_parameters: Of these, saved as they are and not as a view.
+        kept_weights: Bytes of weights that stayed.
         kept_activations: Bytes of activations that came back as the same memory.
         num_activations: Activations that were saved.
         changed: Saved tensors that came back with other values, as words.
@@ -28,7 +28,7 @@ class _Seen:
 
     error: str
     moved_weights: int = 0
-    moved_parameters: int = 0
+    kept_weights: int = 0
     kept_activations: int = 0
     num_activations: int = 0
     changed: str = ""
@@ -62,10 +62,11 @@ def check_hooks(pool: Pool, *, timeout_s: float = 60.0) -> str:
             refuse(f"A saved tensor came back changed on rank {rank}: {seen.changed}.", "the same dtype, shape and values.", hint)
         if seen.moved_weights:
             hint = (
-                "A weight is saved as a view of itself, transposed for example. A view is no Parameter; compare the memory behind "
-                "it."
-                if seen.moved_parameters == 0
-                else "Weights stay on the device anyway: a copy costs bus and memory and saves nothing. Tell them apart in pack."
+                "Some stayed, so you tell weights apart. But most are saved as a view of themselves, transposed for example: "
+                "another tensor, of another shape, over the same memory. Compare the memory behind it."
+                if seen.kept_weights
+                else "Weights stay on the device anyway: a copy costs bus and memory and saves nothing. Tell them apart in pack, "
+                "by the memory behind them."
             )
             refuse(f"{seen.moved_weights:,} bytes of weights moved on rank {rank}.", "0.", hint)
         if seen.kept_activations:
@@ -121,6 +122,7 @@ def _try_hooks() -> _Seen:
     model(x).sum().backward()
     expected = [parameter.grad for parameter in model.parameters()]
     model.zero_grad()
+    watch: _Watch | None = None
     try:
         hooks = from_cell("make_hooks")(model)
         if not (isinstance(hooks, tuple | list) and len(hooks) == 2 and all(map(callable, hooks))):
@@ -130,6 +132,8 @@ def _try_hooks() -> _Seen:
             loss = model(x).sum()
         loss.backward()
     except Exception as error:  # whatever a learner's code raises is shown to them
+        if watch is not None and watch.found["changed"]:
+            return _Seen("", **watch.found)  # what made backward fail
         return _Seen(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     got = [parameter.grad for parameter in model.parameters()]
     wrong = sum(not _same(a, b) for a, b in zip(got, expected, strict=True))
@@ -149,7 +153,7 @@ class _Watch:
         self._pack, self._unpack, self._weights = pack, unpack, weights
         self.found: dict[str, Any] = {
             "moved_weights": 0,
-            "moved_parameters": 0,
+            "kept_weights": 0,
             "kept_activations": 0,
             "num_activations": 0,
             "changed": "",
@@ -170,8 +174,7 @@ class _Watch:
             self.found["changed"] = "it has other values"
         stayed = back.untyped_storage()._cdata == storage
         if storage in self._weights:
-            self.found["moved_weights"] += 0 if stayed else tensor.nbytes
-            self.found["moved_parameters"] += 0 if stayed or tensor._base is not None else tensor.nbytes
+            self.found["kept_weights" if stayed else "moved_weights"] += tensor.nbytes
         else:
             self.found["num_activations"] += 1
             self.found["kept_activations" if stayed else "moved_bytes"] += tensor.nbytes

@@ -1,0 +1,332 @@
+"""Notebook 02's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from itertools import chain, combinations
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+import labkit
+from labkit.course import lab02
+from labkit.errors import ExerciseError
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_activation_offload.ipynb"
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
+    with labkit.WorkerPool(request.param, device="cpu", replace=True) as pool:
+        pool.run_cell("import torch")
+        yield pool
+
+
+def exercise(name: str) -> str:
+    """The notebook's exercise cell that defines ``name``, without its magic."""
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
+    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
+    return re.sub(r"\A%%spmd.*\n", "", cell)
+
+
+def defined_by(source: str, name: str) -> Any:
+    namespace: dict[str, Any] = {"chain": chain, "combinations": combinations, "math": math}
+    exec(source, namespace)
+    return namespace[name]
+
+
+def changed(name: str, old: str, new: str) -> str:
+    """The notebook's solution with one mistake in it."""
+    source = exercise(name)
+    assert source.count(old) >= 1, f"{old!r} is not in the solution"
+    return source.replace(old, new)
+
+
+def check_refused(caught: pytest.ExceptionInfo[ExerciseError], hint: str) -> None:
+    measured, target, given = str(caught.value).split("\n")[0], "Target: ", str(caught.value)
+    assert measured
+    assert target in given
+    assert hint in given
+
+
+# Exercise 1 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_bytes_pass(pool: labkit.WorkerPool) -> None:
+    line = lab02.check_kept_bytes(pool, defined_by(exercise("kept_bytes"), "kept_bytes"))
+    assert line == "Solved: 4 layers, 5,808 bytes counted, all as predicted."
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("formula", "measured", "hint"),
+    [
+        pytest.param("rows * (2 * dim + 4 * hidden) * bytes_each", "192 too many", "x is saved twice", id="x counted twice"),
+        pytest.param(
+            "(rows * (dim + 4 * hidden) + 3 * dim * hidden) * bytes_each",
+            "1,920 too many",
+            "Backward needs the weights too",
+            id="weights",
+        ),
+        pytest.param(
+            "(rows * (2 * dim + 4 * hidden) + 3 * dim * hidden) * bytes_each",
+            "2,112 too many",
+            "counted as often as it is saved",
+            id="everything that is saved",
+        ),
+        pytest.param(
+            "rows * (dim + 3 * hidden) * bytes_each", "480 too few", "A hidden tensor is missing", id="a factor forgotten"
+        ),
+        pytest.param("rows * (dim + hidden) * bytes_each", "1,440 too few", "A hidden tensor is missing", id="as without a gate"),
+        pytest.param("rows * 4 * hidden * bytes_each", "192 too few", "x is missing", id="no input"),
+        pytest.param(
+            "rows * (3 * dim + 4 * hidden) * bytes_each", "384 too many", "The result of the layer", id="result and x twice"
+        ),
+        pytest.param("rows * (dim + 4 * hidden)", "1,584 too few", "the number of elements", id="elements"),
+        pytest.param("rows * dim * hidden", "too few", "List the operations of forward", id="something else"),
+    ],
+)
+def test_wrong_bytes_are_refused(pool: labkit.WorkerPool, formula: str, measured: str, hint: str) -> None:
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab02.check_kept_bytes(
+            pool, defined_by(changed("kept_bytes", "rows * (dim + 4 * hidden) * bytes_each", formula), "kept_bytes")
+        )
+    check_refused(caught, hint)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+@pytest.mark.parametrize("answer", [None, "many", 1.5, True])
+def test_something_that_is_no_number_of_bytes_is_refused(pool: labkit.WorkerPool, answer: Any) -> None:
+    with pytest.raises(ExerciseError, match="whole number of bytes"):
+        lab02.check_kept_bytes(pool, lambda *_: answer)
+
+
+# Exercise 2 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_hooks_pass(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(exercise("make_hooks"))
+    line = lab02.check_hooks(pool)
+    assert line.startswith("Solved: on every rank 6 activations with 1,440 bytes moved, no weight did")
+
+
+def test_hooks_that_move_each_piece_of_memory_once_pass_too(pool: labkit.WorkerPool) -> None:
+    pool.run_cell("""
+from weakref import WeakValueDictionary
+
+class Box:
+    def __init__(self, host):
+        self.host = host
+
+def make_hooks(model):
+    weights, known = [id(weight.untyped_storage()) for weight in model.parameters()], WeakValueDictionary()
+
+    def pack(tensor):
+        if id(tensor.untyped_storage()) in weights:
+            return tensor.detach()
+        key = (tensor.untyped_storage(), tensor.shape, tensor.dtype)
+        return tensor.device, Box(tensor.detach().clone().cpu())
+
+    def unpack(packed):
+        return packed if isinstance(packed, torch.Tensor) else packed[1].host.to(packed[0])
+
+    return pack, unpack
+""")
+    assert lab02.check_hooks(pool).startswith("Solved")
+
+
+TEST = "if tensor.untyped_storage().data_ptr() in weights:"
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("old", "new", "measured", "hint"),
+    [
+        pytest.param(TEST, "if False:", "bytes of weights moved", "Weights stay on the device anyway", id="moves weights"),
+        pytest.param(
+            TEST,
+            "if isinstance(tensor, torch.nn.Parameter):",
+            "bytes of weights moved",
+            "and no Parameter",
+            id="asks for Parameter",
+        ),
+        pytest.param(
+            TEST,
+            "if any(tensor is weight or tensor.data_ptr() == weight.data_ptr() and tensor.shape == weight.shape "
+            "for weight in model.parameters()):",
+            "576 bytes of weights moved",
+            "A view is no Parameter",
+            id="forgets transposed views",
+        ),
+        pytest.param('.to("cpu", copy=True)', ".cpu()", "did not move", "ask for a copy", id="an alias"),
+        pytest.param(TEST, "if True:", "did not move", "came back as the very same memory", id="moves nothing"),
+        pytest.param(
+            '.to("cpu", copy=True)',
+            '.to("cpu", torch.float32, copy=True)',
+            "float64 (5, 12) on cpu left",
+            "with the dtype",
+            id="dtype",
+        ),
+        pytest.param(
+            '.to("cpu", copy=True)', ".to(torch.bfloat16)", "came back changed", "with the dtype", id="saves bus and bits"
+        ),
+        pytest.param("on_host.to(home)", "on_host.to(home).flatten()", "came back changed", "with the dtype", id="another shape"),
+        pytest.param("on_host.to(home)", "on_host.to(home) * 1.0001", "it has other values", "exact or wrong", id="other values"),
+        pytest.param(
+            "return pack, unpack", "return pack", "make_hooks returned function", "return pack, unpack", id="one function"
+        ),
+        pytest.param(
+            "return on_host.to(home)", "on_host.to(home)", "unpack returned NoneType", "has to return a tensor", id="no result"
+        ),
+    ],
+)
+def test_wrong_hooks_are_refused(pool: labkit.WorkerPool, old: str, new: str, measured: str, hint: str) -> None:
+    pool.run_cell(changed("make_hooks", old, new))
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab02.check_hooks(pool)
+    check_refused(caught, hint)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_hooks_that_are_not_defined_are_asked_for(pool: labkit.WorkerPool) -> None:
+    pool.run_cell("del make_hooks")
+    with pytest.raises(ExerciseError, match="there is no make_hooks on rank 0 yet"):
+        lab02.check_hooks(pool)
+
+
+# Exercise 3 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_outcome_passes(pool: labkit.WorkerPool) -> None:
+    line = lab02.check_outcome(pool, defined_by(exercise("outcome"), "outcome"))
+    assert line == "Solved: 11 orders, all as counted on the ranks."
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("old", "new", "measured", "hint"),
+    [
+        pytest.param(
+            'hooks[-1] == "offload"',
+            'hooks[0] == "offload"',
+            "offload(checkpoint(block))",
+            "The checkpoint is inside and asked first",
+            id="outermost wins",
+        ),
+        pytest.param(
+            'hooks[-1] == "offload"',
+            'hooks == ["offload"]',
+            "checkpoint(offload(block))",
+            "there is nothing left to recompute",
+            id="order does not matter",
+        ),
+        pytest.param(
+            'return "everything", 1',
+            'return "everything", 2',
+            "offload(block): you say that everything moves and a block runs twice",
+            "Nothing has to run again",
+            id="offload recomputes",
+        ),
+        pytest.param('if kind != "shard"', "", "shard(block)", "It touches no activation", id="sharding moves"),
+        pytest.param('else "nothing"), 2', 'else "nothing"), 3', "runs 3 times", "once more, not twice more", id="three times"),
+        pytest.param(
+            'return "nothing", 1', 'return "nothing", 2', "block: you say", "It touches no activation", id="plain block twice"
+        ),
+    ],
+)
+def test_wrong_outcomes_are_refused(pool: labkit.WorkerPool, old: str, new: str, measured: str, hint: str) -> None:
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab02.check_outcome(pool, defined_by(changed("outcome", old, new), "outcome"))
+    check_refused(caught, hint)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+@pytest.mark.parametrize("answer", [None, "nothing", ("all", 1), ("nothing", "once")])
+def test_something_that_is_no_outcome_is_refused(pool: labkit.WorkerPool, answer: Any) -> None:
+    with pytest.raises(ExerciseError, match="a pair of one of nothing, inputs, everything and a number"):
+        lab02.check_outcome(pool, lambda _: answer)
+
+
+# Exercise 4 -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_notebook_s_choice_passes() -> None:
+    line = lab02.check_choose(defined_by(exercise("choose"), "choose"))
+    assert re.fullmatch(r"Solved: the least recomputation in 65 rows of blocks, \d+ blocks recomputed in all\.", line)
+
+
+PEAK = "peak = max(peak, held + saved[block])"
+
+
+def greedy(saved: list[int], inputs: list[int], seconds: list[float], limit: int) -> set[int]:
+    """The block that saves most per second first."""
+    chosen: set[int] = set()
+    order = sorted(range(len(saved)), key=lambda block: -(saved[block] - inputs[block]) / seconds[block])
+    for block in order:
+        if lab02_peak(saved, inputs, chosen) <= limit:
+            break
+        chosen.add(block)
+    return {block for block in chosen if lab02_peak(saved, inputs, chosen - {block}) > limit}
+
+
+def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
+    held = peak = 0
+    for block, own in enumerate(saved):
+        peak = max(peak, held + own)
+        held += inputs[block] if block in chosen else own
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("wrong", "measured", "hint"),
+    [
+        pytest.param(lambda saved, *_: range(len(saved)), "more than needed", "Recomputing the last block saves nothing", id="all"),
+        pytest.param(
+            lambda saved, *_: range(len(saved) - 1), "more than needed", "Recomputing all|Try all choices", id="all but last"
+        ),
+        pytest.param(lambda *_: [], "too many", "all its own activations are there as well", id="none"),
+        pytest.param(greedy, "more than needed", "Try all choices", id="greedy"),
+        pytest.param(
+            (PEAK, "peak = held"), "too many", "all its own activations are there as well", id="own activations forgotten"
+        ),
+        pytest.param(
+            (
+                "held += inputs[block] if block in recomputed else saved[block]",
+                "held += 0 if block in recomputed else saved[block]",
+            ),
+            "too many",
+            "But it keeps its input",
+            id="inputs forgotten",
+        ),
+        pytest.param(
+            ("key=lambda choice: math.fsum(seconds[block] for block in choice)", "key=len"),
+            "more than needed",
+            "Try all choices",
+            id="fewest blocks",
+        ),
+        pytest.param(
+            (
+                "peak(choice) <= limit",
+                "sum(inputs[b] if b in choice else saved[b] for b in blocks) + max(saved) <= limit or len(choice) == len(saved)",
+            ),
+            "more than needed",
+            "saves nothing|Try all choices",
+            id="everything held at once",
+        ),
+    ],
+)
+def test_wrong_choices_are_refused(wrong: Any, measured: str, hint: str) -> None:
+    choose = wrong if callable(wrong) else defined_by(changed("choose", *wrong), "choose")
+    with pytest.raises(ExerciseError, match=measured) as caught:
+        lab02.check_choose(choose)
+    assert re.search(hint, str(caught.value)), caught.value
+
+
+@pytest.mark.parametrize(("answer", "message"), [(None, "the places"), ([7], "places go from 0 to 3"), (["a"], "the places")])
+def test_something_that_is_no_choice_is_refused(answer: Any, message: str) -> None:
+    with pytest.raises(ExerciseError, match=message):
+        lab02.check_choose(lambda *_: answer)
