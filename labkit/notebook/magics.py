@@ -7,6 +7,7 @@ import keyword
 import shlex
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, needs_local_scope
@@ -15,8 +16,9 @@ from labkit.controller.current import current_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.pool import WorkerPool
 from labkit.errors import LabkitError, PoolStateError
-from labkit.notebook import pool_view, rank_names
+from labkit.notebook import pool_view, rank_names, rank_tabs
 from labkit.notebook.expect import error_class, expect_error
+from labkit.ranks import parse_ranks
 
 
 class MagicUsageError(LabkitError, ValueError):
@@ -52,6 +54,7 @@ def _spmd_parser() -> _Parser:
     parser.add_argument("--timeout", metavar="S", type=float, help="interrupt the cell after S seconds")
     parser.add_argument("--out", metavar="NAME", help="keep the last expression's values as RankResults in NAME")
     parser.add_argument("--needs", metavar="N", type=int, default=1, help="skip the cell when the pool has fewer ranks")
+    parser.add_argument("--tabs", action="store_true", help="show what the ranks put out in tabs, equal output in one")
     parser.add_argument("--expect", metavar="ERROR", help="the cell has to fail with this error, for example RankFailedError")
     return parser
 
@@ -73,10 +76,10 @@ class LabkitMagics(Magics):
     def spmd(self, line: str, cell: str, local_ns: dict[str, Any] | None = None) -> None:
         """Run this cell on every rank of the pool.
 
-        Usage: %%spmd [--ranks SPEC] [--timeout S] [--out NAME] [--needs N] [--expect ERROR]
+        Usage: %%spmd [--ranks SPEC] [--timeout S] [--out NAME] [--needs N] [--tabs] [--expect ERROR]
 
         Variables persist on the ranks between cells. The last expression is shown for each rank, equal ones once, or
-        kept in NAME with --out. Each line that a rank prints is shown with its rank in front.
+        kept in NAME with --out. Each line that a rank prints is shown with its rank in front, with --tabs in the rank's tab.
         """
         options = _parse(_spmd_parser(), line)
         pool = current_pool()
@@ -97,14 +100,16 @@ class LabkitMagics(Magics):
 
     def _run(self, pool: WorkerPool, options: argparse.Namespace, line: str, cell: str) -> None:
         assert self.shell is not None
+        ranks = parse_ranks(options.ranks, pool.world_size)
         try:
-            values = pool.run_cell(
-                _with_first_line(line, cell),
-                ranks=options.ranks,
-                timeout_s=options.timeout,
-                want_value=options.out is not None,
-                cell_number=_present_number(self.shell),
-            )
+            with rank_tabs.in_tabs(self.shell, ranks) if options.tabs and pool.world_size > 1 else nullcontext():
+                values = pool.run_cell(
+                    _with_first_line(line, cell),
+                    ranks=ranks,
+                    timeout_s=options.timeout,
+                    want_value=options.out is not None,
+                    cell_number=_present_number(self.shell),
+                )
         except SyntaxError as error:
             raise CellSyntaxError(error) from None
         if options.out is not None:

@@ -88,7 +88,7 @@ def options(line: str) -> list[str]:
     return []
 
 
-OPTIONS = ("--ranks", "--timeout", "--out", "--needs", "--expect")
+OPTIONS = ("--ranks", "--timeout", "--out", "--needs", "--tabs", "--expect")
 
 
 # On the rank ---------------------------------------------------------------------------------------------------------

@@ -75,3 +75,41 @@ def test_tab_in_a_cell_for_the_ranks_offers_their_names_and_the_cell_is_coloured
     tab.page.keyboard.press("Control+End")
     tab.page.keyboard.press("Shift+Tab")
     tab.page.locator(".jp-Tooltip", has_text="int").wait_for(timeout=10_000)
+
+
+def test_output_in_tabs_is_live_takes_the_keyboard_and_is_there_again_after_reopening(
+    open_notebook: Open, server: LabServer, shots: Path
+) -> None:
+    steps = (
+        "%%spmd --tabs\nimport time\nfor step in range(16):\n    print('step', step, 'of the last' if rank == 1 else '')\n"
+        "    time.sleep(0.1)\ntime.sleep(8)"
+    )
+    tab = open_notebook(server.add("tabs.ipynb", START, steps))
+    tab.run(0)
+    tab.run(1, wait=False)
+    cell = tab.cell(1)
+    live = cell.get_by_role("tab", name="rank 1")
+    live.wait_for(timeout=20_000)
+    live.click()
+    cell.locator(".widget-html", has_text="step 15 of the last").wait_for(timeout=20_000)
+    tab.screenshot(shots / "tabs-live.png", 1)
+    tab.wait_done()
+
+    def assert_tabs(tab: LabPage) -> None:
+        heads = tab.cell(1).get_by_role("radio")
+        assert heads.count() == 2
+        parts = tab.cell(1).locator("section")
+        assert [parts.nth(n).is_visible() for n in (0, 1)] == [True, False]
+        heads.first.focus()
+        tab.page.keyboard.press("ArrowRight")
+        assert [parts.nth(n).is_visible() for n in (0, 1)] == [False, True]
+        assert "step 15 of the last" in parts.nth(1).inner_text()
+
+    assert_tabs(tab)
+    assert tab.cell(1).get_by_role("tab").count() == 0
+    tab.screenshot(shots / "tabs.png", 1)
+    tab.save()
+    tab.close()
+    tab = open_notebook("tabs.ipynb")
+    assert_tabs(tab)
+    assert tab.errors() == []
