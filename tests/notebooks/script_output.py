@@ -11,6 +11,7 @@ import nbformat
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Another one each time: a temporary folder, the address of an object, the number of a process, a time.
 _CHANGING = re.compile(r"/\S*/labkit-lab\d\d-\w+|0x[0-9a-f]+|\bprocess \d+|\b[\d.]+ (?:ms|s)\b")
+_NUMBER = re.compile(r"[-+]?\d[\d,.]*(?:e[-+]?\d+)?%?")
 _RANK_LINE = re.compile(r"^\[rank \d+\] ")
 _MARK = re.compile(r"^--- (\S+)$")
 
@@ -21,6 +22,11 @@ def lines_of(text: str) -> list[str]:
     """The lines of a cell without what differs from run to run."""
     lines = (_CHANGING.sub("...", _ANSI.sub("", line)).rstrip() for line in text.splitlines())
     return [line for line in lines if line]
+
+
+def without_numbers(lines: list[str]) -> list[str]:
+    """The words of lines, whatever their numbers and the width of their columns."""
+    return [" ".join(_NUMBER.sub("#", line).split()) for line in lines]
 
 
 def of_script(stdout: str) -> Shown:
