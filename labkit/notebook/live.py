@@ -28,7 +28,7 @@ class Place:
 
     def __init__(self) -> None:
         self._id = f"labkit-{uuid.uuid4().hex[:12]}"
-        self._shown = False
+        self._shown: dict[str, Any] | None = None
 
     def show(self, text: str, html: str | None = None) -> None:
         """Show HTML where a page can, else text. Empty text shows nothing."""
@@ -41,11 +41,12 @@ class Place:
 
     def clear(self) -> None:
         """Show nothing, and keep the place."""
-        if self._shown:
+        if self._shown is not None:
             self.show("", "")
 
     def _publish(self, data: dict[str, Any]) -> None:
         from IPython.display import publish_display_data
 
-        publish_display_data(data, {}, transient={"display_id": self._id}, update=self._shown)
-        self._shown = True
+        if data != self._shown:
+            publish_display_data(data, {}, transient={"display_id": self._id}, update=self._shown is not None)
+            self._shown = data

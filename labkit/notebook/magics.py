@@ -16,7 +16,7 @@ from labkit.controller.current import current_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.pool import WorkerPool
 from labkit.errors import LabkitError, PoolStateError
-from labkit.notebook import pool_view, rank_names, rank_tabs
+from labkit.notebook import pool_view, progress, rank_names, rank_tabs
 from labkit.notebook.expect import error_class, expect_error
 from labkit.ranks import parse_ranks
 
@@ -176,5 +176,6 @@ def register(shell: Any) -> None:
     shell.register_magics(LabkitMagics)
     rank_names.register(shell)
     pool_view.register(shell)
+    progress.register(shell)
     if fork_server.available():
         fork_server.shared()

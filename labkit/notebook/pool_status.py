@@ -55,7 +55,7 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
 
     Ranks: controller. Blocks for at most about 1 s, on GPUs 6 s.
     """
-    states = {state.rank: state for state in (_look(pool) or Diagnosis("idle", "")).states}
+    states = {state.rank: state for state in (look_at_run(pool) or Diagnosis("idle", "")).states}
     on_gpu = _gpu_bytes() if pool.device == "cuda" else {}
     found = []
     for rank, pid in sorted(pool.pids.items()):
@@ -68,8 +68,8 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
     return found
 
 
-def _look(pool: WorkerPool) -> Diagnosis | None:
-    """What the ranks of the present run do; None between runs.
+def look_at_run(pool: WorkerPool) -> Diagnosis | None:
+    """What the ranks of the present run do, from any thread; None between runs. Blocks for at most about 1 s.
 
     Not `WorkerPool.diagnose`: between runs that takes the pool's lock for a moment, in which a cell that starts just then
     would be refused.

@@ -1,0 +1,135 @@
+"""Says what a cell waits for when it takes longer than two seconds: the start of a pool, or ranks that still run.
+
+Only where a person watches. A frontend that can ask for input has one; papermill and nbclient have none, and their notebooks
+stay as the cells made them. The display is empty again when the cell has ended.
+"""
+
+from __future__ import annotations
+
+import html
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+from labkit.controller import pool as pool_module
+from labkit.controller.current import open_pool
+from labkit.controller.launchers import fork_server
+from labkit.notebook.live import Place
+from labkit.notebook.pool_status import look_at_run
+
+FIRST_AFTER_S = 2.0
+EVERY_S = 0.5
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What is waited for.
+
+    Attributes:
+        what: In words.
+        done: How many ranks are done, None where nothing counts.
+        total: Of how many.
+    """
+
+    what: str
+    done: int | None = None
+    total: int | None = None
+
+
+def present_stage(main_frame: FrameType | None) -> Stage | None:
+    """What the main thread waits for: a pool's start, or a run; None for anything else.
+
+    Args:
+        main_frame: The main thread's present frame.
+    """
+    num_starting = _num_starting(main_frame)
+    if num_starting:
+        ranks = f"{num_starting} rank{'s' if num_starting > 1 else ''}"
+        cold = fork_server.available() and not fork_server.shared().warm
+        return Stage(f"Starting {ranks}" + (". torch is imported first, once for this kernel" if cold else ""))
+    pool = open_pool()
+    diagnosis = look_at_run(pool) if pool is not None else None
+    if diagnosis is None:
+        return None
+    ours = [state for state in diagnosis.states if state.state != "idle"]
+    done = sum(state.state in ("finished", "failed", "dead") for state in ours)
+    return Stage(f"{done} of {len(ours)} ranks have finished", done, len(ours))
+
+
+def _num_starting(frame: FrameType | None) -> int:
+    """How many ranks a pool is starting with, 0 when none is: told by the function in which the main thread is."""
+    start = pool_module.WorkerPool._start.__code__
+    while frame is not None:
+        if frame.f_code is start:
+            starting = frame.f_locals.get("self")
+            return int(starting.world_size) if starting is not None else 0
+        frame = frame.f_back
+    return 0
+
+
+class CellProgress:
+    """The progress of one cell, shown from a thread of its own."""
+
+    def __init__(self) -> None:
+        self._end, self._lock = threading.Event(), threading.Lock()
+        self._place = Place()
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._watch, name="labkit-progress", daemon=True)
+
+    def start(self) -> None:
+        """Watch the cell that begins now."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """The cell has ended: show nothing. Does not wait for the thread, which may be looking at ranks that are done."""
+        with self._lock:
+            self._end.set()
+            self._place.clear()
+
+    def _watch(self) -> None:
+        wait_s = FIRST_AFTER_S
+        while not self._end.wait(wait_s):
+            wait_s = EVERY_S
+            stage = present_stage(sys._current_frames().get(threading.main_thread().ident or 0))
+            seconds = time.monotonic() - self._began
+            with self._lock:
+                if self._end.is_set():
+                    return
+                if stage is None:
+                    self._place.clear()
+                else:
+                    self._place.show(f"{stage.what}, {seconds:.0f} s", stage_html(stage, seconds))
+
+
+def stage_html(stage: Stage, seconds: float) -> str:
+    """A bar with its words."""
+    counts = f' value="{stage.done}" max="{stage.total}"' if stage.total else ""
+    words = html.escape(stage.what, quote=True)
+    return f'<div role="status"><progress{counts} aria-label="{words}"></progress> {words}, {seconds:.0f} s</div>'
+
+
+_running: list[CellProgress] = []
+
+
+def register(shell: Any) -> None:
+    """Watch the cells of a shell. Doing it twice changes nothing."""
+    if _before_cell not in shell.events.callbacks["pre_run_cell"]:
+        shell.events.register("pre_run_cell", _before_cell)
+        shell.events.register("post_run_cell", _after_cell)
+
+
+def _before_cell(info: Any) -> None:
+    ipython = sys.modules["IPython"]
+    kernel = getattr(ipython.get_ipython(), "kernel", None)
+    if getattr(kernel, "_allow_stdin", False):
+        _after_cell(None)
+        _running.append(CellProgress())
+        _running[-1].start()
+
+
+def _after_cell(result: Any) -> None:
+    while _running:
+        _running.pop().stop()

@@ -1,0 +1,106 @@
+"""Progress of slow cells: shown to a person while the cell runs, gone when it has ended, absent where nobody watches."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jupyter_client.blocking.client import BlockingKernelClient
+from jupyter_client.manager import KernelManager
+
+from labkit.notebook.progress import Stage, present_stage, stage_html
+
+LIMIT_S = 120.0
+
+
+class Kernel:
+    """A kernel with a frontend that can ask a person, as JupyterLab is one, or cannot, as papermill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.manager = KernelManager(kernel_name="python3")
+        self.manager.start_kernel(cwd=str(folder), env={**os.environ, "PYTHONPATH": os.getcwd()})
+        self.client: BlockingKernelClient = self.manager.client()
+        self.client.start_channels()
+        self.client.wait_for_ready(timeout=LIMIT_S)
+
+    def displays(self, code: str, *, person: bool) -> list[dict[str, Any]]:
+        """Run a cell: every state that its displays have had, in order."""
+        found: list[dict[str, Any]] = []
+
+        def keep(message: dict[str, Any]) -> None:
+            if message["msg_type"] in ("display_data", "update_display_data"):
+                found.append(message["content"]["data"])
+
+        reply = self.client.execute_interactive(
+            code, allow_stdin=person, output_hook=keep, timeout=LIMIT_S, stdin_hook=lambda message: None
+        )
+        assert reply["content"]["status"] == "ok", reply
+        return found
+
+    def stop(self) -> None:
+        self.client.stop_channels()
+        self.manager.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kernel]:
+    kernel = Kernel(tmp_path_factory.mktemp("progress"))
+    kernel.displays("%load_ext labkit\nimport labkit\npool = labkit.WorkerPool(2, device='cpu')", person=False)
+    yield kernel
+    kernel.stop()
+
+
+SLOW = "%%spmd\nimport time\ntime.sleep(4 if rank else 0.1)"
+
+
+def test_a_long_run_counts_the_ranks_that_are_done_and_leaves_nothing(kernel: Kernel) -> None:
+    *shown, last = kernel.displays(SLOW, person=True)
+    assert shown
+    assert all("1 of 2 ranks have finished" in data["text/plain"] for data in shown)
+    assert '<progress value="1" max="2" aria-label="1 of 2 ranks have finished">' in shown[0]["text/html"]
+    assert last == {"text/plain": "", "text/html": ""}
+
+
+def test_where_nobody_watches_a_slow_cell_shows_nothing_of_its_own(kernel: Kernel) -> None:
+    assert kernel.displays(SLOW, person=False) == []
+
+
+def test_a_short_cell_and_one_that_runs_nothing_on_the_ranks_show_nothing(kernel: Kernel) -> None:
+    assert kernel.displays("%%spmd\nx = 1", person=True) == []
+    assert kernel.displays("import time\ntime.sleep(3)", person=True) == []
+
+
+def test_a_call_of_the_pool_counts_too(kernel: Kernel) -> None:
+    shown = kernel.displays("import time\nvalues = pool.run(time.sleep, 3.5)", person=True)
+    assert "0 of 2 ranks have finished" in shown[0]["text/plain"]
+
+
+def test_a_start_is_named_while_the_pool_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from labkit import WorkerPool
+    from labkit.controller.members import Members
+
+    seen: list[Stage | None] = []
+    original = Members.start
+
+    def start(self: Members, *arguments: Any) -> None:
+        seen.append(present_stage(sys._getframe()))
+        original(self, *arguments)
+
+    monkeypatch.setattr(Members, "start", start)
+    with WorkerPool(3, device="cpu", replace=True):
+        pass
+    assert seen[0] is not None
+    assert seen[0].what.startswith("Starting 3 ranks")
+    assert seen[0].total is None
+    assert present_stage(sys._getframe()) is None
+
+
+def test_a_bar_says_in_words_what_it_shows() -> None:
+    page = stage_html(Stage("1 of 4 ranks <have> finished", 1, 4), 12.3)
+    assert page.startswith('<div role="status"><progress value="1" max="4" aria-label="1 of 4 ranks &lt;have&gt; finished">')
+    assert page.endswith("finished, 12 s</div>")
+    assert "<progress aria-label" in stage_html(Stage("Starting 2 ranks"), 3)
