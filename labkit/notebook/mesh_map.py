@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from labkit.notebook.boxes import canvas
+from labkit.notebook.hover import mark, with_hover
 from labkit.notebook.shard_map import Box, boxes_of, rows_by_tensor, span
 from labkit.notebook.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style, text_color_on
-from labkit.ranks import format_ranks
+from labkit.ranks import format_ranks, name_ranks
 from labkit.spmd.layouts import Split, splits_of
 
 if TYPE_CHECKING:
@@ -127,13 +128,14 @@ def block_map(
             _draw_title(ax, (titles or {}).get(name, name), shapes[name], cuts, left, wide)
             for line, (what, boxes) in enumerate(lines):
                 top = _HEAD_IN + line * (_PANEL_IN + _GAP_IN) + 0.08
-                _draw_matrix(ax, boxes[name], shapes[name], (left, top, wide))
+                _draw_matrix(ax, name, boxes[name], shapes[name], (left, top, wide))
                 if index == 0 and what:
                     ax.text(0.12, top + _PANEL_IN / 2, what, rotation=90, ha="center", va="center", weight="bold", fontsize=8)
         head = ("where", "tensor", "placements", "rows", "columns", "ranks")
-        return Picture.from_figure(
+        picture = Picture.from_figure(
             fig, alt=_block_alt(lines), caption=caption or _BLOCK_CAPTION, columns=head, rows=_block_rows(lines, tensors)
         )
+        return with_hover(fig, picture)
 
 
 def _draw_rank(ax: Axes, rank: int, place: tuple[int, ...], x: float, y: float, wide: float) -> None:
@@ -188,7 +190,7 @@ def _cut(split: Split) -> str:
     return ("rows", "columns")[split.dim] + (" (strided)" if split.strided else "")
 
 
-def _draw_matrix(ax: Axes, boxes: Sequence[Box], shape: Sequence[int], place: tuple[float, float, float]) -> None:
+def _draw_matrix(ax: Axes, name: str, boxes: Sequence[Box], shape: Sequence[int], place: tuple[float, float, float]) -> None:
     from matplotlib.patches import Rectangle
 
     left, top, wide = place
@@ -199,7 +201,10 @@ def _draw_matrix(ax: Axes, boxes: Sequence[Box], shape: Sequence[int], place: tu
         style = rank_style(box.ranks[0])
         color = FAINT if shared else style.color
         edge = {"ec": MUTED, "ls": (0, (3, 2))} if shared else {"ec": "white", "ls": "solid"}
-        ax.add_patch(Rectangle((x, y), broad, tall, fc=color, lw=0.9, **edge))
+        patch = Rectangle((x, y), broad, tall, fc=color, lw=0.9, **edge)
+        ax.add_patch(patch)
+        who = name_ranks(box.ranks)
+        mark(patch, f"{name}\n{who}: rows {span(box.chunk, 0)}, columns {span(box.chunk, 1)}, {box.chunk.numel:,} elements")
         if label := _label(box.ranks, broad, tall):
             ink = INK if shared else text_color_on(color)
             ax.text(x + broad / 2, y + tall / 2, label, ha="center", va="center", fontsize=7, color=ink)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from labkit.notebook.hover import mark, with_hover
 from labkit.notebook.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style, text_color_on
 from labkit.ranks import format_ranks
 
@@ -71,7 +72,7 @@ def shard_map(
             below -= height
             _draw_tensor(axes, by_rank, boxes[name], below, height)
         head = ("tensor", "shape", "dtype", "placements", "rank", "holds", "bytes")
-        return Picture.from_figure(fig, alt=_alt(rows), caption=caption, columns=head, rows=_table(rows))
+        return with_hover(fig, Picture.from_figure(fig, alt=_alt(rows), caption=caption, columns=head, rows=_table(rows)))
 
 
 def rows_by_tensor(tables: Mapping[int, Sequence[ShardRecord]], names: Sequence[str]) -> dict[str, dict[int, ShardRecord]]:
@@ -140,7 +141,8 @@ def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence
     # One wording per row: the fullest that fits into its narrowest box.
     wording = max((_wording(box, record, len(by_rank)) for box in boxes), default=0)
     for box in boxes:
-        _draw_box(axes, box, record, len(by_rank), wording, bottom, tall)
+        # The record of a rank that holds it: the shares of uneven shards differ in bytes.
+        _draw_box(axes, box, by_rank[box.ranks[0]], len(by_rank), wording, bottom, tall)
     empty = [rank for rank, held in by_rank.items() if not held.chunks]
     if empty:
         axes.text(1.005, middle, f"none: {format_ranks(empty)}", ha="left", va="center", fontsize=6, color=MUTED, clip_on=False)
@@ -158,21 +160,32 @@ def _draw_box(axes: Axes, box: Box, record: ShardRecord, num_ranks: int, wording
     color = FAINT if shared or not record.is_distributed else rank_style(box.ranks[0]).color
     y = bottom + tall * (1 - box.top - box.height)
     dashed = not record.is_distributed
-    axes.add_patch(
-        Rectangle(
-            (box.left, y),
-            box.width,
-            tall * box.height,
-            facecolor=color,
-            edgecolor=MUTED if dashed else "white",
-            linewidth=0.8,
-            linestyle=(0, (3, 2)) if dashed else "solid",
-        )
+    patch = Rectangle(
+        (box.left, y),
+        box.width,
+        tall * box.height,
+        facecolor=color,
+        edgecolor=MUTED if dashed else "white",
+        linewidth=0.8,
+        linestyle=(0, (3, 2)) if dashed else "solid",
     )
+    axes.add_patch(patch)
+    mark(patch, _words(box, record))
     label = _labels(box, record, num_ranks)[wording]
     center = (box.left + box.width / 2, y + tall * box.height / 2)
     ink = INK if color == FAINT else text_color_on(color)
     axes.text(*center, label, ha="center", va="center_baseline", fontsize=7, color=ink)
+
+
+def _words(box: Box, record: ShardRecord) -> str:
+    """What the pointer finds on a box."""
+    held = " x ".join(span(box.chunk, dim) for dim in range(len(box.chunk.offsets))) or "all"
+    total = sum(chunk.numel for chunk in record.chunks)
+    size_bytes = record.local_bytes * box.chunk.numel // total if total else 0
+    who = f"rank {format_ranks(box.ranks)}" if len(box.ranks) == 1 else f"ranks {format_ranks(box.ranks)}, each"
+    shape = " x ".join(map(str, record.shape)) or "scalar"
+    placements = ", ".join(record.placements) or "plain"
+    return f"{record.name}\n{shape}, {record.dtype}, {placements}\n{who}: {held}, {size_bytes:,} bytes"
 
 
 def _is_shared(box: Box, num_ranks: int) -> bool:
