@@ -37,18 +37,18 @@ def current_pool() -> WorkerPool:
     return pool
 
 
-def refuse_second_pool() -> None:
+def refuse_second_pool(otherwise: str) -> None:
     """Refuse while a pool is open.
+
+    Args:
+        otherwise: What to do instead of using that pool.
 
     Raises:
         PoolStateError: A pool is open.
     """
     pool = open_pool()
     if pool is not None:
-        raise PoolStateError(
-            f"a pool is open already: {pool!r}. Use it (labkit.current_pool()), close it (pool.close()), "
-            "or pass replace=True to close it and start this one."
-        )
+        raise PoolStateError(f"a pool is open already: {pool!r}. Use it (labkit.current_pool()), {otherwise}.")
 
 
 def _after_fork() -> None:

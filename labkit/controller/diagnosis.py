@@ -130,7 +130,7 @@ def _cells(state: RankState) -> tuple[str, str, str, str]:
         return state.state, "", "", ""
     waits = state.call if state.state == "waiting" else ""
     if waits and state.collective is not None and state.collective.sizes:
-        waits += " " + sizes_of(state.collective)
+        waits += f", {'shape' if len(state.collective.sizes) == 1 else 'shapes'} {sizes_of(state.collective)}"
     return state.state, report.where, waits, report.code
 
 

@@ -51,7 +51,7 @@ class WorkerPool:
         self._closed = True
         plan.check_arguments(world_size, device)
         if not replace:
-            refuse_second_pool()
+            refuse_second_pool("close it (pool.close()), or pass replace=True to close it and start this one")
         self._plan = plan.make_plan(world_size, device, plan.launcher())
         # Not before this: nobody loses a pool for one that this machine cannot run.
         if (other := open_pool()) is not None:
@@ -260,7 +260,7 @@ class WorkerPool:
         chosen = parse_ranks(ranks, self.world_size)
         if self._closed or len(chosen) == self.world_size:
             if self._closed:
-                refuse_second_pool()
+                refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
             self.close()
             self._start()
             return

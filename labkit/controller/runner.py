@@ -170,6 +170,8 @@ class Runner:
             freed = f"labkit released {name_ranks(run.released)} and" if run.released else "labkit"
             took = time.monotonic() - began
             run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
+        elif run.stopped is not None:
+            run.steps.append("Every rank keeps its variables.")
         notes: dict[str, list[int]] = {}
         for rank, item in mended.items():
             for note in item["notes"]:

@@ -99,12 +99,8 @@ def _verdict(states: tuple[RankState, ...]) -> tuple[Kind, str, bool]:
         return "idle", "No run is in progress; all ranks are idle.", False
     native = [state for state in working if state.state == "native"]
     if native and len(native) == len(working):
-        where = _places(native)
-        return (
-            "native code",
-            f"{_who(native)} {_is(native)} at {where}, outside collectives, and not computing (it sleeps or waits).",
-            False,
-        )
+        sleep = "sleeps or waits" if len(native) == 1 else "sleep or wait"
+        return "native code", f"{_who(native)} {_is(native)} at {_places(native)}, outside collectives, and {sleep} there.", False
     return "working", f"{_who(working)} {_is(working)} computing at {_places(working)}.", False
 
 

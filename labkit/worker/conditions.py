@@ -176,10 +176,10 @@ def _judge_new(conditions: Sequence[Condition]) -> list[str]:
     new = [condition.rank for condition in conditions if condition.new]
     if not new:
         return []
-    verb = "is new and has" if len(new) == 1 else "are new and have"
+    verb, it = ("is new and has", "it") if len(new) == 1 else ("are new and have", "them")
     return [
-        f"{_subject(new).capitalize()} {verb} no variables. What was sharded over the old one has lost that share: "
-        "build it again on all ranks and load a checkpoint."
+        f"{_subject(new).capitalize()} {verb} no variables and no imports: run the cells on {it} that make them. "
+        "What was sharded over the old one has lost that share: build it again on all ranks and load a checkpoint."
     ]
 
 

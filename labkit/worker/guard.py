@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.ranks import format_ranks
+from labkit.ranks import name_ranks
 from labkit.tracebacks import is_library
 from labkit.worker import backends
 
@@ -50,9 +50,10 @@ class _Guard(TorchDispatchMode):
             if others and name not in self._warned:
                 self._warned.add(name)
                 place, line = _user_place()
+                them = "it" if len(others) == 1 else "them"
                 warnings.warn_explicit(
-                    f"this cell runs on ranks {format_ranks(self._ranks)} only, and calls {_NAMES.get(name, name)} on a group "
-                    f"with ranks {format_ranks(others)} in it as well. It will wait for them: run the cell on all ranks, "
+                    f"this cell runs on {name_ranks(self._ranks)} only, and calls {_NAMES.get(name, name)} on a group "
+                    f"with {name_ranks(others)} in it as well. It will wait for {them}: run the cell on all ranks, "
                     "or make a group of these ranks with dist.new_group.",
                     PartialRunWarning,
                     place,

@@ -15,6 +15,7 @@ from typing import Any
 
 from labkit.tracebacks import is_library
 from labkit.wire.messages import Collective, RankReport
+from labkit.worker.process_group import DEFAULT_GROUP
 from labkit.worker.run_state import RunState
 
 LAST_COLLECTIVES = 20
@@ -22,11 +23,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _FOR_CELLS = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("spmd", "checkpoint", "course"))
 
 
-def report(state: RunState) -> RankReport:
+def report(state: RunState, own_collectives: int = 0) -> RankReport:
     """Look at the main thread.
 
     Args:
         state: Which run it works on.
+        own_collectives: Collectives that labkit began on the default group; the reader's own are counted from 1.
 
     Returns:
         The report, with less in it where something cannot be read: the main thread goes on meanwhile. Never raises, and never
@@ -34,15 +36,15 @@ def report(state: RunState) -> RankReport:
     """
     run_id, started = state.run_id, state.started
     try:
-        return _full_report(run_id, started)
+        return _full_report(run_id, started, own_collectives)
     except Exception:
         return RankReport(run_id, busy_s=0.0 if run_id is None else time.monotonic() - started)
 
 
-def _full_report(run_id: int | None, started: float) -> RankReport:
+def _full_report(run_id: int | None, started: float, own_collectives: int) -> RankReport:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = usage.ru_utime + usage.ru_stime
-    collectives = recent_collectives()
+    collectives = recent_collectives(own_collectives)
     if run_id is None:
         return RankReport(None, cpu_s=cpu_s, collectives=collectives, groups=_groups(), threads=threading.active_count())
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -116,7 +118,7 @@ def _groups() -> dict[str, tuple[int, ...]]:
         return {}  # read while the main thread changes them
 
 
-def recent_collectives() -> tuple[Collective, ...]:
+def recent_collectives(own: int = 0) -> tuple[Collective, ...]:
     """The last collectives of this rank, those of NCCL after those of gloo; empty where torch keeps no record."""
     bindings = sys.modules.get("torch._C._distributed_c10d")
     found: list[Collective] = []
@@ -127,15 +129,15 @@ def recent_collectives() -> tuple[Collective, ...]:
             continue
         with contextlib.suppress(Exception):  # a diagnosis with less in it is better than none
             record = pickle.loads(dump(True, False, False))
-            found += [_collective(entry) for entry in record.get("entries", [])[-LAST_COLLECTIVES:]]
+            found += [_collective(entry, own) for entry in record.get("entries", [])[-LAST_COLLECTIVES:]]
     return tuple(found)
 
 
-def _collective(entry: dict[str, Any]) -> Collective:
+def _collective(entry: dict[str, Any], own: int) -> Collective:
     backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
     group = entry.get("process_group", ("?", "?"))
     return Collective(
-        sequence=int(entry.get("collective_seq_id", 0)),
+        sequence=int(entry.get("collective_seq_id", 0)) - (own if group[0] == DEFAULT_GROUP else 0),
         name=name,
         group=str(group[0]),
         sizes=tuple(tuple(shape) for shape in entry.get("input_sizes", ())),

@@ -93,6 +93,11 @@ class ProcessGroups:
         self._gloo_sockets = cut.peer_sockets()
 
     @property
+    def own_collectives(self) -> int:
+        """How many collectives labkit itself has begun on the default group, after each forming of it."""
+        return 0 if self.foreign else 1
+
+    @property
     def foreign(self) -> bool:
         """Whether a cell has made a default group of its own in the place of labkit's."""
         return dist.is_initialized() and dist.group.WORLD is not self._default

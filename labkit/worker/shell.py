@@ -6,10 +6,11 @@ them. History, profile folders and prompts are switched off: a rank has no perso
 
 from __future__ import annotations
 
+import linecache
 import sys
 import types
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 from IPython.core.interactiveshell import InteractiveShell
 from traitlets import Type
@@ -28,6 +29,9 @@ _CONFIG = Config(
 )
 
 
+_plain_warning = warnings.formatwarning
+
+
 class RankShell(InteractiveShell):
     """Runs cells; keeps what went wrong instead of printing it."""
 
@@ -35,6 +39,7 @@ class RankShell(InteractiveShell):
     display_pub_class = Type(RankDisplayPublisher)
     display_pub: RankDisplayPublisher
     displayhook: RankDisplayHook
+    _first_names: ClassVar[dict[str, Any]] = {}
 
     @classmethod
     def create(cls, emit: Emit, variables: dict[str, Any]) -> RankShell:
@@ -45,13 +50,27 @@ class RankShell(InteractiveShell):
             variables: The first names in its namespace.
         """
         module = types.ModuleType("__main__", "The namespace of this rank.")
-        module.__dict__.update(variables)
+        cls._first_names = dict(variables)
         shell = cls.instance(config=_CONFIG, user_module=module)
         shell.display_pub.emit = emit
         shell.db = {}  # %cd and others keep something here, by default in the profile folder
         # What IPython says when a cell raises SystemExit; the run's error says what it means for a rank.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
+        warnings.formatwarning = shell._format_warning
         return shell
+
+    def _format_warning(
+        self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        """As Python writes it, but a cell has its number and not the name of its code."""
+        line = linecache.getline(filename, lineno) if line is None else line
+        number = self.number_of(filename)
+        return _plain_warning(message, category, filename if number is None else f"Cell In[{number}]", lineno, line)
+
+    def init_user_ns(self) -> None:
+        """Also what ``%reset`` calls: a rank without its own names would be of no use."""
+        super().init_user_ns()
+        self.user_ns.update(self._first_names)
 
     # A rank makes no folders of its own in the user's home and starts no interactive machinery.
     def init_ipython_dir(self, ipython_dir: Any) -> None:
@@ -124,8 +143,6 @@ def type_name(error: BaseException) -> str:
 
 def register_sources(shell: RankShell, sources: dict[str, tuple[list[str], int | None]]) -> None:
     """Make the source of functions from notebook cells known here, so that tracebacks can show their lines."""
-    import linecache
-
     for filename, (lines, number) in sources.items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
         if number is not None:

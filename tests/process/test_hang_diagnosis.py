@@ -202,7 +202,7 @@ BUSY = {
     "in C, alone": (
         "ctypes.CDLL(None).usleep(1000 * 1000000)",
         "native code",
-        "ranks 0-1 are at Cell In[2], line 1, outside collectives, and not computing",
+        "ranks 0-1 are at Cell In[2], line 1, outside collectives, and sleep or wait there",
     ),
     "in C, awaited": (
         "if rank == 1:\n    ctypes.CDLL(None).usleep(1000 * 1000000)\ndist.barrier()",
@@ -280,3 +280,9 @@ def test_rank_that_cannot_be_looked_at_is_interrupted_all_the_same(pool: WorkerP
         pool.run_cell("import torch.distributed as dist\nif rank == 1: dist.barrier()", timeout_s=3.0)
     assert caught.value.interrupted_ranks == (1,)
     assert pool.run_cell("introspection.report = look\ndist.barrier()\nrank", want_value=True) == {0: 0, 1: 1}
+
+
+def test_stop_that_broke_nothing_says_that_the_variables_are_kept(pool: WorkerPool) -> None:
+    with pytest.raises(RunTimeoutError) as caught:
+        pool.run_cell("time.sleep(1000)", timeout_s=0.5)
+    assert caught.value.notes[-1] == "Every rank keeps its variables."

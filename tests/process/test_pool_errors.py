@@ -320,3 +320,14 @@ def test_syntax_error_is_raised_before_anything_is_sent(pool: WorkerPool, cell: 
     with pytest.raises(SyntaxError):
         pool.run_cell("ran = True\n" + cell)
     assert pool.pull("ran").same() is False
+
+
+def test_reset_leaves_a_rank_its_own_names(pool: WorkerPool) -> None:
+    pool.run_cell("gone = 1\n%reset -f")
+    assert pool.pull("(rank, world_size, device.type, 'gone' in globals())") == {rank: (rank, 4, "cpu", False) for rank in range(4)}
+    pool.run_cell("kept = rank * 3")
+
+
+def test_warning_names_the_cell(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run_cell("import warnings\nif rank == 0: warnings.warn('look out')", cell_number=7)
+    assert "[rank 0] Cell In[7]:2: UserWarning: look out\n" in capsys.readouterr().err

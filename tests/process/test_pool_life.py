@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from labkit import PoolStateError, WorkerDiedError, WorkerPool, current_pool
+from labkit import PoolStateError, RunTimeoutError, WorkerDiedError, WorkerPool, current_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.output import TerminalScreen
 from labkit.errors import WorkerStartError
@@ -341,3 +341,10 @@ def _notices(pool: WorkerPool) -> bool:
     except (PoolStateError, WorkerDiedError):
         return True
     return False
+
+
+def test_collectives_are_counted_from_the_readers_first_also_after_new_groups() -> None:
+    with WorkerPool(2, device="cpu", replace=True) as pool:
+        for _ in range(2):
+            with pytest.raises(RunTimeoutError, match="rank 1 finished the cell; rank 0 waits in barrier #1 at "):
+                pool.run_cell("import torch.distributed as dist\nif rank == 0: dist.barrier()", timeout_s=1.0)

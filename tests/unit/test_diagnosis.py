@@ -251,7 +251,7 @@ def test_ranks_that_compute_are_working() -> None:
 def test_ranks_that_sleep_are_in_native_code() -> None:
     found = judged({0: computes(5, cpu_s=0.0), 1: computes(5, cpu_s=0.0)})
     assert (found.kind, found.hangs) == ("native code", False)
-    assert found.verdict == "ranks 0-1 are at Cell In[7], line 5, outside collectives, and not computing (it sleeps or waits)."
+    assert found.verdict == "ranks 0-1 are at Cell In[7], line 5, outside collectives, and sleep or wait there."
 
 
 def test_one_look_does_not_tell_sleep_from_work() -> None:
@@ -299,11 +299,11 @@ def test_text_has_one_line_for_each_rank_below_the_verdict(table: Diagnosis) -> 
     assert lines[0] == table.verdict
     assert lines[1].split() == ["rank", "state", "where", "waits", "in", "code"]
     assert [line.split()[:2] for line in lines[2:]] == [["0", "waiting"], ["1", "finished"], ["2", "dead"], ["3", "waiting"]]
-    assert "Cell In[7], line 5  all_reduce #14 [4]  dist.all_reduce(x) if a < b else 0" in lines[2]
+    assert "Cell In[7], line 5  all_reduce #14, shape [4]  dist.all_reduce(x) if a < b else 0" in lines[2]
 
 
 def test_html_has_one_row_for_each_rank_and_escapes_code(table: Diagnosis) -> None:
     html = table._repr_html_()
     assert html.count("<tr>") == 5
     assert "if a &lt; b else 0" in html
-    assert "all_reduce #14 [4]" in html
+    assert "all_reduce #14, shape [4]" in html
