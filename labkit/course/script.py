@@ -18,6 +18,7 @@ import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
 from labkit.errors import LabkitError
+from labkit.spmd.cells import is_silenced
 
 # A cell with this tag only makes sense in the notebook, for example one that looks at what a failed cell has left.
 NOTEBOOK_ONLY = "notebook-only"
@@ -58,7 +59,7 @@ def write_script(notebook: Path) -> str:
         if cell.cell_type == "code":
             name = cell.get("id") or str(index)
             parts.append("\n".join(_cell(notebook, name, cell.source, set(cell.metadata.get("tags", ())))))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join([*parts, "job.end()"]) + "\n"
 
 
 def _head(name: str) -> str:
@@ -120,7 +121,7 @@ def _spmd_cell(notebook: Path, name: str, line: str, body: str) -> Iterator[str]
     tree = _parse(notebook, name, body)
     yield f"job.cell({name!r})"
     last = tree.body[-1] if tree.body else None
-    code, value = _divide(body, last if isinstance(last, ast.Expr) and not body.rstrip().endswith(";") else None)
+    code, value = _divide(body, last if isinstance(last, ast.Expr) and not is_silenced(body) else None)
     ranks = None if options.ranks is None else _ranks(notebook, name, options.ranks)
     if options.needs == 1:
         yield from _on_ranks(code, value, options.out, ranks)

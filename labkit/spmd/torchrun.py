@@ -23,6 +23,7 @@ import torch.distributed as dist
 from labkit.errors import LabkitError
 from labkit.ranks import RankResults, RankSpec, name_ranks, parse_ranks
 from labkit.spmd.cells import run_cell, text_of
+from labkit.spmd.script_pool import ScriptPool, renew
 
 Namespace = dict[str, Any]
 
@@ -156,6 +157,11 @@ class Job:
         sys.stdout.flush()
         self._send(None)
 
+    def end(self) -> None:
+        """Leave the process group, when every rank is done. Ranks: collective."""
+        dist.barrier()
+        dist.destroy_process_group()
+
     # What rank 0 asks of all ------------------------------------------------------------------------------------------
 
     def _open_pool(self, world_size: int | None = None, **_: Any) -> ScriptPool:
@@ -164,7 +170,7 @@ class Job:
         if wanted > self.world_size:
             raise LabkitError(f"the script has {self.world_size} ranks, and {wanted} cannot be made of them")
         if self._has_pool or wanted < self.world_size:
-            self.ask(_renew, wanted)
+            self.ask(renew, wanted)
         self._has_pool = True
         return ScriptPool(self)
 
@@ -230,68 +236,6 @@ class Job:
         self._generation, self.world_size = self._generation + 1, world_size
         os.environ["WORLD_SIZE"] = str(world_size)
         self._form()
-
-
-class ScriptPool:
-    """A pool as the notebook's own process sees it, over the ranks of the script. Ranks: rank 0, inside a cell of its own."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-
-    def __repr__(self) -> str:
-        return f"ScriptPool(world_size={self.world_size}, device={self.device!r})"
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self._job.world_size
-
-    @property
-    def device(self) -> str:
-        """``cpu`` or ``cuda``."""
-        return self._job.device.type
-
-    def run(
-        self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
-    ) -> RankResults[Any]:
-        """As ``WorkerPool.run``, without its limit of time: nobody watches a script. Blocks as long as the function."""
-        return self._job.ask(_run, function, *args, ranks=ranks, **kwargs)
-
-    def push(self, ranks: RankSpec = None, **values: Any) -> None:
-        """As ``WorkerPool.push``."""
-        self._job.ask(_push, values, ranks=ranks)
-
-    def pull(self, expression: str, ranks: RankSpec = None) -> RankResults[Any]:
-        """As ``WorkerPool.pull``."""
-        return self._job.ask(_pull, expression, ranks=ranks)
-
-    def restart(self) -> None:
-        """As ``WorkerPool.restart``: the ranks forget what cells have made. Their processes stay."""
-        self._job.ask(_renew, self.world_size)
-
-    def close(self) -> None:
-        """Nothing: the ranks end with the script."""
-
-
-def _run(job: Job, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A function of the notebook finds the names that its own process lacks on the rank.
-    own = getattr(function, "__globals__", None)
-    if own is not None and getattr(function, "__module__", None) == "__main__" and own is not job.namespace:
-        for name, value in job.namespace.items():
-            own.setdefault(name, value)
-    return function(*args, **kwargs)
-
-
-def _push(job: Job, values: Namespace) -> None:
-    job.namespace.update(values)
-
-
-def _pull(job: Job, expression: str) -> Any:
-    return eval(expression, job.namespace)
-
-
-def _renew(job: Job, world_size: int) -> None:
-    job.renew(world_size)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types

@@ -27,7 +27,10 @@ def script_of(tmp_path: Path) -> Any:
         nbformat.write(new_notebook(cells=[new_markdown_cell("# 07 Sample", id="m0"), *code]), path)
         script = write_script(path)
         compile(script, "script", "exec")
-        return script.partition("job = Job.start(globals())\n")[2]
+        head, _, rest = script.partition("job = Job.start(globals())\n")
+        assert head.startswith('"""The cells of 07_sample.ipynb')
+        assert rest.endswith("\n\njob.end()\n")
+        return rest.removesuffix("\n\njob.end()\n")
 
     return write
 

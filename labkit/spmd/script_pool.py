@@ -1,0 +1,74 @@
+"""The pool of a script: what ``labkit.WorkerPool`` is in a notebook, over the ranks of torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from labkit.ranks import RankResults, RankSpec
+
+if TYPE_CHECKING:
+    from labkit.spmd.torchrun import Job
+
+
+class ScriptPool:
+    """A pool as the notebook's own process sees it, over the ranks of the script. Ranks: rank 0, inside a cell of its own."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+
+    def __repr__(self) -> str:
+        return f"ScriptPool(world_size={self.world_size}, device={self.device!r})"
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self._job.world_size
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda``."""
+        return self._job.device.type
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
+    ) -> RankResults[Any]:
+        """As ``WorkerPool.run``, without its limit of time: nobody watches a script. Blocks as long as the function."""
+        return self._job.ask(_run, function, *args, ranks=ranks, **kwargs)
+
+    def push(self, ranks: RankSpec = None, **values: Any) -> None:
+        """As ``WorkerPool.push``."""
+        self._job.ask(_push, values, ranks=ranks)
+
+    def pull(self, expression: str, ranks: RankSpec = None) -> RankResults[Any]:
+        """As ``WorkerPool.pull``."""
+        return self._job.ask(_pull, expression, ranks=ranks)
+
+    def restart(self) -> None:
+        """As ``WorkerPool.restart``: the ranks forget what cells have made. Their processes stay."""
+        self._job.ask(renew, self.world_size)
+
+    def close(self) -> None:
+        """Nothing: the ranks end with the script."""
+
+
+def _run(job: Job, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # A function of the notebook finds the names that its own process lacks on the rank.
+    own = getattr(function, "__globals__", None)
+    if own is not None and getattr(function, "__module__", None) == "__main__" and own is not job.namespace:
+        for name, value in job.namespace.items():
+            own.setdefault(name, value)
+    return function(*args, **kwargs)
+
+
+def _push(job: Job, values: dict[str, Any]) -> None:
+    job.namespace.update(values)
+
+
+def _pull(job: Job, expression: str) -> Any:
+    return eval(expression, job.namespace)
+
+
+def renew(job: Job, world_size: int) -> None:
+    """Let the first ranks begin anew. Ranks: collective, see `labkit.spmd.torchrun.Job.renew`."""
+    job.renew(world_size)
