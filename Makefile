@@ -10,6 +10,8 @@ BIN := .venv/bin
 READY := .venv/.installed
 ARGS ?=
 SOAK_ROUNDS ?= 10
+# Tests wait much and compute little, so two at a time take little more than half the time. 0: one after the other, in one process.
+WORKERS ?= 2
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 # The newest supported Python that runs and can make a virtual environment. A name on PATH is not enough: version
@@ -28,7 +30,7 @@ lab: $(READY) ## open JupyterLab on notebooks/
 	$(BIN)/jupyter lab $(ROOT_FLAG) --ServerApp.root_dir="$(CURDIR)" --ServerApp.preferred_dir="$(CURDIR)/notebooks" $(ARGS)
 
 test: $(READY) ## run every test, the notebooks included
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup $(ARGS)
 
 run: $(READY) ## run every notebook; executed copies and a summary page go to build/notebooks
 	$(BIN)/labkit run $(NOTEBOOKS) --out build/notebooks $(ARGS)

@@ -33,6 +33,12 @@ def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
 
 
+def _together(item: pytest.Item) -> str:
+    """Tests of one name run one after the other in one process: those of a file share pools, those of a notebook only time."""
+    path = getattr(item, "callspec", None) and item.callspec.params.get("path")
+    return f"{item.path.stem}-{path.stem}" if isinstance(path, Path) and path.suffix == ".ipynb" else str(item.path)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder, and run the folders in the order of their cost."""
@@ -40,6 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = _folder(item)
         if folder in MARKED_FOLDERS and item.get_closest_marker(folder) is None:
             item.add_marker(folder)
+        item.add_marker(pytest.mark.xdist_group(_together(item)))
     items.sort(key=lambda item: ORDER.index(_folder(item)) if _folder(item) in ORDER else -1)
 
 
