@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from labkit import RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
 
@@ -121,3 +122,11 @@ def test_memory_on_the_gpus_is_back_after_close() -> None:
     while any(now > then + 100 for now, then in zip(in_use(), before, strict=True)) and time.monotonic() < deadline:
         pass
     assert all(now <= then + 100 for now, then in zip(in_use(), before, strict=True))
+
+
+def test_case_1_notebook_that_uses_cuda_itself_can_start_ranks_that_do() -> None:
+    theirs = torch.ones(4, device="cuda:0")
+    with WorkerPool(2, device="cuda", replace=True) as pool:
+        pool.run_cell("import torch, torch.distributed as dist\ntotal = torch.ones(4, device=device)\ndist.all_reduce(total)")
+        assert pool.pull("total.sum().item()") == {0: 8.0, 1: 8.0}
+    assert theirs.sum().item() == 4.0

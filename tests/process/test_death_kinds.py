@@ -282,7 +282,7 @@ def test_signal_that_the_cell_handles_kills_no_rank(pool: WorkerPool) -> None:
     assert pool.pull("got").same() == ["TERM"]
 
 
-def test_interrupt_of_one_rank_from_outside_is_no_success(pool: WorkerPool) -> None:
+def test_case_12_interrupt_of_one_rank_from_outside_is_no_success(pool: WorkerPool) -> None:
     with pytest.raises(RankFailedError, match="rank 1") as caught:
         pool.run_cell("if rank == 1:\n    os.kill(os.getpid(), signal.SIGINT)\n    time.sleep(1000)", timeout_s=60)
     assert caught.value.finished == (0,)

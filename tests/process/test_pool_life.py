@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import psutil
@@ -218,6 +219,14 @@ def test_pools_share_one_warm_fork_server() -> None:
     with WorkerPool(1, "cpu") as pool:
         assert fork_server.shared() is server
         assert psutil.Process(pool.pids[0]).ppid() == server.pid
+
+
+def test_case_1_ranks_are_no_copies_of_the_notebooks_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA that this process has begun to use cannot be used in a copy of it; tests/gpu has the same case with a GPU."""
+    monkeypatch.setitem(sys.modules, "begun_here", ModuleType("begun_here"))
+    with WorkerPool(2, device="cpu", replace=True) as pool:
+        assert pool.pull("'begun_here' in __import__('sys').modules").same() is False
+        assert os.getpid() not in pool.pull("__import__('os').getppid()").values()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="looks into /proc")
