@@ -13,6 +13,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -113,10 +114,24 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture
 def open_notebook(server: LabServer, browser: Browser) -> Iterator[Callable[[str], LabPage]]:
     """Open a notebook of the server's folder in a tab. Requests to any other machine fail, and kernels end with the test."""
+    with _tabs(server, browser) as open_one:
+        yield open_one
+
+
+@pytest.fixture(scope="module")
+def open_for_module(server: LabServer, browser: Browser) -> Iterator[Callable[[str], LabPage]]:
+    """The same for all tests of a file."""
+    with _tabs(server, browser) as open_one:
+        yield open_one
+
+
+@contextmanager
+def _tabs(server: LabServer, browser: Browser) -> Iterator[Callable[[str], LabPage]]:
     context = browser.new_context(viewport={"width": 1280, "height": 960})
     own = (server.address, server.address.replace("http", "ws"), "data:", "blob:")
     context.route(lambda url: not url.startswith(own), lambda route: route.abort())
     pages: list[LabPage] = []
+    before = _sessions(server)
 
     def open_one(name: str) -> LabPage:
         pages.append(LabPage(context, server.address, server.token, name))
@@ -125,7 +140,7 @@ def open_notebook(server: LabServer, browser: Browser) -> Iterator[Callable[[str
     yield open_one
     outside = [url for page in pages for url in page.requests if not url.startswith(own)]
     context.close()
-    _end_kernels(server)
+    _end_kernels(server, before)
     assert not outside, f"the page asked other machines: {outside}"
 
 
@@ -156,14 +171,17 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
         process.wait(5)
 
 
-def _end_kernels(server: LabServer) -> None:
-    """Shut every kernel down through the server, as closing JupyterLab's list of kernels does."""
-    address = f"{server.address}/api/sessions"
-    with urllib.request.urlopen(f"{address}?token={server.token}", timeout=10) as answer:
-        sessions = json.load(answer)
-    for session in sessions:
-        request = urllib.request.Request(f"{address}/{session['id']}?token={server.token}", method="DELETE")
-        urllib.request.urlopen(request, timeout=30).read()
+def _sessions(server: LabServer) -> set[str]:
+    """The ids of the server's sessions: a notebook with a kernel each."""
+    with urllib.request.urlopen(f"{server.address}/api/sessions?token={server.token}", timeout=10) as answer:
+        return {session["id"] for session in json.load(answer)}
+
+
+def _end_kernels(server: LabServer, kept: set[str]) -> None:
+    """Shut kernels down through the server, as closing JupyterLab's list of kernels does."""
+    for session in _sessions(server) - kept:
+        address = f"{server.address}/api/sessions/{session}?token={server.token}"
+        urllib.request.urlopen(urllib.request.Request(address, method="DELETE"), timeout=30).read()
 
 
 @pytest.fixture(scope="session")
