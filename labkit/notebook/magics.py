@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import keyword
+import re
 import shlex
 import traceback
 from collections.abc import Sequence
@@ -45,7 +47,14 @@ class _Parser(argparse.ArgumentParser):
     """Raises instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        raise MagicUsageError(f"{self.prog}: {message}\n{self.format_usage().strip()}")
+        # IPython fills in what it can evaluate and leaves the rest as it stands.
+        unfilled = re.search(r"\{[^{}]*\}", message)
+        hint = (
+            f"\n{unfilled[0]} stands for a value of this notebook that is not defined. Run the cell that defines it."
+            if unfilled
+            else ""
+        )
+        raise MagicUsageError(f"{self.prog}: {message}{hint}\n{self.format_usage().strip()}")
 
 
 def _spmd_parser() -> _Parser:
@@ -101,6 +110,11 @@ class LabkitMagics(Magics):
     def _run(self, pool: WorkerPool, options: argparse.Namespace, line: str, cell: str) -> None:
         assert self.shell is not None
         ranks = parse_ranks(options.ranks, pool.world_size)
+        if options.out is not None and not _ends_with_expression(self.shell, cell):
+            raise MagicUsageError(
+                f"%%spmd: --out {options.out} keeps the value of the cell's last expression, and this cell ends with a statement. "
+                f"Write what {options.out} is to hold in a last line."
+            )
         try:
             with rank_tabs.in_tabs(self.shell, ranks) if options.tabs and pool.world_size > 1 else nullcontext():
                 values = pool.run_cell(
@@ -158,10 +172,19 @@ def _present_number(shell: Any) -> int:
 
 def _parse(parser: _Parser, line: str) -> argparse.Namespace:
     try:
-        words: Sequence[str] = shlex.split(line)
+        words: Sequence[str] = shlex.split(re.sub(r",\s+", ",", line), comments=True)
     except ValueError as error:
         raise MagicUsageError(f"{parser.prog}: {error}\n{parser.format_usage().strip()}") from None
     return parser.parse_args(words)
+
+
+def _ends_with_expression(shell: Any, cell: str) -> bool:
+    """Whether the cell has a value. One that cannot be parsed is refused later, with its line."""
+    try:
+        body = ast.parse(shell.transform_cell(cell)).body
+    except SyntaxError:
+        return True
+    return bool(body) and isinstance(body[-1], ast.Expr)
 
 
 def _with_first_line(line: str, cell: str) -> str:
