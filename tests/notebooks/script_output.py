@@ -1,8 +1,12 @@
-"""What a notebook and its script showed, cell by cell, in a form in which the two can be compared."""
+"""Running a notebook's script, and what notebook and script showed, cell by cell, in a form in which the two can be compared."""
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -65,3 +69,20 @@ def _of_rank_0(text: str) -> str:
 
 def _text(data: Mapping[str, str]) -> str:
     return data.get("text/markdown") or data.get("text/plain", "")
+
+
+def run_script(script: Path, cwd: Path, *, world_size: int = 2, timeout_s: float = 60.0) -> tuple[int, str, str]:
+    """Run a script under torchrun; exit code, what rank 0 printed, and the errors of all ranks."""
+    logs = script.parent / "logs"
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--log-dir", str(logs), "-r", "3", str(script)]
+    # A session of its own: whatever the script leaves is ended with it.
+    process = subprocess.Popen([sys.executable, *command], cwd=cwd, start_new_session=True, stderr=subprocess.PIPE)
+    try:
+        _, errors = process.communicate(timeout=timeout_s)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+    said = "".join(file.read_text(errors="replace") for file in sorted(logs.rglob("stderr.log")))
+    (stdout,) = logs.rglob("0/stdout.log")
+    return process.returncode, stdout.read_text(), said + errors.decode(errors="replace")[-2000:]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from labkit.course.script import NOTEBOOK_ONLY, write_script
 from tests.notebooks.conftest import TIMEOUT_S, Execute
 from tests.notebooks.conventions import NOTEBOOKS
-from tests.notebooks.script_output import Shown, of_notebook, of_script, without_numbers
+from tests.notebooks.script_output import Shown, of_notebook, of_script, run_script, without_numbers
 
 WORLD_SIZE = 2
 # Cells that show something else by their nature, with the reason.
@@ -26,23 +25,6 @@ DIFFERENT = {
 }
 # Notebooks that measure memory and time all the way: their words are compared, their numbers are not.
 MEASURING = ("02",)
-
-
-def run_script(script: Path, folder: Path) -> tuple[int, str, str]:
-    """Run under torchrun in the notebooks' folder; exit code, what rank 0 printed, and the errors of all ranks."""
-    logs = folder / "logs"
-    command = ["-m", "torch.distributed.run", "--nproc-per-node", str(WORLD_SIZE), "--log-dir", str(logs), "-r", "3", str(script)]
-    # A session of its own: whatever the script leaves is ended with it.
-    process = subprocess.Popen([sys.executable, *command], cwd=NOTEBOOKS[0].parent, start_new_session=True, stderr=subprocess.PIPE)
-    try:
-        _, errors = process.communicate(timeout=TIMEOUT_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    said = "".join(file.read_text(errors="replace") for file in sorted(logs.rglob("stderr.log")))
-    (stdout,) = logs.rglob("0/stdout.log")
-    return process.returncode, stdout.read_text(), said + errors.decode(errors="replace")[-2000:]
 
 
 def left_out(path: Path) -> set[str]:
@@ -72,7 +54,7 @@ def differing(script: Shown, notebook: Shown, *, numbers: bool = True) -> dict[s
 def test_a_notebook_s_script_shows_under_torchrun_what_the_notebook_shows(path: Path, tmp_path: Path, execute: Execute) -> None:
     script = tmp_path / f"{path.stem}.py"
     script.write_text(write_script(path))
-    returncode, stdout, errors = run_script(script, tmp_path)
+    returncode, stdout, errors = run_script(script, path.parent, world_size=WORLD_SIZE, timeout_s=TIMEOUT_S)
     assert returncode == 0, errors
     result = execute(path, WORLD_SIZE)
     assert result.passed, result.error
