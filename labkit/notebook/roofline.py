@@ -89,8 +89,9 @@ def _alt(line: Sequence[Point], measured: Sequence[tuple[str, float, float]]) ->
         if knee is not None
         else f"flat at {1000 * line[0][1]:.0f} ms"
     )
+    many = f"{len(measured)} steps were measured" if len(measured) > 1 else "One step was measured"
     off = max(measured, key=lambda point: abs(point[2] - _at(line, point[1])))
     return (
-        f"The least step time is {shape}. {len(measured)} steps were measured; the one that is furthest from the line moves "
+        f"The least step time is {shape}. {many}; the one that is furthest from the line moves "
         f"{off[1]:,.0f} bytes and took {1000 * off[2]:.0f} ms where the line is at {1000 * _at(line, off[1]):.0f} ms."
     )
