@@ -28,6 +28,9 @@ def check_mean_loss(pool: Pool) -> str:
     Ranks: controller.
     """
     require_on_ranks(pool, "mean_loss")
+    for rank, kind in pool.run(_kind_of_mean_loss).items():
+        if kind:
+            refuse(f"mean_loss is {kind} on rank {rank}.", "a tensor with one number.", "A collective works on tensors.")
     values = pool.run(_mean_loss)
     num_losses = sum(rank + 1 for rank in values)
     target = sum(rank * (rank + 1) for rank in values) / num_losses
@@ -142,6 +145,16 @@ class Trial:
 
 
 # On the ranks --------------------------------------------------------------------------------------------------------
+
+
+def _kind_of_mean_loss() -> str:
+    """What the learner's value is instead of a tensor with one number; empty when it is one."""
+    import torch
+
+    value = from_cell("mean_loss")
+    if not isinstance(value, torch.Tensor):
+        return f"a {type(value).__name__}, {value!r:.40}"
+    return "" if value.numel() == 1 else f"a tensor of {value.numel()} numbers"
 
 
 def _mean_loss() -> float:

@@ -56,6 +56,7 @@ def test_the_notebooks_solution_passes(pool: labkit.WorkerPool, marker: str, che
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
+        ("mean_loss = 2.0", r"mean_loss is a float, 2.0 on rank 0(.|\n)*a tensor with one number"),
         ("mean_loss = losses.mean()", "0 on rank 0, 2 too small(.|\n)*Every rank needs the value"),
         (
             "mean_loss = losses.mean(); dist.all_reduce(mean_loss); mean_loss /= world_size",
