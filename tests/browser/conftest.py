@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import socket
 import subprocess
@@ -186,7 +185,6 @@ def _end_kernels(server: LabServer, kept: set[str]) -> None:
 
 @pytest.fixture(scope="session")
 def shots() -> Path:
-    """Where screenshots are kept: a build product, made anew by each run."""
-    shutil.rmtree(SHOTS, ignore_errors=True)
-    SHOTS.mkdir(parents=True)
+    """Where screenshots are kept: a build product."""
+    SHOTS.mkdir(parents=True, exist_ok=True)
     return SHOTS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,7 +60,8 @@ def test_the_pools_status_follows_a_running_cell_and_stays_as_a_table(tab: LabPa
     waiting = cell.locator("table tr", has_text="waiting")
     waiting.wait_for(timeout=20_000)
     assert "barrier" in waiting.inner_text()
-    assert "working" in table.inner_text()
+    # A rank that gets no processor for a moment counts as being in native code.
+    cell.locator("table tr", has_text=re.compile("working|native")).wait_for(timeout=20_000)
     # What the cell itself says while it runs for long.
     tab.cell(AT["work"]).locator("progress").wait_for(timeout=20_000)
     tab.screenshot(shots / "pool-status.png", AT["status"])
