@@ -35,6 +35,7 @@ from tests.notebooks.conventions import NOTEBOOKS
 SOLUTION = "    pieces = list(t.chunk(secret_count))\n    return torch.cat(pieces[::-1])"
 SECRET = "pieces = list(t.chunk(secret_count))"
 LONG_END = "the_end_of_a_long_line"
+WIDE = f'<pre style="white-space:pre;overflow-x:auto">{"y" * 200} the_end_of_a_wide_table</pre>'
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -75,6 +76,7 @@ def _executed() -> NotebookNode:
         _code("print(lab00.check_mean_loss(pool))", _stream("Solved: 17.5 on every rank.\n"), tags=("check",), **timed),
         _code("cut(None)", new_output("error", ename="NameError", evalue="t", traceback=traceback.split("\n")), tags=("fault",)),
         _code("show()", widget),
+        _code("wide()", new_output("display_data", data={"text/html": WIDE, "text/plain": "wide"})),
         new_markdown_cell("## Summary"),
         _code("recap", _stream("the recap gives 99.25 away"), tags=("recap",)),
     ]
@@ -161,7 +163,7 @@ def test_the_instructors_notebook_says_what_to_expect_how_long_it_takes_and_what
     plan, exercise = [cell.source for cell in notebook.cells if "instructor" in cell.metadata.get("tags", ())]
     assert "`world_size = 3`" in plan
     assert "All cells together ran for 7 s" in plan
-    assert "| Exercise 1: cut ★ | 4 | 5 s | 1 exercise |" in plan
+    assert "| Exercise 1: cut ★ | 5 | 5 s | 1 exercise |" in plan
     assert "| What is cut? | 2 | 2 s | 1 prediction |" in plan
     assert "Exercise 1: cut" in exercise
     assert "Solved: 17.5 on every rank." in exercise
@@ -231,6 +233,7 @@ def test_a_printed_handout_names_notebook_and_page_cuts_no_line_and_spells_its_l
         assert f"{number}/{len(pages)}" in head.replace(" ", "")
     text = "".join(pages)
     assert LONG_END in re.sub(r"\s", "", text)
+    assert "the_end_of_a_wide_table" in re.sub(r"\s", "", text)
     assert "https://example.org/guide" in text
     assert "Your prediction:" in text
     # What is folded on the screen stands on the last pages.

@@ -19,7 +19,7 @@ from labkit.course.handouts.page import Audience, make_page
 from labkit.course.handouts.print_page import make_print_page, write_pdf
 from labkit.course.handouts.solutions import Secrets
 from labkit.course.handouts.student import student_copy
-from labkit.course.runner import run_notebooks
+from labkit.course.runner import OnCell, OnResult, run_notebooks
 
 AUDIENCES: tuple[Audience, ...] = ("student", "instructor")
 RUN_TIMEOUT_S = 600.0
@@ -47,6 +47,8 @@ def make_handouts(
     timeout_s: float = RUN_TIMEOUT_S,
     chromium: str | None = None,
     on_file: Callable[[Path], None] | None = None,
+    on_cell: OnCell | None = None,
+    on_result: OnResult | None = None,
 ) -> Handouts:
     """Make the students' and the instructor's set: notebooks, pages, PDFs, an index page and a zip for each.
 
@@ -59,6 +61,8 @@ def make_handouts(
         timeout_s: Seconds that a run of one notebook may take.
         chromium: Chromium's path; found by itself when None.
         on_file: Called with each file that is finished.
+        on_cell: See `labkit.course.runner.run_notebooks`, for notebooks that are run first.
+        on_result: The same.
 
     Raises:
         HandoutError: A notebook fails when it runs, or cannot be made into a page.
@@ -71,7 +75,7 @@ def make_handouts(
     stems = [path.stem for path in notebooks]
     if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
         raise ValueError(f"there are several notebooks named {', '.join(twice)}; the handouts would overwrite each other.")
-    executed = dict(zip(stems, _executed(notebooks, out, timeout_s), strict=True))
+    executed = dict(zip(stems, _executed(notebooks, out, timeout_s, on_cell, on_result), strict=True))
     secrets = Secrets(executed.values())
     chromium = chromium or machine.find_chromium()
     report = on_file or (lambda path: None)
@@ -95,7 +99,9 @@ def make_handouts(
     return Handouts(folders, zips, num_pdfs)
 
 
-def _executed(notebooks: Sequence[Path], out: Path, timeout_s: float) -> list[NotebookNode]:
+def _executed(
+    notebooks: Sequence[Path], out: Path, timeout_s: float, on_cell: OnCell | None, on_result: OnResult | None
+) -> list[NotebookNode]:
     """The notebooks with their outputs, run now where they have none."""
     read = [nbformat.read(path, as_version=4) for path in notebooks]
     for path, notebook in zip(notebooks, read, strict=True):
@@ -103,7 +109,7 @@ def _executed(notebooks: Sequence[Path], out: Path, timeout_s: float) -> list[No
             raise HandoutError(f"{path} is the copy of a run that failed. Run the notebook again, or give the notebook itself.")
     to_run = [path for path, notebook in zip(notebooks, read, strict=True) if not is_executed(notebook)]
     if to_run:
-        results = run_notebooks(to_run, out / "executed", timeout_s=timeout_s)
+        results = run_notebooks(to_run, out / "executed", timeout_s=timeout_s, on_cell=on_cell, on_result=on_result)
         if failed := [result for result in results if not result.passed]:
             told = "\n".join(f"{result.notebook} {result.status}:\n{result.error}" for result in failed)
             raise HandoutError(f"{len(failed)} of {len(results)} notebooks did not run; no handouts were made.\n{told}")

@@ -29,6 +29,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     """
     try:
         from labkit.course.handouts.build import make_handouts
+        from labkit.course.progress import Progress
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Handouts need the lab extra: pip install 'torch-labkit[lab]'") from None
 
@@ -39,7 +40,16 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     chromium = machine.find_chromium()
     try:
-        made = make_handouts(chosen, out, timeout_s=timeout, chromium=chromium, on_file=lambda path: click.echo(f"made {path}"))
+        with Progress() as progress:
+            made = make_handouts(
+                chosen,
+                out,
+                timeout_s=timeout,
+                chromium=chromium,
+                on_file=lambda path: click.echo(f"made {path}"),
+                on_cell=progress.cell,
+                on_result=progress.result,
+            )
     except (LabkitError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     if chromium is None:
