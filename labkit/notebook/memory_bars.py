@@ -75,7 +75,8 @@ def memory_bars(
         handles, labels = ax.get_legend_handles_labels()
         order = sorted(range(len(labels)), key=lambda place: names.index(labels[place]) if labels[place] in names else len(names))
         shown = [handles[place] for place in order], [labels[place] for place in order]
-        fig.legend(*shown, loc="outside upper left", ncols=6, handlelength=1.6, columnspacing=1.1)
+        columns = len(order) if len(order) <= 5 else -(-len(order) // 2)
+        fig.legend(*shown, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.1)
         return Picture.from_figure(
             fig,
             alt=_alt(bars, measured),

@@ -47,9 +47,11 @@ def roofline(
             ax.plot(x, y, ls="", marker="x", ms=8, mec=INK, mew=1.3, label="predicted for these limits")
         if (knee := _knee(line)) is not None:
             ax.axvline(knee / scale, color=MUTED, ls=":", lw=1.0)
-            side = knee / scale > 0.25 * xs[-1]
-            ax.text(knee / scale, 0.03 * top, "computation decides  " if side else "", ha="right", va="bottom", color=MUTED)
-            ax.text(knee / scale, 0.03 * top, "  the bus decides", ha="left", va="bottom", color=MUTED)
+            # On either side only where the words have room.
+            if knee / scale > 0.25 * xs[-1]:
+                ax.text(knee / scale, 0.03 * top, "computation decides  ", ha="right", va="bottom", color=MUTED)
+            if knee / scale < 0.8 * xs[-1]:
+                ax.text(knee / scale, 0.03 * top, "  the bus decides", ha="left", va="bottom", color=MUTED)
         for (name, series), (mark, color) in zip(points.items(), _MARKS, strict=False):
             x, y = [x / scale for x, _ in series], [1000 * y for _, y in series]
             ax.plot(x, y, ls="", marker=mark, ms=6, mfc=color, mec=INK, mew=0.7, label=f"measured: {name}")
