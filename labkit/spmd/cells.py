@@ -35,10 +35,8 @@ def is_silenced(source: str) -> bool:
 
 def text_of(value: Any) -> str:
     """What a notebook without graphics shows for a value: Markdown as its source, the rest as IPython prints it."""
-    bundle = getattr(value, "_repr_markdown_", None)
-    if bundle is not None:
-        text = bundle()
-        return str(text[0] if isinstance(text, tuple) else text)
-    from IPython.lib.pretty import pretty
+    from IPython.core.formatters import DisplayFormatter
 
-    return str(pretty(value))
+    # As the notebook asks: what a value says about itself as a whole comes before its repr.
+    bundle, _ = DisplayFormatter().format(value, include={"text/plain", "text/markdown"})
+    return str(bundle.get("text/markdown") or bundle.get("text/plain", ""))

@@ -177,3 +177,14 @@ def test_markdown_is_shown_as_its_source_and_the_rest_as_ipython_prints_it() -> 
 
     assert text_of(Markdown("| a |")) == "| a |"
     assert text_of({"b": 1, "a": "x"}) == "{'b': 1, 'a': 'x'}"
+
+
+def test_what_a_value_shows_as_a_whole_comes_before_its_repr() -> None:
+    class Picture:
+        def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+            return {"text/html": "<svg>", "text/plain": "in words"}
+
+        def __repr__(self) -> str:
+            return "Picture(svg='...')"
+
+    assert text_of(Picture()) == "in words"
