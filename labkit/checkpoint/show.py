@@ -287,6 +287,13 @@ def _values_table(values: Iterable[ValueEntry], patterns: Sequence[str], rows: i
     return [Text(""), table, *rest]
 
 
+# What fits on a printed page; a notebook cuts off or scrolls what is wider.
+NOTEBOOK_COLUMNS = 96
+
+
 def show(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False) -> None:
     """Write a checkpoint's table to the terminal or the notebook cell."""
-    Console().print(render(checkpoint, patterns=patterns, rows=rows, chunks=chunks))
+    console = Console()
+    if console.is_jupyter:
+        console.width = min(console.width, NOTEBOOK_COLUMNS)
+    console.print(render(checkpoint, patterns=patterns, rows=rows, chunks=chunks))

@@ -1,0 +1,207 @@
+"""What the learner found, against what was planted."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from labkit.checkpoint import verify
+from labkit.course.checks import hint_for, refuse
+from labkit.course.lab06.cases import Cases
+from labkit.errors import ExerciseError
+
+
+def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
+    """Exercise 1: which file is too short, and by how many bytes at least.
+
+    Args:
+        cases: The planted cases.
+        file: The file's name in ``cases.short``.
+        missing_bytes: How many bytes the index says that it should have more than it has.
+
+    Returns:
+        A sentence with the numbers.
+
+    Raises:
+        ExerciseError: Another file, or another number.
+    """
+    size = {path.name: path.stat().st_size for path in cases.short.glob("*.distcp")}
+    if file not in size:
+        refuse(f"{file!r} is no file of {cases.short.name}.", f"one of {', '.join(sorted(size))}.", "Give its name, not its path.")
+    if file != cases._short_file:
+        refuse(f"{file} has all of its {size[file]:,} bytes.", "the file that ends too early.", "verify names it: short-file.")
+    # The index knows where the last tensor ends; up to a few bytes of padding may follow it in a whole file.
+    least, most = _missing_by_index(cases), cases._missing_bytes
+    if not least <= missing_bytes <= most:
+        hint = hint_for(
+            missing_bytes,
+            [
+                (lambda number: number == size[file], "This is what the file has. What should it have?"),
+                (lambda number: number == size[file] + least, "This is what it should have. How much of that is there?"),
+            ],
+            "The index says for each chunk where it starts and how long it is.",
+        )
+        refuse(f"{missing_bytes:,} bytes are said to be missing.", f"between {least:,} and {most:,}.", hint)
+    return f"Solved: {file} has {size[file]:,} bytes and lacks {missing_bytes:,} more."
+
+
+def _missing_by_index(cases: Cases) -> int:
+    from labkit.checkpoint import open_checkpoint
+
+    checkpoint = open_checkpoint(cases.short)
+    ends = [
+        chunk.start + chunk.length
+        for entry in (*checkpoint.tensors.values(),)
+        for chunk in entry.chunks
+        if chunk.file == cases._short_file
+    ]
+    ends += [entry.start + entry.length for entry in checkpoint.values.values() if entry.file == cases._short_file]
+    return max(ends) - (cases.short / cases._short_file).stat().st_size
+
+
+def check_not_finite(cases: Cases, names: Collection[str]) -> str:
+    """Exercise 2: which tensors of ``cases.not_finite`` hold NaN or inf.
+
+    Args:
+        cases: The planted cases.
+        names: The tensors' names as the checkpoint has them.
+
+    Returns:
+        A sentence with the names.
+
+    Raises:
+        ExerciseError: A tensor too few or too many.
+    """
+    given = _texts(names)
+    if given != cases._not_finite:
+        missed, extra = cases._not_finite - given, given - cases._not_finite
+        hint = hint_for(
+            given,
+            [
+                (lambda found: not found, "verify looks for NaN and inf only when asked: finite=True."),
+                (lambda found: bool(extra) and not missed, "These and others. Which of yours are finite in every element?"),
+                (lambda found: bool({name.removeprefix("model.") for name in found} & _parameters(cases._not_finite)), _MOMENT),
+                (lambda found: bool(missed), "NaN is not the only number that is not finite, and the model is not all there is."),
+            ],
+        )
+        refuse(f"{len(given)} named, {len(given & cases._not_finite)} of them right.", f"{len(cases._not_finite)} tensors.", hint)
+    return f"Solved: {' and '.join(sorted(given))}."
+
+
+_MOMENT = "The parameter is finite. It is one of its moments that is not: name that tensor, as the checkpoint does."
+
+
+def _parameters(moments: Collection[str]) -> set[str]:
+    return {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in moments}
+
+
+def check_lost_state(cases: Cases, names: Collection[str]) -> str:
+    """Exercise 3: which parameters of ``cases.lost_state`` have no optimizer state.
+
+    Args:
+        cases: The planted cases.
+        names: The parameters' names, as ``model.named_parameters()`` has them.
+
+    Returns:
+        A sentence with the number.
+
+    Raises:
+        ExerciseError: A parameter too few or too many.
+    """
+    given = _texts(names)
+    if given != cases._lost_state:
+        right = given & cases._lost_state
+        hint = hint_for(
+            given,
+            [
+                (
+                    lambda found: any(name.startswith("optimizer.") for name in found),
+                    "Name the parameters, without 'optimizer.state.' in front.",
+                ),
+                (lambda found: any(name.startswith("model.") for name in found), "Name them as the model does, without 'model.'."),
+                (lambda found: bool(found - cases._lost_state), "Some of these have their moments: look for their exp_avg."),
+                (lambda found: len(found) > 0, "There are more. Whole blocks are frozen together."),
+            ],
+            "verify says no-state for each.",
+        )
+        refuse(f"{len(given)} named, {len(right)} of them right.", f"{len(cases._lost_state)} parameters.", hint)
+    block = next(iter(given)).split(".")[1]
+    return f"Solved: all {len(given)} parameters of block {block} would start again from zero moments."
+
+
+def check_stale_file(cases: Cases, file: str) -> str:
+    """Exercise 4: which file of ``cases.stale`` is from an earlier step.
+
+    Args:
+        cases: The planted cases.
+        file: Its name.
+
+    Returns:
+        A sentence with the name.
+
+    Raises:
+        ExerciseError: Another file.
+    """
+    names = sorted(path.name for path in cases.stale.glob("*.distcp"))
+    if file not in names:
+        refuse(f"{file!r} is no file of {cases.stale.name}.", f"one of {', '.join(names)}.", "Give its name, not its path.")
+    if file != cases._stale_file:
+        refuse(
+            f"{file} holds the same as at the save that the index describes.",
+            "the file that does not.",
+            "Compare each chunk with the export. A chunk knows its file.",
+        )
+    return f"Solved: {file} is from an earlier step; the {len(names) - 1} others are not."
+
+
+def check_repair(cases: Cases, repaired: str | Path, model: Any) -> str:
+    """Exercise 5: a checkpoint made of ``cases.wrapped`` that the model loads, bit for bit the good one.
+
+    Args:
+        cases: The planted cases.
+        repaired: Where it is.
+        model: The model that has to find its names in it.
+
+    Returns:
+        A sentence with what was compared.
+
+    Raises:
+        ExerciseError: There is nothing there, names are missing, or bits differ.
+    """
+    path = Path(repaired)
+    if path.resolve() in (cases.good.resolve(), cases.wrapped.resolve()):
+        refuse(f"{path.name} is one of the given checkpoints.", "a new folder, made of the case.")
+    if not path.exists():
+        raise ExerciseError(f"there is nothing at {path} yet. Run the exercise's cell first.")
+    report = verify(path, model=model, against=cases.good)
+    errors = [finding for finding in report.findings if finding.severity == "error"]
+    if errors:
+        kinds = sorted({finding.code for finding in errors})
+        hint = hint_for(
+            kinds,
+            [
+                (lambda found: "other-bits" in found, "The names are right and the numbers are not. Was it made of the case?"),
+                (lambda found: "wrapped-name" in found, "Some names still carry the wrapper's."),
+                (lambda found: "no-state" in found, "The optimizer's state belongs to it."),
+            ],
+            errors[0].line(),
+        )
+        refuse(f"verify finds {len(errors)} errors: {', '.join(kinds)}.", "none.", hint)
+    compared = report.checked["compared tensors"]
+    moments = sum(name.startswith("optimizer.") for name in _tensor_names(path))
+    if not moments:
+        refuse("It holds no optimizer state.", "weights and moments.", "Safetensors hold the model only; DCP holds both.")
+    return f"Solved: {compared} tensors under the model's own names, {moments} of them moments, equal bit for bit."
+
+
+def _tensor_names(path: Path) -> list[str]:
+    from labkit.checkpoint import open_checkpoint
+
+    return list(open_checkpoint(path).tensors)
+
+
+def _texts(names: Collection[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise ExerciseError(f"one text is no set of names. Write {{{names!r}}}.")
+    return frozenset(map(str, names))

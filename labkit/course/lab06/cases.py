@@ -1,0 +1,137 @@
+"""The five checkpoints: each is a good one with one fault, as accidents make them."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from labkit.course.checks import Pool, from_cell, require_on_ranks
+
+# Of a file of some hundred kilobytes: the loss is not seen in its size at a glance, and is more than one tensor's padding.
+_LEAST_CUT, _LARGEST_CUT = 1_000, 30_000
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Where the five checkpoints lie. What is wrong with them is not shown.
+
+    Attributes:
+        short, not_finite, lost_state, stale, wrapped: The folders of the cases.
+        good: The checkpoint that they were made from.
+    """
+
+    short: Path
+    not_finite: Path
+    lost_state: Path
+    stale: Path
+    wrapped: Path
+    good: Path
+    _short_file: str = field(repr=False)
+    _missing_bytes: int = field(repr=False)
+    _not_finite: frozenset[str] = field(repr=False)
+    _lost_state: frozenset[str] = field(repr=False)
+    _stale_file: str = field(repr=False)
+
+
+def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Cases:
+    """Make the five checkpoints.
+
+    Args:
+        pool: Its ranks hold ``model`` and ``optimizer`` in the state of ``late``.
+        early: A DCP checkpoint of the same run, some steps before.
+        late: A DCP checkpoint; files of the same names as in ``early``.
+        folder: Where to put them; it gets a folder for each.
+        seed: Decides files, parameters and bytes.
+
+    Returns:
+        The cases, in alphabetical folders that do not tell the fault.
+
+    Ranks: controller.
+    """
+    require_on_ranks(pool, "model")
+    require_on_ranks(pool, "optimizer")
+    chance = random.Random(seed)
+    paths = dict(zip(("short", "not_finite", "lost_state", "stale", "wrapped"), (folder / name for name in "abcde"), strict=True))
+    names, num_blocks = pool.run(_parameter_names).same()
+    poisoned, emptied = chance.sample(names, 2), f"layers.{chance.randrange(num_blocks)}."
+    lost = [name for name in names if name.startswith(emptied)]
+    pool.run(_save_not_finite, paths["not_finite"], poisoned)
+    pool.run(_save_without_state, paths["lost_state"], lost)
+    pool.run(_save_wrapped, paths["wrapped"])
+    files = sorted(path.name for path in late.glob("*.distcp"))
+    short_file, missing = chance.choice(files), chance.randrange(_LEAST_CUT, _LARGEST_CUT)
+    shutil.copytree(late, paths["short"])
+    with open(paths["short"] / short_file, "r+b") as file:
+        file.truncate(file.seek(0, 2) - missing)
+    stale_file = chance.choice(files)
+    shutil.copytree(late, paths["stale"])
+    shutil.copyfile(early / stale_file, paths["stale"] / stale_file)
+    for changed, name in ((paths["short"], short_file), (paths["stale"], stale_file)):
+        shutil.copystat(late / name, changed / name)  # as after a copy to another disk: no date tells the tale
+    moments = zip(poisoned, ("exp_avg", "exp_avg_sq"), strict=True)
+    return Cases(
+        **paths,
+        good=late,
+        _short_file=short_file,
+        _missing_bytes=missing,
+        _not_finite=frozenset(f"optimizer.state.{name}.{moment}" for name, moment in moments),
+        _lost_state=frozenset(lost),
+        _stale_file=stale_file,
+    )
+
+
+# On the ranks --------------------------------------------------------------------------------------------------------
+
+
+def _parameter_names() -> tuple[list[str], int]:
+    model = from_cell("model")
+    return [name for name, _ in model.named_parameters()], len(model.layers)
+
+
+def _state() -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    weights, moments = get_state_dict(from_cell("model"), from_cell("optimizer"))
+    return {"model": weights, "optimizer": moments}
+
+
+def _save(state: dict[str, Any], folder: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(state, checkpoint_id=folder)
+
+
+def _save_not_finite(folder: Path, names: list[str]) -> None:
+    """One element of two moments is NaN and inf: what an overflow leaves that was not noticed."""
+    state = _state()
+    for name, moment, value in zip(names, ("exp_avg", "exp_avg_sq"), (float("nan"), float("inf")), strict=True):
+        # The optimizer's own dict must stay as it is.
+        states = state["optimizer"]["state"][name] = {**state["optimizer"]["state"][name]}
+        states[moment] = poisoned = states[moment].clone()
+        if from_cell("rank") == 0:
+            poisoned.to_local().view(-1)[-1] = value
+    _save(state, folder)
+
+
+def _save_without_state(folder: Path, names: list[str]) -> None:
+    """The moments of one block are missing: it was frozen when the optimizer was made, and is no longer."""
+    state = _state()
+    states = {name: value for name, value in state["optimizer"]["state"].items() if name not in names}
+    _save({**state, "optimizer": {**state["optimizer"], "state": states}}, folder)
+
+
+def _save_wrapped(folder: Path) -> None:
+    """The names of a compiled model: each carries the wrapper's."""
+    state = _state()
+    optimizer = state["optimizer"]
+    wrapped = {"state": {_wrapped(name): value for name, value in optimizer["state"].items()}}
+    groups = [{**group, "params": [_wrapped(name) for name in group["params"]]} for group in optimizer["param_groups"]]
+    model = {_wrapped(name): value for name, value in state["model"].items()}
+    _save({"model": model, "optimizer": {**optimizer, **wrapped, "param_groups": groups}}, folder)
+
+
+def _wrapped(name: str) -> str:
+    return f"_orig_mod.{name}"

@@ -1,0 +1,208 @@
+"""Notebook 06's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import nbformat
+import pytest
+import torch
+
+import labkit
+from labkit.checkpoint import Reader, migrate, open_checkpoint, verify
+from labkit.course import lab06
+from labkit.errors import ExerciseError
+from labkit.spmd import build_model
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "06_checkpoint_forensics.ipynb"
+TRAIN_AND_SAVE = """
+import torch, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from labkit.spmd import BatchSampler, Block, build_model, shard_model, train
+model = shard_model(build_model(seed=0), init_device_mesh("cpu", (world_size,)), blocks=Block)
+optimizer = torch.optim.AdamW(model.parameters())
+batches = BatchSampler(batch_size=12, seq_len=32, seed=0, rank=rank, world_size=world_size)
+for name in ("early", "late"):
+    train(model, optimizer, batches, 1)
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / name)
+"""
+
+
+@pytest.fixture(scope="module", params=[1, 2, 4])
+def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """The cases on checkpoints of one, two and four ranks, with another seed for each."""
+    folder = tmp_path_factory.mktemp("lab06")
+    with labkit.WorkerPool(request.param, device="cpu") as pool:
+        pool.push(folder=folder)
+        pool.run_cell(TRAIN_AND_SAVE)
+        cases = lab06.plant(pool, folder / "early", folder / "late", folder, seed=request.param)
+    export = folder / "export.safetensors"
+    migrate(folder / "late", export)
+    return SimpleNamespace(cases=cases, folder=folder, export=export, model=build_model(seed=1))
+
+
+def solved(planted: SimpleNamespace, name: str) -> Any:
+    """What the notebook's exercise cell that sets ``name`` finds."""
+    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
+    (cell,) = [cell for cell in cells if f"\n{name} = " in cell or f"    {name} = " in cell or cell.startswith(f"{name} = ")]
+    tools = {
+        "Counter": Counter,
+        "Reader": Reader,
+        "build_model": build_model,
+        "migrate": migrate,
+        "open_checkpoint": open_checkpoint,
+    }
+    namespace = {**vars(planted), **tools, "seed": 0, "torch": torch, "verify": verify}
+    exec(cell, namespace)
+    return namespace[name]
+
+
+def test_what_is_wrong_is_not_shown_with_the_cases(planted: SimpleNamespace) -> None:
+    assert all(str(secret) not in repr(planted.cases) for secret in (planted.cases._missing_bytes, *planted.cases._not_finite))
+
+
+def test_planting_leaves_the_good_checkpoint_and_the_optimizer_alone(planted: SimpleNamespace) -> None:
+    assert verify(planted.cases.good, model=planted.model, finite=True).findings == []
+    for case in (planted.cases.lost_state, planted.cases.wrapped, planted.cases.stale):
+        assert not any(finding.code == "not-finite" for finding in verify(case, finite=True).findings)
+
+
+# Exercise 1 ----------------------------------------------------------------------------------------------------------
+
+
+def test_short_file_of_the_notebook_passes(planted: SimpleNamespace) -> None:
+    file, missing = solved(planted, "short_file"), solved(planted, "missing_bytes")
+    assert lab06.check_short_file(planted.cases, file, missing).startswith(f"Solved: {file} has ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda size, missing: size, "This is what the file has. What should it have?"),
+        (lambda size, missing: size + missing, "This is what it should have. How much of that is there?"),
+        (lambda size, missing: missing - 1, "where it starts and how long it is"),
+        (lambda size, missing: 0, "where it starts and how long it is"),
+    ],
+)
+def test_wrong_number_of_missing_bytes_is_refused(planted: SimpleNamespace, wrong: Any, says: str) -> None:
+    file, missing = solved(planted, "short_file"), solved(planted, "missing_bytes")
+    size = (planted.cases.short / file).stat().st_size
+    with pytest.raises(ExerciseError, match=says.replace("?", r"\?")):
+        lab06.check_short_file(planted.cases, file, wrong(size, missing))
+
+
+def test_wrong_file_is_refused(planted: SimpleNamespace) -> None:
+    with pytest.raises(ExerciseError, match="its name, not its path"):
+        lab06.check_short_file(planted.cases, str(planted.cases.short / "__0_0.distcp"), 1)
+    with pytest.raises(ExerciseError, match="is no file of a"):
+        lab06.check_short_file(planted.cases, ".metadata", 1)
+    for path in planted.cases.short.glob("*.distcp"):
+        if path.name != solved(planted, "short_file"):
+            with pytest.raises(ExerciseError, match="has all of its"):
+                lab06.check_short_file(planted.cases, path.name, 1)
+
+
+# Exercise 2 ----------------------------------------------------------------------------------------------------------
+
+
+def test_poisoned_of_the_notebook_passes(planted: SimpleNamespace) -> None:
+    assert lab06.check_not_finite(planted.cases, solved(planted, "poisoned")).startswith("Solved: optimizer.state.")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda right, every: set(), "only when asked: finite=True"),
+        (lambda right, every: every, "Which of yours are finite in every element"),
+        (lambda right, every: {name for name in right if name.endswith("exp_avg")}, "NaN is not the only number"),
+        (lambda right, every: {"model." + name.split("state.")[1].rpartition(".")[0] for name in right}, "one of its moments"),
+        (lambda right, every: {name.split("state.")[1].rpartition(".")[0] for name in right}, "one of its moments"),
+    ],
+)
+def test_wrong_poisoned_is_refused(planted: SimpleNamespace, wrong: Any, says: str) -> None:
+    every = set(open_checkpoint(planted.cases.not_finite).tensors)
+    with pytest.raises(ExerciseError, match=says):
+        lab06.check_not_finite(planted.cases, wrong(solved(planted, "poisoned"), every))
+
+
+# Exercise 3 ----------------------------------------------------------------------------------------------------------
+
+
+def test_without_moments_of_the_notebook_passes(planted: SimpleNamespace) -> None:
+    assert lab06.check_lost_state(planted.cases, solved(planted, "without_moments")).startswith(
+        "Solved: all 9 parameters of block "
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (lambda right: set(), "verify says no-state for each"),
+        (lambda right: {f"optimizer.state.{name}" for name in right}, "without 'optimizer.state.' in front"),
+        (lambda right: {f"model.{name}" for name in right}, "without 'model.'"),
+        (lambda right: right | {"head.weight"}, "Some of these have their moments"),
+        (lambda right: {min(right)}, "Whole blocks are frozen together"),
+    ],
+)
+def test_wrong_without_moments_is_refused(planted: SimpleNamespace, wrong: Any, says: str) -> None:
+    with pytest.raises(ExerciseError, match=says):
+        lab06.check_lost_state(planted.cases, wrong(solved(planted, "without_moments")))
+
+
+def test_one_text_is_no_set_of_names(planted: SimpleNamespace) -> None:
+    with pytest.raises(ExerciseError, match="one text is no set of names"):
+        lab06.check_lost_state(planted.cases, "norm.weight")
+
+
+# Exercise 4 ----------------------------------------------------------------------------------------------------------
+
+
+def test_stale_file_of_the_notebook_passes(planted: SimpleNamespace) -> None:
+    file = solved(planted, "stale_file")
+    assert lab06.check_stale_file(planted.cases, file).startswith(f"Solved: {file} is from an earlier step")
+
+
+def test_wrong_stale_file_is_refused(planted: SimpleNamespace) -> None:
+    right = solved(planted, "stale_file")
+    for file in sorted(path.name for path in planted.cases.stale.glob("*.distcp")):
+        if file != right:
+            with pytest.raises(ExerciseError, match="A chunk knows its file"):
+                lab06.check_stale_file(planted.cases, file)
+    for file in (".metadata", f"d/{right}", "rank 1"):
+        with pytest.raises(ExerciseError, match="is no file of d"):
+            lab06.check_stale_file(planted.cases, file)
+
+
+# Exercise 5 ----------------------------------------------------------------------------------------------------------
+
+
+def test_repaired_of_the_notebook_passes(planted: SimpleNamespace) -> None:
+    repaired = solved(planted, "repaired")
+    line = lab06.check_repair(planted.cases, repaired, planted.model)
+    shutil.rmtree(repaired)
+    assert line == "Solved: 119 tensors under the model's own names, 87 of them moments, equal bit for bit."
+
+
+def test_wrong_repairs_are_refused(planted: SimpleNamespace, tmp_path: Path) -> None:
+    cases, model = planted.cases, planted.model
+    shutil.copytree(cases.wrapped, tmp_path / "copy")
+    migrate(cases.not_finite, tmp_path / "another case")
+    migrate(cases.lost_state, tmp_path / "without moments")
+    migrate(cases.wrapped, tmp_path / "weights.safetensors")
+    for path, says in (
+        (cases.good, "late is one of the given checkpoints"),
+        (cases.wrapped, "e is one of the given checkpoints"),
+        (tmp_path / "nothing", "there is nothing at"),
+        (tmp_path / "copy", "wrapper's|optimizer's state belongs"),
+        (tmp_path / "another case", "Was it made of the case"),
+        (tmp_path / "without moments", "The optimizer's state belongs to it"),
+        (tmp_path / "weights.safetensors", "Safetensors hold the model only"),
+    ):
+        with pytest.raises(ExerciseError, match=says):
+            lab06.check_repair(cases, path, model)
