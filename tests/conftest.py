@@ -34,9 +34,9 @@ def _folder(item: pytest.Item) -> str:
 
 
 def _together(item: pytest.Item) -> str:
-    """Tests of one name run one after the other in one process: those of a file share pools, those of a notebook only time."""
+    """Tests of one name run one after the other in one process: those of a file share pools, those of a notebook its runs."""
     path = getattr(item, "callspec", None) and item.callspec.params.get("path")
-    return f"{item.path.stem}-{path.stem}" if isinstance(path, Path) and path.suffix == ".ipynb" else str(item.path)
+    return path.stem if isinstance(path, Path) and path.suffix == ".ipynb" else str(item.path)
 
 
 @pytest.hookimpl(tryfirst=True)
