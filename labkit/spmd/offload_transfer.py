@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,15 +16,20 @@ class Copy:
 
     Attributes:
         host: Its bytes, uint8 of one dim.
+        memory: The host memory that they lie in, at least as large.
         sent: When it is written, in the transfer's own kind of event; None where nothing has to be waited for.
         fetched: When the last reading of it is over; likewise.
         stream: Where the bytes are produced and used; likewise.
     """
 
     host: Tensor
+    memory: Tensor = field(init=False)
     sent: Any = None
     fetched: Any = None
     stream: Any = None
+
+    def __post_init__(self) -> None:
+        self.memory = self.host
 
 
 class Transfer(Protocol):
@@ -88,7 +94,7 @@ class CudaTransfer:
 
     Device memory is always taken from and returned to the stream that computes, after that stream has been told to wait for
     the copy. So the allocator may reuse it at once, without ``record_stream``, which would hold it back for an unknown time.
-    Host memory is kept from step to step: pinning is slow and would stop the device.
+    Host memory is kept from step to step: pinning is slow and would stop the device. A smaller tensor may use it too.
 
     Args:
         device: A CUDA device with an index.
@@ -98,7 +104,7 @@ class CudaTransfer:
     is_alias: bool = False
     _out: Any = field(init=False)
     _back: Any = field(init=False)
-    _free: dict[int, list[Copy]] = field(init=False, default_factory=dict)
+    _free: list[Copy] = field(init=False, default_factory=list)  # by size, and the longest unused first among equals
     _host_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -137,17 +143,25 @@ class CudaTransfer:
 
     def recycle(self, copy: Copy) -> None:
         """See `Transfer`."""
-        self._free.setdefault(copy.host.numel(), []).append(copy)
+        insort(self._free, copy, key=_capacity)
 
     def host_bytes(self) -> int:
         """See `Transfer`."""
         return self._host_bytes
 
     def _host_memory(self, size_bytes: int) -> Copy:
-        if waiting := self._free.get(size_bytes):
-            return waiting.pop()
+        place = bisect_left(self._free, size_bytes, key=_capacity)
+        # Batches of changing length would otherwise pin memory anew for each length.
+        if place < len(self._free) and _capacity(self._free[place]) <= 2 * size_bytes:
+            copy = self._free.pop(place)
+            copy.host = copy.memory[:size_bytes]
+            return copy
         self._host_bytes += size_bytes
         return Copy(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
+
+
+def _capacity(copy: Copy) -> int:
+    return copy.memory.numel()
 
 
 def transfer_for(device: torch.device) -> Transfer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -117,6 +118,24 @@ def test_host_memory_is_written_again_after_its_last_reader(streams: Streams, tr
     assert all(written.get(name, 0) >= count for name, count in read.items())
     transfer.send(data())
     assert transfer.host_bytes() == 16
+
+
+def test_host_memory_serves_smaller_tensors_too_but_not_much_smaller_ones(streams: Streams, transfer: CudaTransfer) -> None:
+    large = transfer.send(data(100))
+    transfer.recycle(large)
+    half = transfer.send(data(50))
+    assert half is large
+    assert half.host.tolist() == list(range(50))
+    transfer.recycle(half)
+    assert transfer.send(data(49)) is not large
+    assert transfer.send(data(100)) is large
+    assert transfer.host_bytes() == 149
+
+
+def test_lengths_that_change_from_step_to_step_pin_a_bounded_amount(streams: Streams, transfer: CudaTransfer) -> None:
+    for length in (random.Random(1).sample(range(1, 1000), 999)) * 3:
+        transfer.recycle(transfer.send(data(8).repeat(length)))
+    assert transfer.host_bytes() < 8 * 1000 * 12
 
 
 def test_a_stream_that_computes_elsewhere_is_the_one_that_waits(streams: Streams, transfer: CudaTransfer) -> None:
