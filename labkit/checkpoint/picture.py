@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 from collections.abc import Mapping, Sequence
 
@@ -96,7 +97,14 @@ def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
     ]
     more = f"<p>and {len(entries) - rows:,} more tensors</p>" if len(entries) > rows else ""
     table = f"<table>{_row(['name', 'shape', 'dtype', 'size', 'shards'], tag='th')}{''.join(body)}</table>"
-    return f"<div><p>{_text(head)}</p>{checkpoint_svg(checkpoint)}{table}{more}</div>"
+    # An image, because JupyterLab takes inline SVG out of notebooks that it does not trust.
+    data = base64.b64encode(checkpoint_svg(checkpoint).encode()).decode()
+    sizes = ", ".join(
+        f"{name} {bytes_text(sum(share.values()))}" for name, share in list(file_shares(checkpoint).items())[:MAX_FILES]
+    )
+    alt = html.escape(f"Bytes by file: {printable(sizes).plain}", quote=True)
+    image = f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}" style="max-width:100%;background:white">'
+    return f"<div><p>{_text(head)}</p>{image}{table}{more}</div>"
 
 
 def _shape(shape: Sequence[int]) -> str:

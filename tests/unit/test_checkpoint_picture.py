@@ -19,3 +19,5 @@ def test_bytes_by_file_and_part(tmp_path: Path) -> None:
     assert "&lt;b&gt;w&lt;/b&gt;\\x1b[2J" in html
     assert "\x1b" not in html
     assert "40 B" in html
+    assert "<svg" not in html  # JupyterLab takes it out of a notebook that comes from elsewhere
+    assert 'alt="Bytes by file: x.pt 40 B"' in html
