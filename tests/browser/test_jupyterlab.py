@@ -79,7 +79,8 @@ def test_a_notebook_runs_and_shows_everything_again_when_it_is_reopened(
 def _executed_copy(path: Path) -> Path:
     """A copy of exactly this notebook that papermill has executed, as tests/notebooks and `make run` leave it."""
     sources = [cell.source for cell in nbformat.read(path, as_version=4).cells]
-    for copy in sorted((ROOT / "build").glob(f"**/{path.name}"), reverse=True):
+    copies = (ROOT / "build").glob(f"**/{path.name}")
+    for copy in sorted(copies, key=lambda copy: copy.stat().st_mtime, reverse=True):
         notebook = nbformat.read(copy, as_version=4)
         failed = notebook.metadata.get("papermill", {}).get("exception")
         cells = [cell.source for cell in notebook.cells if "injected-parameters" not in cell.metadata.get("tags", ())]
