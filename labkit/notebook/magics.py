@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import keyword
 import re
 import shlex
@@ -57,6 +58,7 @@ class _Parser(argparse.ArgumentParser):
         raise MagicUsageError(f"{self.prog}: {message}{hint}\n{self.format_usage().strip()}")
 
 
+@functools.cache  # making one takes longer than reading a line with it
 def _spmd_parser() -> _Parser:
     parser = _Parser(prog="%%spmd", add_help=False, description="Run this cell on the ranks of the pool.")
     parser.add_argument("--ranks", metavar="SPEC", help="which ranks, such as 0-3,6; all when left out")
@@ -68,6 +70,7 @@ def _spmd_parser() -> _Parser:
     return parser
 
 
+@functools.cache
 def _pool_parser() -> _Parser:
     parser = _Parser(prog="%pool", add_help=False, description="Show or steer the pool.")
     parser.add_argument("action", nargs="?", choices=["status", "follow", "start", "restart", "close"], default="status")
