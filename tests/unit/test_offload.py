@@ -166,7 +166,7 @@ def test_inside_a_checkpoint_everything_moves_and_nothing_is_recomputed() -> Non
     assert len(forwards) == CONFIG.num_layers
 
 
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(order=st.permutations(range(4)), limit=st.integers(0, 40), seed=st.integers(0, 99))
 def test_several_forwards_may_wait_for_their_backward_in_any_order(order: list[int], limit: int, seed: int) -> None:
     def train(offloaded: bool) -> list[Tensor]:
@@ -270,7 +270,7 @@ def test_small_and_foreign_tensors_stay() -> None:
     assert offload.counts.saved_bytes == offload.counts.small_bytes + offload.counts.other_bytes
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(limit=st.integers(0, 60))
 def test_the_limit_holds_at_every_moment(limit: int) -> None:
     largest = BATCH * SEQ * CONFIG.hidden_dim * 4

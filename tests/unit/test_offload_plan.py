@@ -63,6 +63,7 @@ def test_a_prediction_follows_the_bytes_from_block_to_block(
     assert (plan.peak_bytes, plan.moved_bytes) == (peak_bytes, moved_bytes)
 
 
+@settings(max_examples=30)
 @given(bytes_each=st.integers(0, 300), rate=st.floats(1.0, 300.0), in_flight=st.integers(0, 400))
 def test_no_prediction_is_below_the_roofline(bytes_each: int, rate: float, in_flight: int) -> None:
     blocks = [BlockCost(1.0, 2.0, bytes_each, 0)] * 4
@@ -87,7 +88,7 @@ costs = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(blocks=costs, rate=st.floats(1.0, 200.0), limit=st.integers(0, 200), in_flight=st.integers(0, 40))
 def test_no_choice_is_faster_within_the_limit(blocks: list[BlockCost], rate: float, limit: int, in_flight: int) -> None:
     given_ = setting(rate, 3, 0.1, in_flight)
