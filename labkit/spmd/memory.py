@@ -104,28 +104,32 @@ def tracked_peak(
     tracker.track_inputs(inputs)
     with tracker:
         step()
-    (peak,) = [parts for device, parts in tracker.get_tracker_snapshot("peak").items() if device.type != "meta"]
+    first = next(model.parameters())
+    device = (first.to_local() if isinstance(first, DTensor) else first).device
+    # Adam's step counters live on the CPU, so a GPU is not the only device.
+    peak = tracker.get_tracker_snapshot("peak")[device]
     named = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
     return _parts_of(named)
 
 
 def measured_peak(step: Callable[[], object], device: torch.device, held: int = 0) -> int:
-    """The most bytes that the allocator had given out during a step.
+    """The most bytes that a step takes: what it holds when it begins, and what the allocator gives out on top of that.
 
-    On CUDA this is ``max_memory_allocated``. On the CPU torch's profiler reports every allocation; there the count begins at
-    zero, so what was held before the step has to be given.
+    On CUDA the allocator's own statistics tell; on the CPU torch's profiler reports every allocation. What else this rank
+    holds, such as another model, is not counted.
 
     Args:
         step: What to watch.
         device: Where it computes.
-        held: On the CPU, bytes that are held when the step begins, such as ``held_memory(...).total``.
+        held: Bytes that are held when the step begins, such as ``held_memory(...).total``.
 
     Ranks: local, or as ``step``.
     """
     if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
         step()
-        return torch.cuda.max_memory_allocated(device)
+        return held + torch.cuda.max_memory_allocated(device) - before
     return held + max((total for _, total in allocation_curve(step)), default=0)
 
 
