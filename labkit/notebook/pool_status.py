@@ -77,6 +77,9 @@ def look_at_run(pool: WorkerPool) -> Diagnosis | None:
     waiting = pool._runner._waiting
     if waiting is None:
         return None
+    # From its second second on, a run is looked at once a second. Looks in between would be too close to tell work from waiting.
+    if waiting.watch.latest is not None:
+        return waiting.watch.latest
     answer: Future[Diagnosis] = Future()
     waiting.watch.requests.put(answer)
     with contextlib.suppress(TimeoutError, CancelledError):
@@ -155,7 +158,8 @@ def _cells(status: RankStatus) -> tuple[str, ...]:
     if status.gpu_bytes is not None:
         memory += f", GPU {_size(status.gpu_bytes)}"
     since = "" if status.for_s is None else f"{status.for_s:.0f} s"
-    state = f"{_SIGNS.get(status.state, '')} {status.state}".strip()
+    word = "in native code" if status.state == "native" else status.state
+    state = f"{_SIGNS.get(status.state, '')} {word}".strip()
     return str(status.rank), str(status.pid), status.device, state, memory, status.runs, since
 
 
