@@ -214,6 +214,13 @@ def stays_off_the_network(notebook: NotebookNode, path: Path) -> Iterator[str]:
                 yield f"{_name(index, cell)}: `{line.strip()}` reaches for the network ({found.group().strip()})"
 
 
+def folds_markdown(notebook: NotebookNode, path: Path) -> Iterator[str]:
+    """What is folded away has a blank line before and after; without them a page shows its backticks and stars as they are."""
+    for index, cell in _markdown(notebook):
+        if re.search(r"</summary>(?!\n\n)|(?<!\n\n)</details>", cell.source):
+            yield f"{_name(index, cell)} folds text that is not read as Markdown"
+
+
 CHECKS: tuple[Check, ...] = (
     is_valid,
     is_stripped,
@@ -228,6 +235,7 @@ CHECKS: tuple[Check, ...] = (
     closes_its_pool,
     has_balanced_solutions,
     says_what_to_notice,
+    folds_markdown,
     has_links_that_lead_somewhere,
     stays_off_the_network,
 )

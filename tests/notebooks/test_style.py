@@ -153,6 +153,8 @@ BREAKAGES: list[tuple[conventions.Check, Callable[[NotebookNode], None], str]] =
     (conventions.has_balanced_solutions, _source(4, "# BEGIN SOLUTION\n### END SOLUTION"), "`# BEGIN SOLUTION` where"),
     (conventions.has_balanced_solutions, _source(3, "### BEGIN SOLUTION\n### END SOLUTION"), "where a code cell"),
     (conventions.says_what_to_notice, _source(5, "Look at it."), "**What to notice**"),
+    (conventions.folds_markdown, _source(5, "<details><summary>Hint</summary>`x`\n\n</details>"), "not read as Markdown"),
+    (conventions.folds_markdown, _source(5, "<details><summary>Hint</summary>\n\n`x`</details>"), "not read as Markdown"),
     (conventions.has_links_that_lead_somewhere, _source(3, "[x](missing.ipynb)"), "missing.ipynb leads nowhere"),
     (conventions.has_links_that_lead_somewhere, _source(3, "[x](#Nowhere)"), "no heading has the anchor #Nowhere"),
     (conventions.has_links_that_lead_somewhere, _source(3, "![](07_sample.ipynb)"), "no alternative text"),

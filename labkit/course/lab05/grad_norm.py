@@ -1,4 +1,4 @@
-"""Exercise 3 of notebook 05: the norm of all gradients where parameters live on different meshes."""
+"""Exercise 4 of notebook 05: the norm of all gradients where parameters live on different meshes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Seen:
 
 
 def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
-    """Exercise 3: ``grad_norm(model)`` returns the norm of all gradients, on every rank, without gathering a gradient.
+    """Exercise 4: ``grad_norm(model)`` returns the norm of all gradients, on every rank, without gathering a gradient.
 
     Args:
         pool: The pool; ``grad_norm`` is defined on its ranks.

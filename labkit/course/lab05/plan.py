@@ -1,4 +1,4 @@
-"""Exercise 4 of notebook 05: a linter for tensor-parallel plans."""
+"""Exercise 2 of notebook 05: a linter for tensor-parallel plans."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Case:
 
 
 def check_plan_linter(lint: Lint) -> str:
-    """Exercise 4: ``lint(plan, model, tp_size)`` returns the keys that match no module or split a size that does not divide.
+    """Exercise 2: ``lint(plan, model, tp_size)`` returns the keys that match no module or split a size that does not divide.
 
     Args:
         lint: Takes a plan, a model whose split modules are ``nn.Linear``, and the number of TP ranks. Returns a set of keys.

@@ -1,4 +1,4 @@
-"""Exercise 2 of notebook 05: a whole tensor from the files of a checkpoint, without a process group."""
+"""Exercise 3 of notebook 05: a whole tensor from the files of a checkpoint, without a process group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rebuild = Callable[[Path, str], Any]
 
 
 def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
-    """Exercise 2: ``rebuild(folder, name)`` puts a tensor together from a distributed checkpoint, in the kernel.
+    """Exercise 3: ``rebuild(folder, name)`` puts a tensor together from a distributed checkpoint, in the kernel.
 
     The ranks save tensors that are cut by rows, by columns, by rows in a strided order, unevenly, in one dim only, in bfloat16,
     and copied. What is rebuilt has to be equal bit for bit.
