@@ -61,7 +61,7 @@ class ControlThread:
             self._state.board.wait_for_others()
             self._wire.announce("control", Aborted(self._rank, message.run_id, self._groups.abort(message.run_id)))
         elif isinstance(message, Inspect):
-            report = introspection.report(self._state, self._groups.own_collectives)
+            report = introspection.report(self._state, self._groups)
             self._wire.announce("control", Inspection(self._rank, message.request_id, report))
         elif isinstance(message, Release):
             packed = self._held.pop(message.run_id, None)

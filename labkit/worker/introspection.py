@@ -15,7 +15,7 @@ from typing import Any
 
 from labkit.tracebacks import is_library
 from labkit.wire.messages import Collective, RankReport
-from labkit.worker.process_group import DEFAULT_GROUP
+from labkit.worker.process_group import DEFAULT_GROUP, ProcessGroups
 from labkit.worker.run_state import RunState
 
 LAST_COLLECTIVES = 20
@@ -23,12 +23,12 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _FOR_CELLS = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("spmd", "checkpoint", "course"))
 
 
-def report(state: RunState, own_collectives: int = 0) -> RankReport:
+def report(state: RunState, groups: ProcessGroups | None = None) -> RankReport:
     """Look at the main thread.
 
     Args:
         state: Which run it works on.
-        own_collectives: Collectives that labkit began on the default group; the reader's own are counted from 1.
+        groups: This rank's process groups. The reader's collectives on them are counted from 1.
 
     Returns:
         The report, with less in it where something cannot be read: the main thread goes on meanwhile. Never raises, and never
@@ -36,15 +36,14 @@ def report(state: RunState, own_collectives: int = 0) -> RankReport:
     """
     run_id, started = state.run_id, state.started
     try:
-        return _full_report(run_id, started, own_collectives)
+        return _full_report(run_id, started, recent_collectives(groups))
     except Exception:
         return RankReport(run_id, busy_s=0.0 if run_id is None else time.monotonic() - started)
 
 
-def _full_report(run_id: int | None, started: float, own_collectives: int) -> RankReport:
+def _full_report(run_id: int | None, started: float, collectives: tuple[Collective, ...]) -> RankReport:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = usage.ru_utime + usage.ru_stime
-    collectives = recent_collectives(own_collectives)
     if run_id is None:
         return RankReport(None, cpu_s=cpu_s, collectives=collectives, groups=_groups(), threads=threading.active_count())
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
@@ -118,8 +117,13 @@ def _groups() -> dict[str, tuple[int, ...]]:
         return {}  # read while the main thread changes them
 
 
-def recent_collectives(own: int = 0) -> tuple[Collective, ...]:
-    """The last collectives of this rank, those of NCCL after those of gloo; empty where torch keeps no record."""
+def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective, ...]:
+    """The last collectives of this rank, those of NCCL after those of gloo; empty where torch keeps no record.
+
+    Only those on the groups' present backends: new ones count from 1 again, and what was called on the old ones would be
+    taken for a call of this run.
+    """
+    own, since_ns = (groups.own_collectives, groups.formed_ns) if groups is not None else (0, 0)
     bindings = sys.modules.get("torch._C._distributed_c10d")
     found: list[Collective] = []
     # torch keeps one record for NCCL and one for the other backends; a CPU build has no first one.
@@ -129,7 +133,8 @@ def recent_collectives(own: int = 0) -> tuple[Collective, ...]:
             continue
         with contextlib.suppress(Exception):  # a diagnosis with less in it is better than none
             record = pickle.loads(dump(True, False, False))
-            found += [_collective(entry, own) for entry in record.get("entries", [])[-LAST_COLLECTIVES:]]
+            entries = [entry for entry in record.get("entries", []) if entry.get("time_created_ns", since_ns) >= since_ns]
+            found += [_collective(entry, own) for entry in entries[-LAST_COLLECTIVES:]]
     return tuple(found)
 
 

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Set
 from datetime import timedelta
 from typing import Any
@@ -32,6 +33,10 @@ class ProcessGroups:
 
     Args:
         spec: The worker's place in the pool.
+
+    Attributes:
+        lost: The groups were aborted and wait for new backends.
+        formed_ns: When the groups got their present backends, in nanoseconds since the epoch as in torch's flight recorder.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -44,6 +49,7 @@ class ProcessGroups:
         self._cut_sockets: list[socket.socket] = []
         self._store: Any = None
         self._default: Any = None
+        self.formed_ns = 0
         self.lost = False
 
     def form(self) -> None:
@@ -179,6 +185,7 @@ class ProcessGroups:
             dist.all_reduce(ones.to(self.device))
             torch.cuda.synchronize()
         dist.all_reduce(ones)
+        self.formed_ns = time.time_ns()
 
 
 def _order(group: Any) -> tuple[bool, str]:

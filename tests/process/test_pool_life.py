@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from labkit import PoolStateError, RunTimeoutError, WorkerDiedError, WorkerPool, current_pool
+from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool, current_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.output import TerminalScreen
 from labkit.errors import WorkerStartError
@@ -357,3 +357,18 @@ def test_collectives_are_counted_from_the_readers_first_also_after_new_groups() 
         for _ in range(2):
             with pytest.raises(RunTimeoutError, match="rank 1 finished the cell; rank 0 waits in barrier #1 at "):
                 pool.run_cell("import torch.distributed as dist\nif rank == 0: dist.barrier()", timeout_s=1.0)
+
+
+def test_what_was_called_on_groups_that_are_gone_is_no_call_of_this_run() -> None:
+    imports = "import torch, torch.distributed as dist\n"
+    with WorkerPool(2, device="cpu", replace=True) as pool:
+        pool.run_cell(imports + "dist.all_reduce(torch.ones(1))")
+        for _ in range(3):
+            with pytest.raises(RunTimeoutError, match=r"rank 0 finished the cell; rank 1 waits in barrier #[12] at "):
+                pool.run_cell("if rank != 0: dist.barrier()", timeout_s=1.0)
+        pool.restart([1])
+        with pytest.raises(RunTimeoutError, match="rank 0 finished the cell; rank 1 waits in barrier #1 at "):
+            pool.run_cell(imports + "if rank != 0: dist.barrier()", timeout_s=1.0)
+        with pytest.raises(RankFailedError) as caught:
+            pool.run_cell("if rank == 1: raise ValueError('boom')\ndist.barrier()", timeout_s=30)
+        assert "rank 1 failed; rank 0 waits in barrier #1" in caught.value.diagnosis
