@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -78,6 +78,10 @@ def migrate(
 
     Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB.
     """
+    if to is not None and to not in get_args(Format):
+        raise CheckpointError(
+            f"to={to!r} is no format. Use 'dcp' (what FSDP2 loads), 'safetensors' (the model's tensors only) or 'torch'."
+        )
     source, destination = Path(source), Path(destination)
     if destination.exists():
         raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")

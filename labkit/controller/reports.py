@@ -26,6 +26,8 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else ""
     report: RunReport
     if any(failure.kind == "died" for failure in failures):
+        if run.stopped == "timeout":
+            notes.insert(0, f"The run did not finish in {timeout_s:g} s.")
         report = WorkerDiedError(failures, finished, [*notes, ways_back], diagnosis=verdict)
     elif run.stopped == "timeout":
         report = RunTimeoutError(failures, finished, notes, diagnosis=verdict, timeout_s=timeout_s or 0.0)

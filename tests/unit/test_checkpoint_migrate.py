@@ -400,3 +400,11 @@ def test_save_file_of_the_safetensors_library_and_ours_agree_byte_for_byte_in_th
     save_file(tensors, tmp_path / "theirs.safetensors")
     ours, theirs = load_file(tmp_path / "ours.safetensors"), load_file(tmp_path / "theirs.safetensors")
     assert [name for name in theirs if not same_bits(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("to", ["fsdp2", "DCP", "pt", "hf"])
+def test_a_format_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path, to: Any) -> None:
+    torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "full.pt")
+    with pytest.raises(CheckpointError, match=f"to='{to}' is no format. Use 'dcp'"):
+        migrate(tmp_path / "full.pt", tmp_path / "new", to=to)
+    assert not (tmp_path / "new").exists()

@@ -12,8 +12,8 @@ from labkit.errors import ExerciseError
 
 _STEPS_BEFORE, _STEPS_AFTER = 3, 3
 # The order in which the old optimizer had the parameters: not that of the model, and in two groups.
-OLD_ORDER = ("third", "first", "second", "frozen")
-_NEW_ORDER = (("frozen", "second"), ("first", "third"))
+OLD_ORDER = ("third", "first", "frozen", "second")
+_NEW_ORDER = (("second", "frozen"), ("first", "third"))
 
 ByName = Callable[[dict[str, Any], Sequence[str]], Mapping[str, Any]]
 
@@ -72,7 +72,7 @@ def check_by_name(by_name: ByName) -> str:
 def _move(by_name: ByName) -> Moved:
     import torch
 
-    model, optimizer = _start((("third", "first"), ("second", "frozen")))
+    model, optimizer = _start((("third", "first"), ("frozen", "second")))
     _train(model, optimizer, range(_STEPS_BEFORE))
     state = copy.deepcopy(optimizer.state_dict())  # the optimizer's own tensors move on below
     kept = copy.deepcopy(state)
@@ -171,7 +171,7 @@ def _groups(moved: Moved) -> list[list[Any]]:
     return [list(group.get("params", ())) for group in moved.answer["param_groups"]]
 
 
-_RIGHT_GROUPS = [["third", "first"], ["second", "frozen"]]
+_RIGHT_GROUPS = [["third", "first"], ["frozen", "second"]]
 _MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
     (lambda moved: moved.numbers_left, "Numbers stand in two places: as keys of state, and in the params of each group."),
     (
@@ -181,6 +181,10 @@ _MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
     (
         lambda moved: all("frozen" not in names for names in _groups(moved)),
         "The frozen parameter has no state, but it has a number and a group. When it thaws, its group has to know it.",
+    ),
+    (
+        lambda moved: tuple(moved.answer["state"]) == OLD_ORDER[:3],
+        "A frozen parameter has a number and no state. Go by the numbers in state, not by how many entries came before.",
     ),
     (
         lambda moved: _groups(moved) != _RIGHT_GROUPS or moved.answer["state"].keys() != moved.right["state"].keys(),

@@ -22,6 +22,7 @@ NAMES: dict[str, str] = {
     "encoder.module.weight": "encoder.module.weight",
     f"{_FSDP}.encoder.{_FSDP}.module.bias": "encoder.module.bias",
     "module_list.0.weight": "module_list.0.weight",
+    f"{_DDP}.module.weight": "module.weight",
     f"{_DDP}.my_module.{_AC}.before_orig_mod.weight": "my_module.before_orig_mod.weight",
 }
 
@@ -76,6 +77,10 @@ _MISTAKES: list[tuple[Callable[[dict[str, str]], bool], str]] = [
     (
         lambda answers: answers["encoder.module.weight"] != "encoder.module.weight",
         "A module of the model may be called module too. DDP wraps the whole model, so its part can only come before the model's.",
+    ),
+    (
+        lambda answers: answers[f"{_DDP}.module.weight"] == "weight",
+        "DDP wraps once: the second module is the model's own.",
     ),
     (
         lambda answers: (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,11 @@ def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
     if file not in size:
         refuse(f"{file!r} is no file of {cases.short.name}.", f"one of {', '.join(sorted(size))}.", "Give its name, not its path.")
     if file != cases._short_file:
-        refuse(f"{file} has all of its {size[file]:,} bytes.", "the file that ends too early.", "verify names it: short-file.")
+        refuse(
+            f"{file} has all of its {size[file]:,} bytes.",
+            "the file that ends too early.",
+            "The index says where the last piece of each file ends: at its start plus its length.",
+        )
     # The index knows where the last tensor ends; up to a few bytes of padding may follow it in a whole file.
     least, most = _missing_by_index(cases), cases._missing_bytes
     if not least <= missing_bytes <= most:
@@ -42,8 +46,8 @@ def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
             ],
             "The index says for each chunk where it starts and how long it is.",
         )
-        refuse(f"{missing_bytes:,} bytes are said to be missing.", f"between {least:,} and {most:,}.", hint)
-    return f"Solved: {file} has {size[file]:,} bytes and lacks {missing_bytes:,} more."
+        refuse(f"{missing_bytes} bytes are said to be missing.", "what the index needs, less what the file has.", hint)
+    return f"Solved: {file} has {size[file]:,} bytes and lacks {missing_bytes:,}."
 
 
 def _missing_by_index(cases: Cases) -> int:
@@ -81,6 +85,7 @@ def check_not_finite(cases: Cases, names: Collection[str]) -> str:
             [
                 (lambda found: not found, "verify looks for NaN and inf only when asked: finite=True."),
                 (lambda found: bool(extra) and not missed, "These and others. Which of yours are finite in every element?"),
+                (lambda found: {f"optimizer.state.{name}" for name in found} == cases._not_finite, _PREFIX),
                 (lambda found: bool({name.removeprefix("model.") for name in found} & _parameters(cases._not_finite)), _MOMENT),
                 (lambda found: bool(missed), "NaN is not the only number that is not finite, and the model is not all there is."),
             ],
@@ -89,10 +94,11 @@ def check_not_finite(cases: Cases, names: Collection[str]) -> str:
     return f"Solved: {' and '.join(sorted(given))}."
 
 
+_PREFIX = "Name them as checkpoint.tensors does, with 'optimizer.state.' in front."
 _MOMENT = "The parameter is finite. It is one of its moments that is not: name that tensor, as the checkpoint does."
 
 
-def _parameters(moments: Collection[str]) -> set[str]:
+def _parameters(moments: Iterable[str]) -> set[str]:
     return {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in moments}
 
 
@@ -120,6 +126,7 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
                     "Name the parameters, without 'optimizer.state.' in front.",
                 ),
                 (lambda found: any(name.startswith("model.") for name in found), "Name them as the model does, without 'model.'."),
+                (lambda found: bool(found - _all_parameters(cases)), _NO_PARAMETER),
                 (lambda found: bool(found - cases._lost_state), "Some of these have their moments: look for their exp_avg."),
                 (lambda found: len(found) > 0, "There are more. Whole blocks are frozen together."),
             ],
@@ -128,6 +135,13 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
         refuse(f"{len(given)} named, {len(right)} of them right.", f"{len(cases._lost_state)} parameters.", hint)
     block = next(iter(given)).split(".")[1]
     return f"Solved: all {len(given)} parameters of block {block} would start again from zero moments."
+
+
+_NO_PARAMETER = "Not all of these are parameters. The head is the embedding under another name, and a rotary table is a buffer."
+
+
+def _all_parameters(cases: Cases) -> set[str]:
+    return _parameters(name for name in _tensor_names(cases.good) if name.endswith(".exp_avg"))
 
 
 def check_stale_file(cases: Cases, file: str) -> str:
@@ -152,7 +166,7 @@ def check_stale_file(cases: Cases, file: str) -> str:
             "the file that does not.",
             "Compare each chunk with the export. A chunk knows its file.",
         )
-    return f"Solved: {file} is from an earlier step; the {len(names) - 1} others are not."
+    return f"Solved: {file} is from an earlier step, and no other."
 
 
 def check_repair(cases: Cases, repaired: str | Path, model: Any) -> str:
@@ -177,12 +191,15 @@ def check_repair(cases: Cases, repaired: str | Path, model: Any) -> str:
     report = verify(path, model=model, against=cases.good)
     errors = [finding for finding in report.findings if finding.severity == "error"]
     if errors:
-        kinds = sorted({finding.code for finding in errors})
+        kinds = sorted({finding.code for finding in report.findings})
         hint = hint_for(
             kinds,
             [
+                (
+                    lambda found: "wrapped-name" in found,
+                    "Names still carry the wrapper's, those of the optimizer's state included.",
+                ),
                 (lambda found: "other-bits" in found, "The names are right and the numbers are not. Was it made of the case?"),
-                (lambda found: "wrapped-name" in found, "Some names still carry the wrapper's."),
                 (lambda found: "no-state" in found, "The optimizer's state belongs to it."),
             ],
             errors[0].line(),
@@ -204,4 +221,6 @@ def _tensor_names(path: Path) -> list[str]:
 def _texts(names: Collection[str]) -> frozenset[str]:
     if isinstance(names, str):
         raise ExerciseError(f"one text is no set of names. Write {{{names!r}}}.")
+    if not isinstance(names, Iterable):
+        raise ExerciseError(f"{names!r} is no set of names.")
     return frozenset(map(str, names))
