@@ -49,7 +49,9 @@ def _assert_all_is_there(tab: LabPage) -> None:
 
 def _shows_something(output: dict[str, object]) -> bool:
     data = output.get("data")
-    return bool(any(str(value).strip() for value in data.values()) if isinstance(data, dict) else output.get("text"))
+    return bool(
+        any(str(value).strip() for value in data.values()) if isinstance(data, dict) else str(output.get("text", "")).strip()
+    )
 
 
 @pytest.mark.parametrize("path", RUN_HERE, ids=lambda path: path.stem)
