@@ -68,6 +68,11 @@ _RECORD_NAMES = {
     ("pathlib", "PosixPath"),
     ("pathlib", "PurePosixPath"),
     ("pathlib", "WindowsPath"),
+    # Where Python 3.13 has them. DCP stores the checkpoint's own path, so each of its checkpoints names one.
+    ("pathlib._local", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "PurePosixPath"),
+    ("pathlib._local", "WindowsPath"),
     ("torch", "Tensor"),
     ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
     ("torch._utils", "_rebuild_device_tensor_from_numpy"),
