@@ -282,6 +282,11 @@ class Members:
             received += [(message, []) for message in self.note_deaths()]
         return received
 
+    @property
+    def has_exits(self) -> bool:
+        """Whether ranks have ended of which no note has been taken."""
+        return not self._exits.empty()
+
     def note_deaths(self) -> list[FromWorker]:
         """Take note of ranks that have ended; what to tell the present run about them."""
         told: list[FromWorker] = []

@@ -27,8 +27,6 @@ REBUILD_LIMIT_S = 60.0
 REBUILD_DEAF_S = 10.0
 # Then it can be repeated.
 REBUILD_ATTEMPTS = 3
-# How long another thread may look at the pool while a run wants to begin.
-LOOK_S = 0.2
 
 
 class Runner:
@@ -54,27 +52,20 @@ class Runner:
         Raises:
             PoolStateError: A run is in progress.
         """
-        # A look from another thread holds it for an instant.
-        if not self._busy.acquire(timeout=LOOK_S):
+        if not self._busy.acquire(blocking=False):
             raise PoolStateError("a run is in progress on this pool, and it takes one at a time. Wait, or call pool.interrupt().")
         try:
             yield
         finally:
             self._busy.release()
 
-    def _unless_busy(self, act: Callable[[], object]) -> None:
-        """Do something between two runs, or not at all."""
-        if self._busy.acquire(blocking=False):
-            try:
-                act()
-            finally:
-                self._busy.release()
-
     @property
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose process has ended. While a run is in progress: those that the run has been told of."""
         # A death is told once, and a run in progress must be the one that hears of it.
-        self._unless_busy(self._members.note_deaths)
+        if self._members.has_exits:  # else a look from another thread could be in the way of a run that begins
+            with contextlib.suppress(PoolStateError), self.alone():
+                self._members.note_deaths()
         return self._members.dead_ranks
 
     def refuse_dead(self) -> None:
@@ -265,7 +256,8 @@ class Runner:
         """Let a rank free the memory file of a result: now, or when the run that another thread has begun is over."""
         if result.payload is not None and any(not isinstance(item, bytes) for item in result.payload.buffers):
             self._to_release.append((rank, result.run_id))
-            self._unless_busy(self._send_releases)
+            with contextlib.suppress(PoolStateError), self.alone():
+                self._send_releases()
 
     def _send_releases(self) -> None:
         while self._to_release:
