@@ -10,7 +10,7 @@ BIN := .venv/bin
 READY := .venv/.installed
 ARGS ?=
 SOAK_ROUNDS ?= 10
-# Tests wait much and compute little, so two at a time take little more than half the time. 0: one after the other, in one process.
+# Tests wait much and compute little, so two run at a time. 0: one after the other, in one process.
 WORKERS ?= 2
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from labkit.checkpoint.allow_list import RECORD_MODULES, RECORD_NAMES
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
 
 Unknown = Literal["refuse", "opaque"]
@@ -41,48 +42,6 @@ STORAGES = {
     "ComplexFloatStorage": torch.complex64,
     "ComplexDoubleStorage": torch.complex128,
     "UntypedStorage": None,
-}
-# Plain data classes that torch writes into checkpoints. Whatever the name, reading makes an inert record.
-_RECORD_MODULES = (
-    "torch.distributed._shard.",
-    "torch.distributed.tensor",
-    "torch.distributed._tensor",
-    "torch.distributed.device_mesh",
-    "torch.distributed._mesh_layout",
-    "torch.distributed.remote_device",
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
-_RECORD_NAMES = {
-    ("argparse", "Namespace"),
-    ("builtins", "range"),
-    ("builtins", "slice"),
-    ("collections", "Counter"),
-    ("collections", "defaultdict"),
-    ("datetime", "date"),
-    ("datetime", "datetime"),
-    ("datetime", "timedelta"),
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "WindowsPath"),
-    # Where Python 3.13 has them. DCP stores the checkpoint's own path, so each of its checkpoints names one.
-    ("pathlib._local", "Path"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "PurePosixPath"),
-    ("pathlib._local", "WindowsPath"),
-    ("torch", "Tensor"),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"),
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"),
-    ("torch._utils", "_rebuild_nested_tensor"),
-    ("torch._utils", "_rebuild_qtensor"),
-    ("torch._utils", "_rebuild_sparse_tensor"),
-    ("torch.nn.parameter", "Parameter"),
-    ("torch.torch_version", "TorchVersion"),
-    ("types", "SimpleNamespace"),
 }
 
 
@@ -300,7 +259,7 @@ class AllowList:
     def _record(self, module: str, name: str) -> type[Record]:
         made = self._classes.get((module, name))
         if made is None:
-            known = (module, name) in _RECORD_NAMES or (module + ".").startswith(_RECORD_MODULES)
+            known = (module, name) in RECORD_NAMES or (module + ".").startswith(RECORD_MODULES)
             if not known:
                 self.unknown.add(f"{module}.{name}")
             made = type("Record", (Record,), {"__slots__": (), "name": f"{module}.{name}", "opaque": not known})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from labkit.errors import PoolStateError
@@ -12,6 +14,22 @@ if TYPE_CHECKING:
     from labkit.controller.pool import WorkerPool
 
 _latest: list[weakref.ref[WorkerPool]] = []
+_starting = [0]
+
+
+@contextlib.contextmanager
+def starting(num_ranks: int) -> Iterator[None]:
+    """While the block runs, a pool is being started."""
+    _starting[0] = num_ranks
+    try:
+        yield
+    finally:
+        _starting[0] = 0
+
+
+def num_starting() -> int:
+    """How many ranks are being started now, 0 when none is."""
+    return _starting[0]
 
 
 def set_open_pool(pool: WorkerPool) -> None:

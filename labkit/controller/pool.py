@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from labkit.controller import plan, sending
-from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool
+from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool, starting
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import held_sigint
 from labkit.controller.members import Members
@@ -62,7 +62,7 @@ class WorkerPool:
     def _start(self) -> None:
         self._launcher = plan.launcher()  # each time: the fork server of the last start may have died
         self._launcher.warm_up()
-        with held_sigint() as stop_if_asked:
+        with starting(self.world_size), held_sigint() as stop_if_asked:
             self._members = Members(self._plan, self._launcher)
             self._members.start(self._start_timeout_s, stop_if_asked)
             self._runner = Runner(self._members, self.world_size)
@@ -227,6 +227,16 @@ class WorkerPool:
         if self._closed:
             raise PoolStateError("the pool is closed. Start it again with pool.restart().")
         return self._runner.diagnose()
+
+    def look(self) -> Diagnosis | None:
+        """What the ranks of the present run did when they were last looked at; None when no run is in progress.
+
+        For views that are brought up to date again and again: unlike :meth:`diagnose` it asks the ranks only once in a run,
+        which by itself asks them once a second from its second second on.
+
+        Ranks: controller. Safe from any thread; blocks for at most 1 s.
+        """
+        return None if self._closed else self._runner.look()
 
     def interrupt(self) -> None:
         """Interrupt the present run, as Kernel > Interrupt does. Callable from another thread; returns at once.

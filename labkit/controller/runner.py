@@ -281,14 +281,27 @@ class Runner:
     def diagnose(self) -> Diagnosis:
         """What holds up the present run; see :meth:`labkit.controller.pool.WorkerPool.diagnose`."""
         waiting = self._waiting
-        if waiting is not None:
-            request: Future[Diagnosis] = Future()
-            waiting.watch.requests.put(request)
-            with contextlib.suppress(TimeoutError):
-                return request.result(2.0)
+        if waiting is not None and (found := self._ask(waiting, 2.0)) is not None:
+            return found
         dead = self.dead_ranks
         idle = {rank: RankReport(None) for rank in self._members.all_ranks}
         return judge((), range(self._world_size), (), (), dead, {}, idle, 0.0)
+
+    def look(self) -> Diagnosis | None:
+        """What is known of the present run; see :meth:`labkit.controller.pool.WorkerPool.look`."""
+        waiting = self._waiting
+        if waiting is None:
+            return None
+        # A run is looked at once a second by itself. Looks in between would be too close to tell work from waiting.
+        return waiting.watch.latest or self._ask(waiting, 1.0)
+
+    @staticmethod
+    def _ask(waiting: RunWait, limit_s: float) -> Diagnosis | None:
+        request: Future[Diagnosis] = Future()
+        waiting.watch.requests.put(request)
+        with contextlib.suppress(TimeoutError):
+            return request.result(limit_s)
+        return None
 
     def interrupt(self) -> None:
         """Stop the present run, or hurry its stop. Safe from any thread."""

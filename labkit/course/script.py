@@ -186,6 +186,7 @@ def _options(notebook: Path, name: str, line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for option, kind in (("--ranks", str), ("--timeout", str), ("--out", str), ("--needs", int), ("--expect", str)):
         parser.add_argument(option, type=kind, default=1 if kind is int else None)
+    parser.add_argument("--tabs", action="store_true")  # how the notebook shows it, which is nothing to a script
     try:
         options, rest = parser.parse_known_args(shlex.split(line))
     except (argparse.ArgumentError, ValueError) as error:

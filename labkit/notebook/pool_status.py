@@ -6,7 +6,6 @@ import contextlib
 import html
 import shutil
 import subprocess
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 import psutil
@@ -18,7 +17,6 @@ from labkit.notebook.style import rank_style, text_table
 COLUMNS = ("rank", "process", "device", "state", "own memory", "runs", "for")
 # What a state looks like beside its word, for the quick eye.
 _SIGNS = {"idle": "○", "finished": "○", "working": "●", "native": "●", "waiting": "◐", "silent": "?", "failed": "✕", "dead": "✕"}
-_LOOK_S = 1.0
 _NVIDIA_S = 5.0
 
 
@@ -55,7 +53,7 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
 
     Ranks: controller. Blocks for at most about 1 s, on GPUs 6 s.
     """
-    states = {state.rank: state for state in (look_at_run(pool) or Diagnosis("idle", "")).states}
+    states = {state.rank: state for state in (pool.look() or Diagnosis("idle", "")).states}
     on_gpu = _gpu_bytes() if pool.device == "cuda" else {}
     found = []
     for rank, pid in sorted(pool.pids.items()):
@@ -66,25 +64,6 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
         runs, for_s = _work(state) if state and word in ("working", "waiting", "native") else ("", None)
         found.append(RankStatus(rank, pid, device, word, memory_bytes, on_gpu.get(pid), runs, for_s))
     return found
-
-
-def look_at_run(pool: WorkerPool) -> Diagnosis | None:
-    """What the ranks of the present run do, from any thread; None between runs. Blocks for at most about 1 s.
-
-    Not `WorkerPool.diagnose`: between runs that takes the pool's lock for a moment, in which a cell that starts just then
-    would be refused.
-    """
-    waiting = pool._runner._waiting
-    if waiting is None:
-        return None
-    # From its second second on, a run is looked at once a second. Looks in between would be too close to tell work from waiting.
-    if waiting.watch.latest is not None:
-        return waiting.watch.latest
-    answer: Future[Diagnosis] = Future()
-    waiting.watch.requests.put(answer)
-    with contextlib.suppress(TimeoutError, CancelledError):
-        return answer.result(_LOOK_S)
-    return None
 
 
 def _work(state: RankState) -> tuple[str, float | None]:
@@ -122,7 +101,7 @@ def _gpu_bytes() -> dict[int, int]:
 def status_text(pool: WorkerPool, statuses: list[RankStatus]) -> str:
     """The pool in a line and its ranks in a table."""
     columns, rows = _table(statuses)
-    return "\n".join([repr_line(pool), *text_table(columns, rows)])
+    return "\n".join([repr(pool), *text_table(columns, rows)])
 
 
 def status_html(pool: WorkerPool, statuses: list[RankStatus]) -> str:
@@ -131,12 +110,7 @@ def status_html(pool: WorkerPool, statuses: list[RankStatus]) -> str:
     columns, rows = _table(statuses)
     head = "".join(f'<th scope="col" style="{style}">{name}</th>' for name in columns)
     body = "".join(_row(status.rank, row, style) for status, row in zip(statuses, rows, strict=True))
-    return f"<div>{html.escape(repr_line(pool))}</div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def repr_line(pool: WorkerPool) -> str:
-    """The pool in one line. Not ``repr``, which takes the pool's lock for a moment, when a run may begin in another thread."""
-    return f"WorkerPool(world_size={pool.world_size}, device={pool.device!r}): {pool._plan.describe()}"
+    return f"<div>{html.escape(repr(pool))}</div><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
 def _table(statuses: list[RankStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -11,14 +11,11 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
-from labkit.controller import pool as pool_module
-from labkit.controller.current import open_pool
+from labkit.controller.current import num_starting, open_pool
 from labkit.controller.launchers import fork_server
 from labkit.notebook.live import Place
-from labkit.notebook.pool_status import look_at_run
 
 FIRST_AFTER_S = 2.0
 EVERY_S = 0.5
@@ -39,35 +36,19 @@ class Stage:
     total: int | None = None
 
 
-def present_stage(main_frame: FrameType | None) -> Stage | None:
-    """What the main thread waits for: a pool's start, or a run; None for anything else.
-
-    Args:
-        main_frame: The main thread's present frame.
-    """
-    num_starting = _num_starting(main_frame)
-    if num_starting:
-        ranks = f"{num_starting} rank{'s' if num_starting > 1 else ''}"
+def present_stage() -> Stage | None:
+    """What the notebook waits for: a pool's start, or a run; None for anything else."""
+    if starting := num_starting():
+        ranks = f"{starting} rank{'s' if starting > 1 else ''}"
         cold = fork_server.available() and not fork_server.shared().warm
         return Stage(f"Starting {ranks}" + (". torch is imported first, once for this kernel" if cold else ""))
     pool = open_pool()
-    diagnosis = look_at_run(pool) if pool is not None else None
+    diagnosis = pool.look() if pool is not None else None
     if diagnosis is None:
         return None
     ours = [state for state in diagnosis.states if state.state != "idle"]
     done = sum(state.state in ("finished", "failed", "dead") for state in ours)
     return Stage(f"{done} of {len(ours)} ranks have finished", done, len(ours))
-
-
-def _num_starting(frame: FrameType | None) -> int:
-    """How many ranks a pool is starting with, 0 when none is: told by the function in which the main thread is."""
-    start = pool_module.WorkerPool._start.__code__
-    while frame is not None:
-        if frame.f_code is start:
-            starting = frame.f_locals.get("self")
-            return int(starting.world_size) if starting is not None else 0
-        frame = frame.f_back
-    return 0
 
 
 class CellProgress:
@@ -93,7 +74,7 @@ class CellProgress:
         wait_s = FIRST_AFTER_S
         while not self._end.wait(wait_s):
             wait_s = EVERY_S
-            stage = present_stage(sys._current_frames().get(threading.main_thread().ident or 0))
+            stage = present_stage()
             seconds = time.monotonic() - self._began
             with self._lock:
                 if self._end.is_set():

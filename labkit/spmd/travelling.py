@@ -1,7 +1,7 @@
 """The checkpoint that travels through the course: notebook 01 leaves it, notebooks 03 and 05 go on from it.
 
-It lies in the folder ``checkpoints`` beside the notebooks. Whoever finds none there makes the same one by the same training,
-so the notebooks can be read in any order.
+It lies in the folder ``checkpoints`` of the current directory, which in Jupyter and under ``labkit run`` is the notebooks' own.
+Whoever finds none there makes the same one by the same training, so the notebooks can be read in any order.
 """
 
 from __future__ import annotations

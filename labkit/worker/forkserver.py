@@ -39,7 +39,7 @@ FIRST_IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # an optimizer's first step imports it, on every rank
     "labkit.worker.loop",
-    # A worker's shell imports these when it is made, half of its start.
+    # A worker's shell imports these when it is made: a quarter of its start.
     "IPython.core.completer",
     "IPython.core.completerlib",
     "IPython.core.crashhandler",

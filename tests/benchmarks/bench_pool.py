@@ -179,6 +179,7 @@ def test_notebook_01(figures: Figures, tmp_path: Path) -> None:
             tmp_path / "01.ipynb",
             parameters={"world_size": 4, "device": "cpu"},
             progress_bar=False,
+            cwd=NOTEBOOK.parent,
             execution_timeout=300,
         )
     )

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-import nbformat
 import pytest
 
 import labkit
 from labkit.course import lab00
 from labkit.errors import ExerciseError, RankFailedError
+from tests.notebooks.exercises import exercise_cell
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "00_start_here.ipynb"
+NOTEBOOK = "00_start_here"
 IMPORTS = "import torch\nimport torch.distributed as dist\n"
 LOSSES = "losses = torch.full((rank + 1,), float(rank), device=device)\n"
 TIMEOUT_S = 2.0
@@ -30,10 +28,7 @@ def run_cell(pool: labkit.WorkerPool, source: str) -> None:
 
 
 def solution(marker: str) -> str:
-    """The solved exercise cell of the notebook that holds ``marker``."""
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
-    (cell,) = [cell for cell in cells if marker in cell]
-    return re.sub(r"\A%%spmd.*\n", "", cell)
+    return exercise_cell(NOTEBOOK, marker)
 
 
 def check_log_mean(pool: labkit.WorkerPool) -> str:

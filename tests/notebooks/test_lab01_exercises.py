@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
 import labkit
 from labkit.course import lab01
 from labkit.errors import ExerciseError, RankFailedError
+from tests.notebooks.exercises import exercise_cell
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "01_composable_checkpointing.ipynb"
+NOTEBOOK = "01_composable_checkpointing"
 IMPORTS = """
 import torch
 import torch.distributed.checkpoint as dcp
@@ -36,10 +36,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
 
 
 def exercise(name: str) -> str:
-    """The notebook's exercise cell that defines ``name``, without its magic."""
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
-    (cell,) = [cell for cell in cells if f" {name}" in cell]
-    return re.sub(r"\A%%spmd.*\n", "", cell)
+    return exercise_cell(NOTEBOOK, f" {name}")
 
 
 def defined_by(source: str, *names: str) -> list[Any]:

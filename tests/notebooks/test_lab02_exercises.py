@@ -6,17 +6,17 @@ import math
 import re
 from collections.abc import Iterator
 from itertools import chain, combinations
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
 import labkit
 from labkit.course import lab02
 from labkit.errors import ExerciseError
+from tests.notebooks import exercises
+from tests.notebooks.exercises import exercise_cell, with_mistake
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "02_activation_offload.ipynb"
+NOTEBOOK = "02_activation_offload"
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
@@ -27,23 +27,15 @@ def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
 
 
 def exercise(name: str) -> str:
-    """The notebook's exercise cell that defines ``name``, without its magic."""
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
-    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
-    return re.sub(r"\A%%spmd.*\n", "", cell)
+    return exercise_cell(NOTEBOOK, f"def {name}(")
 
 
 def defined_by(source: str, name: str) -> Any:
-    namespace: dict[str, Any] = {"chain": chain, "combinations": combinations, "math": math}
-    exec(source, namespace)
-    return namespace[name]
+    return exercises.defined_by(source, name, chain=chain, combinations=combinations, math=math)
 
 
 def changed(name: str, old: str, new: str) -> str:
-    """The notebook's solution with one mistake in it."""
-    source = exercise(name)
-    assert source.count(old) >= 1, f"{old!r} is not in the solution"
-    return source.replace(old, new)
+    return with_mistake(exercise(name), old, new)
 
 
 def check_refused(caught: pytest.ExceptionInfo[ExerciseError], hint: str) -> None:

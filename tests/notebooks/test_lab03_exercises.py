@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import torch
 
 import labkit
 from labkit.course import lab03
 from labkit.errors import ExerciseError
+from tests.notebooks import exercises
+from tests.notebooks.exercises import exercise_cell
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_fsdp1_to_fsdp2.ipynb"
+NOTEBOOK = "03_fsdp1_to_fsdp2"
 IMPORTS = """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -25,16 +24,11 @@ mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
 
 
 def exercise(name: str) -> str:
-    """The notebook's exercise cell that defines ``name``, without its magic."""
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
-    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
-    return re.sub(r"\A%%spmd.*\n", "", cell)
+    return exercise_cell(NOTEBOOK, f"def {name}(")
 
 
 def defined_by(source: str, name: str) -> Any:
-    namespace: dict[str, Any] = {"torch": torch}
-    exec(source, namespace)
-    return namespace[name]
+    return exercises.defined_by(source, name, torch=torch)
 
 
 def refused(check: Callable[[], str]) -> str:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from itertools import combinations, pairwise
-from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 
 import labkit
@@ -16,8 +14,10 @@ from labkit.course import lab04
 from labkit.course.lab04.steps import StepCase, recorded_step
 from labkit.course.lab04.wrapping import live_peak
 from labkit.errors import ExerciseError, RankFailedError
+from tests.notebooks import exercises
+from tests.notebooks.exercises import exercise_cell, with_mistake
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "04_fsdp_runtime.ipynb"
+NOTEBOOK = "04_fsdp_runtime"
 IMPORTS = "import torch\nimport torch.distributed as dist\nfrom labkit.spmd import next_token_loss\n"
 TIMEOUT_S = 5.0
 
@@ -30,23 +30,15 @@ def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
 
 
 def exercise(name: str) -> str:
-    """The notebook's exercise cell that defines ``name``, without its magic."""
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
-    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
-    return re.sub(r"\A%%spmd.*\n", "", cell)
+    return exercise_cell(NOTEBOOK, f"def {name}(")
 
 
 def defined_by(source: str, name: str) -> Any:
-    namespace: dict[str, Any] = {"combinations": combinations, "pairwise": pairwise}
-    exec(source, namespace)
-    return namespace[name]
+    return exercises.defined_by(source, name, combinations=combinations, pairwise=pairwise)
 
 
 def changed(name: str, old: str, new: str) -> str:
-    """The notebook's solution with one mistake in it."""
-    source = exercise(name)
-    assert source.count(old) >= 1, f"{old!r} is not in the solution"
-    return source.replace(old, new)
+    return with_mistake(exercise(name), old, new)
 
 
 # Exercise 1 -----------------------------------------------------------------------------------------------------------

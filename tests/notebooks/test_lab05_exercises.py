@@ -9,7 +9,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,8 +18,10 @@ import labkit
 from labkit.course import lab05
 from labkit.errors import ExerciseError
 from labkit.spmd.layouts import Split
+from tests.notebooks import exercises
+from tests.notebooks.exercises import exercise_cell
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "05_2d_state_dicts.ipynb"
+NOTEBOOK = "05_2d_state_dicts"
 IMPORTS = """
 import torch
 import torch.distributed as dist
@@ -41,16 +42,11 @@ on_two_and_four = pytest.mark.parametrize("pool", [2, 4], indirect=True)
 
 
 def exercise(name: str) -> str:
-    """The notebook's exercise cell that defines ``name``, without its magic."""
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
-    (cell,) = [cell for cell in cells if f"def {name}(" in cell]
-    return re.sub(r"\A%%spmd.*\n", "", cell)
+    return exercise_cell(NOTEBOOK, f"def {name}(")
 
 
 def defined_by(source: str, name: str) -> Any:
-    namespace: dict[str, Any] = {"torch": torch, "ColwiseParallel": ColwiseParallel}
-    exec(source, namespace)
-    return namespace[name]
+    return exercises.defined_by(source, name, torch=torch, ColwiseParallel=ColwiseParallel)
 
 
 # Exercise 1 ----------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import nbformat
 import pytest
 import torch
 
@@ -17,8 +16,9 @@ from labkit.checkpoint import Reader, migrate, open_checkpoint, verify
 from labkit.course import lab06
 from labkit.errors import ExerciseError
 from labkit.spmd import build_model
+from tests.notebooks.exercises import defined_by, exercise_cell
 
-NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "06_checkpoint_forensics.ipynb"
+NOTEBOOK = "06_checkpoint_forensics"
 TRAIN_AND_SAVE = """
 import torch, torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -49,8 +49,7 @@ def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def solved(planted: SimpleNamespace, name: str) -> Any:
     """What the notebook's exercise cell that sets ``name`` finds."""
-    cells = [cell.source for cell in nbformat.read(NOTEBOOK, as_version=4).cells if "exercise" in cell.metadata.get("tags", ())]
-    (cell,) = [cell for cell in cells if f"\n{name} = " in cell or f"    {name} = " in cell or cell.startswith(f"{name} = ")]
+    cell = exercise_cell(NOTEBOOK, f"{name} = ")
     tools = {
         "Counter": Counter,
         "Reader": Reader,
@@ -59,12 +58,12 @@ def solved(planted: SimpleNamespace, name: str) -> Any:
         "open_checkpoint": open_checkpoint,
     }
     namespace = {**vars(planted), **tools, "seed": 0, "torch": torch, "verify": verify}
-    exec(cell, namespace)
-    return namespace[name]
+    return defined_by(cell, name, **namespace)
 
 
 def test_what_is_wrong_is_not_shown_with_the_cases(planted: SimpleNamespace) -> None:
-    assert all(str(secret) not in repr(planted.cases) for secret in (planted.cases._missing_bytes, *planted.cases._not_finite))
+    secrets = (planted.cases._short_file, planted.cases._stale_file, *planted.cases._not_finite, *planted.cases._lost_state)
+    assert all(secret not in repr(planted.cases) for secret in secrets)
 
 
 def test_planting_leaves_the_good_checkpoint_and_the_optimizer_alone(planted: SimpleNamespace) -> None:

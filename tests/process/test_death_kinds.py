@@ -69,6 +69,7 @@ def test_rank_that_native_code_never_gives_back_is_killed_at_the_line_that_calle
     with pytest.raises(WorkerDiedError) as caught:
         pool.run_cell(cell + "    libc.pthread_mutex_lock(lock)\nelse:\n    dist.barrier()", timeout_s=1.0, cell_number=7)
     assert str(caught.value).count("rank 1 did not answer at Cell In[7], line 4 for 6 s and was killed; what it held is lost.") == 1
+    assert caught.value.notes[0] == "The run did not finish in 1 s."
     assert "rank 0 waits in barrier" in caught.value.diagnosis
     assert "died" not in caught.value.diagnosis
     pool.restart(ranks=[1])

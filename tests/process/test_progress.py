@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -87,7 +86,7 @@ def test_a_start_is_named_while_the_pool_is_being_made(monkeypatch: pytest.Monke
     original = Members.start
 
     def start(self: Members, *arguments: Any) -> None:
-        seen.append(present_stage(sys._getframe()))
+        seen.append(present_stage())
         original(self, *arguments)
 
     monkeypatch.setattr(Members, "start", start)
@@ -96,7 +95,7 @@ def test_a_start_is_named_while_the_pool_is_being_made(monkeypatch: pytest.Monke
     assert seen[0] is not None
     assert seen[0].what.startswith("Starting 3 ranks")
     assert seen[0].total is None
-    assert present_stage(sys._getframe()) is None
+    assert present_stage() is None
 
 
 def test_a_bar_says_in_words_what_it_shows() -> None:

@@ -13,6 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from labkit.cli import main
 from labkit.course.script import ScriptError, write_script
+from labkit.notebook.rank_names import OPTIONS
 from labkit.spmd.cells import run_cell, text_of
 
 
@@ -37,6 +38,13 @@ def script_of(tmp_path: Path) -> Any:
 
 def lines(script: str) -> list[str]:
     return [line for line in script.splitlines() if line and not line.startswith(("# Cell", "job.cell("))]
+
+
+def test_every_option_of_the_magic_is_known(script_of: Any) -> None:
+    values = {"--ranks": "0", "--timeout": "3", "--out": "x", "--needs": "2", "--expect": "RankFailedError", "--tabs": ""}
+    assert values.keys() == set(OPTIONS)
+    for option, value in values.items():
+        script_of(f"%%spmd {option} {value}\n1")
 
 
 def test_an_spmd_cell_is_plain_code_and_its_last_expression_is_shown(script_of: Any) -> None:

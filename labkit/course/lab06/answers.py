@@ -6,19 +6,19 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint import verify
+from labkit.checkpoint import Chunk, ValueEntry, open_checkpoint, verify
 from labkit.course.checks import hint_for, refuse
 from labkit.course.lab06.cases import Cases
 from labkit.errors import ExerciseError
 
 
 def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
-    """Exercise 1: which file is too short, and by how many bytes at least.
+    """Exercise 1: which file is too short, and by how many bytes.
 
     Args:
         cases: The planted cases.
         file: The file's name in ``cases.short``.
-        missing_bytes: How many bytes the index says that it should have more than it has.
+        missing_bytes: How many bytes it should have by the index and has not.
 
     Returns:
         A sentence with the numbers.
@@ -26,42 +26,37 @@ def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
     Raises:
         ExerciseError: Another file, or another number.
     """
-    size = {path.name: path.stat().st_size for path in cases.short.glob("*.distcp")}
-    if file not in size:
-        refuse(f"{file!r} is no file of {cases.short.name}.", f"one of {', '.join(sorted(size))}.", "Give its name, not its path.")
+    _require_file(cases.short, file)
+    size_bytes = (cases.short / file).stat().st_size
     if file != cases._short_file:
-        refuse(
-            f"{file} has all of its {size[file]:,} bytes.",
-            "the file that ends too early.",
-            "The index says where the last piece of each file ends: at its start plus its length.",
-        )
-    # The index knows where the last tensor ends; up to a few bytes of padding may follow it in a whole file.
-    least, most = _missing_by_index(cases), cases._missing_bytes
-    if not least <= missing_bytes <= most:
+        hint = "The index says where the last piece of each file ends: at its start plus its length."
+        refuse(f"{file} has all of its {size_bytes:,} bytes.", "the file that ends too early.", hint)
+    missing = _needed_bytes(cases.short, file) - size_bytes
+    if missing_bytes != missing:
         hint = hint_for(
             missing_bytes,
             [
-                (lambda number: number == size[file], "This is what the file has. What should it have?"),
-                (lambda number: number == size[file] + least, "This is what it should have. How much of that is there?"),
+                (lambda number: number == size_bytes, "This is what the file has. What should it have?"),
+                (lambda number: number == size_bytes + missing, "This is what it should have. How much of that is there?"),
             ],
             "The index says for each chunk where it starts and how long it is.",
         )
         refuse(f"{missing_bytes} bytes are said to be missing.", "what the index needs, less what the file has.", hint)
-    return f"Solved: {file} has {size[file]:,} bytes and lacks {missing_bytes:,}."
+    return f"Solved: {file} has {size_bytes:,} bytes and lacks {missing:,}."
 
 
-def _missing_by_index(cases: Cases) -> int:
-    from labkit.checkpoint import open_checkpoint
+def _require_file(folder: Path, file: str) -> None:
+    names = sorted(path.name for path in folder.glob("*.distcp"))
+    if file not in names:
+        refuse(f"{file!r} is no file of {folder.name}.", f"one of {', '.join(names)}.", "Give its name, not its path.")
 
-    checkpoint = open_checkpoint(cases.short)
-    ends = [
-        chunk.start + chunk.length
-        for entry in (*checkpoint.tensors.values(),)
-        for chunk in entry.chunks
-        if chunk.file == cases._short_file
-    ]
-    ends += [entry.start + entry.length for entry in checkpoint.values.values() if entry.file == cases._short_file]
-    return max(ends) - (cases.short / cases._short_file).stat().st_size
+
+def _needed_bytes(folder: Path, file: str) -> int:
+    """How long a file has to be by the index."""
+    checkpoint = open_checkpoint(folder)
+    pieces: list[Chunk | ValueEntry] = [chunk for entry in checkpoint.tensors.values() for chunk in entry.chunks]
+    pieces += checkpoint.values.values()
+    return max(piece.start + piece.length for piece in pieces if piece.file == file)
 
 
 def check_not_finite(cases: Cases, names: Collection[str]) -> str:
@@ -157,9 +152,7 @@ def check_stale_file(cases: Cases, file: str) -> str:
     Raises:
         ExerciseError: Another file.
     """
-    names = sorted(path.name for path in cases.stale.glob("*.distcp"))
-    if file not in names:
-        refuse(f"{file!r} is no file of {cases.stale.name}.", f"one of {', '.join(names)}.", "Give its name, not its path.")
+    _require_file(cases.stale, file)
     if file != cases._stale_file:
         refuse(
             f"{file} holds the same as at the save that the index describes.",
@@ -213,8 +206,6 @@ def check_repair(cases: Cases, repaired: str | Path, model: Any) -> str:
 
 
 def _tensor_names(path: Path) -> list[str]:
-    from labkit.checkpoint import open_checkpoint
-
     return list(open_checkpoint(path).tensors)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 from dataclasses import dataclass, field
@@ -10,7 +11,7 @@ from typing import Any
 
 from labkit.course.checks import Pool, from_cell, require_on_ranks
 
-# Of a file of some hundred kilobytes: the loss is not seen in its size at a glance, and is more than one tensor's padding.
+# Bytes of a file of some hundred kilobytes: not seen in its size at a glance.
 _LEAST_CUT, _LARGEST_CUT = 1_000, 30_000
 
 
@@ -30,7 +31,6 @@ class Cases:
     wrapped: Path
     good: Path
     _short_file: str = field(repr=False)
-    _missing_bytes: int = field(repr=False)
     _not_finite: frozenset[str] = field(repr=False)
     _lost_state: frozenset[str] = field(repr=False)
     _stale_file: str = field(repr=False)
@@ -62,10 +62,10 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
     pool.run(_save_without_state, paths["lost_state"], lost)
     pool.run(_save_wrapped, paths["wrapped"])
     files = sorted(path.name for path in late.glob("*.distcp"))
-    short_file, missing = chance.choice(files), chance.randrange(_LEAST_CUT, _LARGEST_CUT)
+    short_file = chance.choice(files)
     shutil.copytree(late, paths["short"])
     with open(paths["short"] / short_file, "r+b") as file:
-        file.truncate(file.seek(0, 2) - missing)
+        file.truncate(file.seek(0, os.SEEK_END) - chance.randrange(_LEAST_CUT, _LARGEST_CUT))
     stale_file = chance.choice(files)
     shutil.copytree(late, paths["stale"])
     shutil.copyfile(early / stale_file, paths["stale"] / stale_file)
@@ -76,7 +76,6 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
         **paths,
         good=late,
         _short_file=short_file,
-        _missing_bytes=missing,
         _not_finite=frozenset(f"optimizer.state.{name}.{moment}" for name, moment in moments),
         _lost_state=frozenset(lost),
         _stale_file=stale_file,
