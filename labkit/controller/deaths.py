@@ -54,8 +54,10 @@ class LastWords:
         return tuple(found), lost
 
 
-def describe_exit(code: int) -> tuple[str, str]:
-    """A process's end in words: (signal or exit code, what that usually means)."""
+def describe_exit(code: int, cause: str = "") -> tuple[str, str]:
+    """A process's end in words: (signal or exit code, what that usually means); or its cause, where that is known."""
+    if cause:
+        return "out of reach", cause
     if code >= 0:
         meaning = "it ended itself, for example by os._exit" if code else "it ended itself"
         return f"exit code {code}", meaning

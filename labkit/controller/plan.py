@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ from labkit.controller.launchers.spawn import SpawnLauncher
 from labkit.errors import InvalidPoolError, PoolStateError
 
 DEVICES = ("auto", "cpu", "cuda")
+LAUNCHERS = ("local", "torchrun")
 DEFAULT_WORLD_SIZE = 2
 # More processes than this on one machine is a typing error more often than a wish.
 MOST_WORKERS = 256
@@ -24,41 +26,94 @@ class PoolPlan:
     Attributes:
         world_size: Number of ranks.
         device: What they compute on.
-        num_gpus: GPUs that were found (0 where nobody looked).
+        num_gpus: GPUs that were found (0 where nobody looked), on the machine that has the fewest.
+        num_nodes: Machines.
     """
 
     world_size: int
     device: Literal["cpu", "cuda"]
     num_gpus: int
+    num_nodes: int = 1
 
     def describe(self) -> str:
         """In words, for people."""
         backend = "one GPU each, NCCL" if self.device == "cuda" else "CPU processes, gloo"
-        return f"{self.world_size} rank{'s' if self.world_size != 1 else ''}, {backend}"
+        where = f" on {self.num_nodes} machines" if self.num_nodes > 1 else ""
+        return f"{self.world_size} rank{'s' if self.world_size != 1 else ''}{where}, {backend}"
 
 
-def check_arguments(world_size: int | None, device: str) -> None:
+def check_arguments(world_size: int | None, device: str, launcher: str = "local") -> None:
     """Refuse what no machine can run.
 
     Raises:
         PoolStateError: This process is a rank of a pool itself.
-        InvalidPoolError: The world size is not a positive integer, or the device is unknown.
+        InvalidPoolError: The world size is not a positive integer, or the device or the launcher is unknown.
     """
+    _refuse_in_rank()
+    if launcher not in LAUNCHERS:
+        raise InvalidPoolError(f"unknown launcher {launcher!r}. Write 'local' or 'torchrun'.")
+    _check_device(device)
+    if world_size is None:
+        return
+    _check_count("world_size", "ranks", world_size)
+    if world_size > MOST_WORKERS:
+        raise InvalidPoolError(f"world_size={world_size}: one machine runs at most {MOST_WORKERS} workers.")
+
+
+def check_attachment(num_nodes: int, workers_per_node: int, device: str, listen: str) -> None:
+    """Refuse what no machines can run.
+
+    Raises:
+        PoolStateError: This process is a rank of a pool itself.
+        InvalidPoolError: A number is not a positive integer, the device is unknown, or the address is none.
+    """
+    _refuse_in_rank()
+    _check_device(device)
+    _check_count("num_nodes", "machines", num_nodes)
+    _check_count("workers_per_node", "ranks on each machine", workers_per_node)
+    if not re.fullmatch(r"tcp://[^/]+:(\*|\d{1,5})", listen):
+        raise InvalidPoolError(f"listen={listen!r} is no address. Write 'tcp://INTERFACE:PORT', for example 'tcp://0.0.0.0:29600'.")
+
+
+def attached_plan(num_nodes: int, workers_per_node: int, device: str, num_gpus: int) -> PoolPlan:
+    """Choose the device of an attached pool.
+
+    Args:
+        num_nodes: Machines.
+        workers_per_node: Ranks on each.
+        device: What the user asked for.
+        num_gpus: Of the machine that has the fewest.
+
+    Raises:
+        InvalidPoolError: ``cuda`` was asked for and a machine has too few GPUs.
+    """
+    if device == "cuda" and num_gpus < workers_per_node:
+        raise InvalidPoolError(
+            f"device='cuda' with {workers_per_node} ranks on each machine needs as many GPUs there, and one machine shows "
+            f"{num_gpus}. Use device='auto' or 'cpu', or a smaller workers_per_node."
+        )
+    enough = num_gpus >= workers_per_node
+    return PoolPlan(num_nodes * workers_per_node, "cuda" if device != "cpu" and enough else "cpu", num_gpus, num_nodes)
+
+
+def _refuse_in_rank() -> None:
     if "LABKIT_RANK" in os.environ:
         raise PoolStateError(
             f"this is rank {os.environ['LABKIT_RANK']} of a pool, and only the notebook makes pools: "
             "take WorkerPool out of the %%spmd cell."
         )
+
+
+def _check_device(device: str) -> None:
     if device not in DEVICES:
         raise InvalidPoolError(f"unknown device {device!r}. Write 'auto', 'cpu' or 'cuda'.")
-    if world_size is None:
-        return
-    if isinstance(world_size, bool) or not isinstance(world_size, int):
-        raise InvalidPoolError(f"world_size is the number of ranks, an integer, not {world_size!r}.")
-    if world_size < 1:
-        raise InvalidPoolError(f"world_size is the number of ranks, at least 1, not {world_size}.")
-    if world_size > MOST_WORKERS:
-        raise InvalidPoolError(f"world_size={world_size}: one machine runs at most {MOST_WORKERS} workers.")
+
+
+def _check_count(name: str, what: str, count: int) -> None:
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise InvalidPoolError(f"{name} is the number of {what}, an integer, not {count!r}.")
+    if count < 1:
+        raise InvalidPoolError(f"{name} is the number of {what}, at least 1, not {count}.")
 
 
 def launcher() -> Launcher:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from labkit.controller import plan, sending
+from labkit.controller import attach, plan, sending
 from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool, starting
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import held_sigint
 from labkit.controller.members import Members
 from labkit.controller.output import present_screen
 from labkit.controller.runner import Runner
+from labkit.controller.world import LocalSite, Site
 from labkit.errors import PoolStateError
 from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
 
 T = TypeVar("T")
+
+_BEGUN_ANEW = (
+    "torchrun has started its workers anew, so all ranks are fresh: every variable on them is gone. "
+    "Run the cells that made them again.\n"
+)
+
+_CLOSE_IT = "close it (pool.close()), or pass replace=True to close it and start this one"
 
 
 class WorkerPool:
@@ -31,6 +41,8 @@ class WorkerPool:
     Args:
         world_size: The number of ranks.
         device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` where there are enough GPUs.
+        launcher: ``local`` starts the ranks from this process; ``torchrun`` has torchrun start them on this machine, over the same
+            way as :meth:`attach` on several.
         start_timeout_s: The longest time that the start may take, in seconds.
         replace: Close an open pool first instead of refusing.
 
@@ -45,26 +57,95 @@ class WorkerPool:
         world_size: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         *,
+        launcher: Literal["local", "torchrun"] = "local",
         start_timeout_s: float = 180.0,
         replace: bool = False,
     ) -> None:
         self._closed = True
-        plan.check_arguments(world_size, device)
+        plan.check_arguments(world_size, device, launcher)
         if not replace:
-            refuse_second_pool("close it (pool.close()), or pass replace=True to close it and start this one")
+            refuse_second_pool(_CLOSE_IT)
         self._plan = plan.make_plan(world_size, device, plan.launcher())
-        # Not before this: nobody loses a pool for one that this machine cannot run.
+        site = attach.local_site(self._plan.world_size) if launcher == "torchrun" else LocalSite()
+        self._begin(site, start_timeout_s)
+
+    @classmethod
+    def attach(
+        cls,
+        num_nodes: int,
+        workers_per_node: int,
+        device: Literal["auto", "cpu", "cuda"] = "auto",
+        *,
+        listen: str = "tcp://0.0.0.0:*",
+        host: str | None = None,
+        key_file: str | os.PathLike[str] = "labkit.key",
+        rdzv_endpoint: str | None = None,
+        start_timeout_s: float = 600.0,
+        replace: bool = False,
+    ) -> WorkerPool:
+        """A pool whose ranks run on other machines, where torchrun has started labkit's agents.
+
+        The call opens one authenticated, encrypted port, writes a key file, shows the command to run on each machine, and waits
+        for the machines. ``labkit launch`` writes the command as a batch script for SLURM or as manifests for Kubernetes.
+
+        Ranks: controller. Blocks for at most ``start_timeout_s``.
+
+        Args:
+            num_nodes: How many machines.
+            workers_per_node: Ranks on each.
+            device: As for a local pool; ``auto`` is ``cuda`` where every machine has a GPU for each of its ranks.
+            listen: ``tcp://INTERFACE:PORT``: where this machine listens; port ``*`` takes a free one.
+            host: The name or address under which the machines find this one; None for its address on the network.
+            key_file: Where the key file is written (mode 0600); it goes to every machine, and is removed when the pool is closed.
+            rdzv_endpoint: ``host:port`` of one of the machines, where torchrun's agents meet; None for this machine, port 29400.
+            start_timeout_s: How long to wait for the machines and their ranks, in seconds.
+            replace: Close an open pool first instead of refusing.
+
+        Raises:
+            InvalidPoolError: The arguments cannot be meant, the address cannot be listened on, or the machines lack GPUs.
+            PoolStateError: Another pool is open and ``replace`` is False.
+            WorkerStartError: A machine did not arrive, or a rank did not come up; the message names it.
+        """
+        plan.check_attachment(num_nodes, workers_per_node, device, listen)
+        if not replace:
+            refuse_second_pool(_CLOSE_IT)
+        pool = cls.__new__(cls)
+        pool._closed = True
+        site = attach.AttachedSite(
+            num_nodes,
+            workers_per_node,
+            listen,
+            host or attach.own_address(),
+            Path(key_file).absolute(),
+            rdzv_endpoint,
+            attach.ShownCommand(),
+        )
+        with held_sigint() as stop_if_asked:
+            site.prepare(start_timeout_s, stop_if_asked)
+        try:
+            pool._plan = plan.attached_plan(num_nodes, workers_per_node, device, site.nodes.num_gpus)
+        except BaseException:
+            site.leave()
+            raise
+        pool._begin(site, start_timeout_s)
+        return pool
+
+    def _begin(self, site: Site, start_timeout_s: float) -> None:
+        # Not before this: nobody loses a pool for one that cannot run.
         if (other := open_pool()) is not None:
             other.close()
-        self._start_timeout_s = start_timeout_s
+        self._site, self._start_timeout_s = site, start_timeout_s
         self._start()
 
     def _start(self) -> None:
-        self._launcher = plan.launcher()  # each time: the fork server of the last start may have died
-        self._launcher.warm_up()
         with starting(self.world_size), held_sigint() as stop_if_asked:
-            self._members = Members(self._plan, self._launcher)
-            self._members.start(self._start_timeout_s, stop_if_asked)
+            self._site.prepare(self._start_timeout_s, stop_if_asked)
+            try:
+                self._members = Members(self.world_size, self._site.open_world(self._plan))
+                self._members.start(self._start_timeout_s, stop_if_asked)
+            except BaseException:
+                self._site.leave()
+                raise
             self._runner = Runner(self._members, self.world_size)
             self._closed = False
             set_open_pool(self)
@@ -271,7 +352,7 @@ class WorkerPool:
         if self._closed or len(chosen) == self.world_size:
             if self._closed:
                 refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
-            self.close()
+            self._end_ranks()
             self._start()
             return
         left = set(self._runner.dead_ranks) - set(chosen)
@@ -290,6 +371,11 @@ class WorkerPool:
         Raises:
             PoolStateError: A run is in progress in another thread.
         """
+        if not self._closed:
+            self._end_ranks()
+            self._site.leave()
+
+    def _end_ranks(self) -> None:
         if self._closed:
             return
         with self._runner.alone(), held_sigint():
@@ -317,5 +403,8 @@ class WorkerPool:
             raise PoolStateError("the pool is closed. Start it again with pool.restart(), or make a new labkit.WorkerPool(...).")
         chosen = parse_ranks(ranks, self.world_size)
         sending.check_limit(timeout_s)
+        if self._site.begun_anew:
+            self.restart()
+            present_screen().text("stderr", _BEGUN_ANEW)
         self._runner.refuse_dead()
         return chosen

@@ -116,8 +116,7 @@ class Runner:
                 self._members.begin(run)
 
                 def send() -> None:
-                    for rank in ranks:
-                        self._members.send_work(rank, message, packed.frames if packed is not None else ())
+                    self._members.send_work(ranks, message, packed.frames if packed is not None else ())
 
                 self._wait(run, timeout_s, send)
                 self._mend(run)
@@ -189,8 +188,7 @@ class Runner:
         rebuild = Run(self._count, stay)
         message = Execute(rebuild.run_id, rebuild.ranks, "rebuild", group=group)
         self._members.begin(rebuild)
-        for rank in rebuild.ranks:
-            self._members.send_work(rank, message)
+        self._members.send_work(rebuild.ranks, message)
         wait = RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
         with caught_sigint(wait.on_sigint):
             return wait.wait()

@@ -60,7 +60,7 @@ class GroupSpec(Record):
     """How ranks find each other to form the default process group.
 
     Attributes:
-        store: A file path for a local pool (torch's FileStore, no port), or ``tcp://host:port``.
+        store: A file path for a local pool (torch's FileStore, no port), or ``tcp://host:port/name`` for a TCPStore and a prefix.
         generation: Counts the groups of this pool from 0; a new one follows each abort.
         world_size: Number of ranks.
     """

@@ -174,6 +174,35 @@ def unpack(payload: Payload, frames: Sequence[Any] = ()) -> Any:
     return pickle.loads(payload.data, buffers=buffers)
 
 
+def to_frames(payload: Payload) -> tuple[Payload, list[mmap.mmap]]:
+    """The same payload with its memory file's slices as frames, to leave this machine."""
+    frames: list[mmap.mmap] = []
+    slots: list[bytes | FileSlice | int] = []
+    for item in payload.buffers:
+        if isinstance(item, FileSlice):
+            slots.append(len(frames))
+            frames.append(_map_slice(item))
+        else:
+            slots.append(item)
+    return Payload(payload.data, tuple(slots)), frames
+
+
+def to_memory(payload: Payload, frames: Sequence[Any]) -> Packed:
+    """The same payload with its frames in a memory file, for several processes of this machine."""
+    views = {item: memoryview(frames[item]) for item in payload.buffers if isinstance(item, int)}
+    memory = MemoryFile(sum(_pages(view.nbytes) for view in views.values()))
+    offset = 0
+    slots: list[bytes | FileSlice | int] = []
+    for item in payload.buffers:
+        if isinstance(item, int):
+            memory.write(offset, views[item])
+            slots.append(FileSlice(memory.path, offset, views[item].nbytes))
+            offset += _pages(views[item].nbytes)
+        else:
+            slots.append(item)
+    return Packed(Payload(payload.data, tuple(slots)), memory)
+
+
 def _map_slice(item: FileSlice) -> mmap.mmap:
     fd = os.open(item.path, os.O_RDONLY | os.O_CLOEXEC)
     try:

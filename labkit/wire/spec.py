@@ -20,6 +20,7 @@ class WorkerSpec:
         device: ``cpu`` or ``cuda``.
         endpoint: The controller's address and the client key.
         group: How to form the first process group.
+        directory: A folder that the pool's ranks on this machine share and nobody else can enter.
         environ: The kernel's environment, taken over whole.
         cwd: Working directory.
         sys_path: The kernel's import path.
@@ -32,6 +33,7 @@ class WorkerSpec:
     device: Literal["cpu", "cuda"]
     endpoint: Endpoint
     group: GroupSpec
+    directory: str
     environ: dict[str, str] = field(default_factory=dict)
     cwd: str = "."
     sys_path: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""How messages travel: ZeroMQ sockets, authenticated and encrypted with CURVE, on Unix sockets or TCP alike.
+"""How messages travel between ranks and whoever serves them on their machine: ZeroMQ on Unix sockets, authenticated with CURVE.
 
 The controller binds two sockets, and each worker connects three to them:
 
@@ -8,7 +8,7 @@ The controller binds two sockets, and each worker connects three to them:
   thread under a lock, so a result can never overtake the output before it.
 
 Messages are pickles, so nobody else may speak: the controller accepts only peers that prove the pool's client key.
-A local pool adds a directory with mode 0700 and opens no port.
+The sockets lie in a directory with mode 0700; no port is opened. What goes to other machines: :mod:`labkit.wire.hub`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Endpoint:
         server_public: The controller's public key.
         client_public: The workers' public key.
         client_secret: The workers' secret key.
-        same_machine: Large buffers may travel as memory files.
     """
 
     commands: str
@@ -73,16 +72,16 @@ class Endpoint:
     server_public: bytes
     client_public: bytes
     client_secret: bytes
-    same_machine: bool = True
 
 
-class _OneKey:
+class OneKey:
     """Credentials for ZeroMQ's authenticator: exactly one client key is good."""
 
     def __init__(self, client_public: bytes) -> None:
         self._good = client_public
 
     def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a peer may speak; the authenticator calls it."""
         return key == self._good
 
 
@@ -92,29 +91,24 @@ class ControllerWire:
     Not thread safe except for :meth:`wake`: one thread at a time sends and receives.
 
     Args:
-        address: ``ipc://DIRECTORY`` for a local pool, or ``tcp://INTERFACE`` for ranks on other machines.
+        directory: Where the sockets are made; nobody else can enter it.
         keys: The pool's keys.
     """
 
-    def __init__(self, address: str, keys: Keys) -> None:
+    def __init__(self, directory: str, keys: Keys) -> None:
         self._context = zmq.Context()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
-        self._auth.configure_curve_callback(domain="labkit", credentials_provider=_OneKey(keys.client_public))
+        self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
         self._commands = self._server(zmq.ROUTER, keys)
         # Without this flag a message to a rank that is not connected would vanish.
         self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._commands.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._events = self._server(zmq.PULL, keys)
-        local = address.startswith("ipc://")
-        self.endpoint = Endpoint(
-            self._bind(self._commands, f"{address}/commands" if local else address),
-            self._bind(self._events, f"{address}/events" if local else address),
-            keys.server_public,
-            keys.client_public,
-            keys.client_secret,
-            same_machine=local,
-        )
+        addresses = f"ipc://{directory}/commands", f"ipc://{directory}/events"
+        for socket, address in zip((self._commands, self._events), addresses, strict=True):
+            socket.bind(address)
+        self.endpoint = Endpoint(*addresses, keys.server_public, keys.client_public, keys.client_secret)
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -127,6 +121,11 @@ class ControllerWire:
         # Reentrant, because a signal handler may call wake() in the middle of wake().
         self._wake_lock = threading.RLock()
 
+    @property
+    def sources(self) -> tuple[zmq.Socket[bytes], ...]:
+        """The sockets that :meth:`receive` reads, for a poller that waits for others as well."""
+        return self._events, self._commands
+
     def _server(self, kind: int, keys: Keys) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
         socket.curve_server = True
@@ -136,47 +135,41 @@ class ControllerWire:
         socket.set_hwm(QUEUED_MESSAGES)
         return socket
 
-    @staticmethod
-    def _bind(socket: zmq.Socket[bytes], address: str) -> str:
-        if address.startswith("ipc://"):
-            socket.bind(address)
-            return address
-        port = socket.bind_to_random_port(address)
-        return f"{address}:{port}"
+    def send(self, ranks: Sequence[int], channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> None:
+        """Send one message. Blocks for at most 5 s a rank while its queue is full, and not at all for a control thread.
 
-    def send(self, rank: int, channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> bool:
-        """Send one message. Blocks for at most 5 s while the receiver's queue is full, and not at all for a control thread.
+        A rank that is not connected any more hears nothing, nor does a control thread that has not listened for hundreds of
+        messages: questions and interrupts are repeated, and a run must not fail because a rank is busy.
 
         Args:
-            rank: The receiver.
-            channel: Its main or its control thread.
+            ranks: The receivers.
+            channel: Their main or their control threads.
             message: The message.
             frames: Buffers that follow it (payloads packed without shared memory).
 
-        Returns:
-            False when the rank is not connected any more, or its control thread has not listened for hundreds of messages:
-            questions and interrupts are repeated, and a run must not fail because a rank is busy.
-
         Raises:
-            WireError: The rank's main thread took nothing for 5 s.
+            WireError: A rank's main thread took nothing for 5 s.
         """
         if self._pickled is None or self._pickled[0] is not message:
             self._pickled = message, pickle.dumps(message, protocol=5)
-        parts = [_identity(rank, channel), self._pickled[1], *frames]
+        for rank in ranks:
+            self._send_to(rank, channel, [_identity(rank, channel), self._pickled[1], *frames])
+
+    def _send_to(self, rank: int, channel: Channel, parts: list[Any]) -> None:
         deadline = time.monotonic() + 5.0
         while True:
             try:
-                self._commands.send_multipart(parts, flags=zmq.NOBLOCK, copy=not frames)
-                return True
+                self._commands.send_multipart(parts, flags=zmq.NOBLOCK, copy=len(parts) == 2)
+                return
             except zmq.Again:
                 if channel == "control":
-                    return False
+                    return
                 if time.monotonic() > deadline:
                     raise WireError(f"rank {rank} has taken no message for 5 s. pool.diagnose() says what it does.") from None
                 self._commands.poll(50, zmq.POLLOUT)
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
-                    return False
+                    return
                 raise
 
     def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
@@ -243,7 +236,6 @@ class WorkerWire:
     """
 
     def __init__(self, rank: int, endpoint: Endpoint) -> None:
-        self.same_machine = endpoint.same_machine
         self._endpoint = endpoint
         self._context = zmq.Context()
         self._main = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "main"))

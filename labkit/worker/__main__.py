@@ -1,48 +1,34 @@
-"""A worker in a process of its own, started without the fork server: ``python -m labkit.worker --spec-fd N``."""
+"""``torchrun ... -m labkit.worker --connect tcp://HOST:PORT --key-file FILE``: the agent of one machine."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import pickle
-import signal
-import threading
+import sys
+from pathlib import Path
 
-from labkit.wire.pipes import Kept
-from labkit.wire.spec import WorkerSpec
-from labkit.worker.environment import enter
-
-
-def watch_lifeline(fd: int) -> None:
-    """End this process and all it has started when the controller's end of the pipe closes."""
-
-    def wait() -> None:
-        os.read(fd, 1)
-        os.killpg(os.getpgid(0), signal.SIGKILL)
-
-    threading.Thread(target=wait, name="labkit-lifeline", daemon=True).start()
+from labkit.errors import LabkitError
+from labkit.wire.key_file import KeyFile
+from labkit.worker.agent import Agent, Place
 
 
-def main() -> None:
-    """Read the spec, start, serve."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spec-fd", type=int, required=True)
-    parser.add_argument("--lifeline-fd", type=int, required=True)
-    parser.add_argument("--read-fds", type=int, nargs=2, required=True)
-    parser.add_argument("--kept-fd", type=int, required=True)
+def main() -> int:
+    """Serve a notebook until it closes its pool; the exit code is 0 only then."""
+    parser = argparse.ArgumentParser(prog="python -m labkit.worker", description=__doc__)
+    parser.add_argument("--connect", required=True, metavar="tcp://HOST:PORT", help="the notebook, as WorkerPool.attach() shows it")
+    parser.add_argument("--key-file", required=True, type=Path, help="copied from the notebook's machine, mode 0600")
+    parser.add_argument("--linger", type=float, default=3.0, metavar="SECONDS", help="how long ranks wait for a silent notebook")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the notebook at first")
     args = parser.parse_args()
-    watch_lifeline(args.lifeline_fd)
-    with os.fdopen(args.spec_fd, "rb") as file:
-        spec: WorkerSpec = pickle.load(file)
-    enter(spec)
-    from labkit.worker.loop import main as serve
-
-    kept = Kept(args.kept_fd)
-    os.close(args.kept_fd)
-    serve(spec, tuple(args.read_fds), kept)
-    # As in the fork server. The interpreter's own shutdown takes up to 2 s with torch in it, and nobody waits for it.
-    os._exit(0)
+    try:
+        keys = KeyFile.read(args.key_file).keys()
+        reason = Agent(args.connect, keys, Place.from_environment(os.environ), args.linger, args.wait).run()
+    except LabkitError as error:
+        reason = str(error)
+    if reason:
+        sys.stderr.write(f"labkit: {reason}\n")
+    return 1 if reason else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

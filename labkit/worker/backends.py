@@ -56,7 +56,8 @@ _CUT_OFF = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "NCCL communicator encountered error set by ProcessGroupNCCL",
-    os.strerror(errno.ELOOP),  # see labkit.worker.cut.cut_store
+    os.strerror(errno.ELOOP),  # a FileStore, see labkit.worker.cut.cut_store
+    "Connection was likely closed",  # a TCPStore
 )
 
 

@@ -12,18 +12,19 @@ import stat
 import sys
 import termios
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
+from typing import Any
 
 # Data under way between two ranks is given this time to arrive.
 QUIET_WITHIN_S = 0.2
 _QUIET_CHECK_S = 0.005
 
 
-def cut_gloo(known: Set[tuple[int, int]]) -> list[socket.socket]:
+def cut_gloo(known: Set[tuple[int, int]], hosts: Set[str] = frozenset(), *, except_port: int = 0) -> list[socket.socket]:
     """Make every connection of gloo end, which frees a thread that waits in a gloo collective within milliseconds.
 
     No call that torch offers does this: abort, destroy and signals all wait for the group's time-out. Gloo's sockets
-    are the connected TCP sockets of this process between addresses of this machine, except those that belong to Python
+    are the connected TCP sockets of this process to addresses of the pool's machines, except those that belong to Python
     objects. Listening sockets are left alone: shutting gloo's listener down ends the process.
 
     Two precautions against a flaw in gloo (transport/tcp/pair.cc, signalException): when a connection fails, whoever
@@ -34,11 +35,13 @@ def cut_gloo(known: Set[tuple[int, int]]) -> list[socket.socket]:
     Args:
         known: Sockets that are gloo's without doubt, from :func:`peer_sockets` around the forming of a group. Others
             (of groups made later) are cut after a search for Python's own sockets, which takes some 50 ms.
+        hosts: Addresses of the pool's other machines.
+        except_port: The port of the store through which the ranks meet.
 
     Returns:
         The sockets that were shut down. To be closed when every rank has done the same.
     """
-    present = peer_sockets()
+    present = peer_sockets(hosts, except_port=except_port)
     owned = _python_sockets() if present - known else set()
     found = []
     for fd, inode in present:
@@ -67,19 +70,31 @@ def _queued(item: socket.socket, request: int) -> int:
     return answer[0]
 
 
-def cut_store(path: str) -> None:
-    """Free a thread that waits in a FileStore for another rank, as ``new_group`` does, within some 10 ms.
+def cut_store(store: str) -> None:
+    """Free a thread that waits in a store for another rank, as ``new_group`` does, within some 10 ms.
 
-    Torch looks at the file again and again and cannot be told to stop. It raises when the file cannot be opened for
-    another reason than that it is not there yet, and a link to itself cannot. The store is of no use afterwards.
+    A TCPStore's connection is shut down. A FileStore looks at its file again and again and cannot be told to stop. It raises when
+    the file cannot be opened for another reason than that it is not there yet, and a link to itself cannot. The store is of no
+    use afterwards.
 
     Args:
-        path: The file.
+        store: The file's path, or ``tcp://host:port/...``.
     """
-    link = f"{path}.{os.getpid()}"
+    if store.startswith("tcp://"):
+        port = store_port(store)
+        for fd, _ in _sockets(lambda own, peer: peer[1] == port):
+            with contextlib.suppress(OSError), _duplicate(fd) as found:
+                found.shutdown(socket.SHUT_RDWR)
+        return
+    link = f"{store}.{os.getpid()}"
     with contextlib.suppress(OSError):
-        os.symlink(os.path.basename(path), link)
-        os.replace(link, path)
+        os.symlink(os.path.basename(store), link)
+        os.replace(link, store)
+
+
+def store_port(store: str) -> int:
+    """The port in ``tcp://host:port/...``; 0 for a path."""
+    return int(store.removeprefix("tcp://").partition("/")[0].rpartition(":")[2]) if store.startswith("tcp://") else 0
 
 
 def hurry_data_loaders(hurry: bool) -> None:
@@ -95,26 +110,45 @@ def hurry_data_loaders(hurry: bool) -> None:
         loading.MP_STATUS_CHECK_INTERVAL = 0.05 if hurry else 5.0  # type: ignore[attr-defined]
 
 
-def peer_sockets() -> set[tuple[int, int]]:
-    """Connected TCP sockets of this process between addresses of this machine, as (descriptor, inode)."""
+def peer_sockets(hosts: Set[str] = frozenset(), *, except_port: int = 0) -> set[tuple[int, int]]:
+    """Connected TCP sockets of this process between addresses of this machine or to ``hosts``, as (descriptor, inode)."""
+    return _sockets(lambda own, peer: peer[1] != except_port and (peer[0] == own[0] or peer[0] in hosts))
+
+
+def connected_sockets(*, except_port: int) -> set[tuple[int, int]]:
+    """All connected TCP sockets of this process but those to a port, as (descriptor, inode)."""
+    return _sockets(lambda own, peer: peer[1] != except_port)
+
+
+def peer_hosts(sockets: Iterable[tuple[int, int]]) -> set[str]:
+    """The addresses at the other end."""
+    found = set()
+    for fd, _ in sockets:
+        with contextlib.suppress(OSError), _duplicate(fd) as probe:
+            found.add(str(probe.getpeername()[0]))
+    return found
+
+
+def _sockets(wanted: Callable[[Any, Any], bool]) -> set[tuple[int, int]]:
     folder = "/proc/self/fd" if os.path.isdir("/proc/self/fd") else "/dev/fd"
     found = set()
     for name in os.listdir(folder):
         fd = int(name)
         with contextlib.suppress(OSError):
             status = os.fstat(fd)
-            if stat.S_ISSOCK(status.st_mode) and _is_peer(fd):
+            if stat.S_ISSOCK(status.st_mode) and (ends := _ends(fd)) is not None and wanted(*ends):
                 found.add((fd, status.st_ino))
     return found
 
 
-def _is_peer(fd: int) -> bool:
+def _ends(fd: int) -> tuple[Any, Any] | None:
+    """The addresses of a connected TCP socket: its own and its peer's."""
     with _duplicate(fd) as probe:
         if probe.family not in (socket.AF_INET, socket.AF_INET6) or probe.type != socket.SOCK_STREAM:
-            return False
+            return None
         if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return False
-        return bool(probe.getpeername()[0] == probe.getsockname()[0])
+            return None
+        return probe.getsockname(), probe.getpeername()
 
 
 def _duplicate(fd: int) -> socket.socket:

@@ -56,7 +56,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 class _Child:
     pid: int
     rank: int
-    store: str
+    directory: str
     read_fds: tuple[int, int]
     kept: Kept
 
@@ -141,14 +141,14 @@ class Server:
             self._become_worker(spec, read_fds, write_fds, kept)
         for fd in write_fds:
             os.close(fd)
-        self.children[pid] = _Child(pid, spec.rank, spec.group.store, read_fds, kept)
+        self.children[pid] = _Child(pid, spec.rank, spec.directory, read_fds, kept)
         return pid
 
     def forget(self, directory: str) -> None:
         """A pool is closed. A worker that is left of it was asked for by a start that was broken off before its pid was known."""
         self.directories.discard(directory)
         for child in self.children.values():
-            if os.path.dirname(child.store) == directory:
+            if child.directory == directory:
                 _kill_group(child.pid)
 
     def _become_worker(self, spec: WorkerSpec, read_fds: tuple[int, int], write_fds: tuple[int, int], kept: Kept) -> None:

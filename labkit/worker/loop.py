@@ -40,7 +40,8 @@ class Worker:
         self._spec = spec
         self._pid = os.getpid()
         self._wire = WorkerWire(spec.rank, spec.endpoint)
-        board = os.path.join(os.path.dirname(spec.group.store), "steps") if spec.endpoint.same_machine else None
+        # Ranks of several machines have no memory in common.
+        board = os.path.join(spec.directory, "steps") if spec.local_world_size == spec.world_size else None
         self._state = RunState(StepBoard(board, spec.rank, spec.world_size))
         self._groups = ProcessGroups(spec)
         self._control = ControlThread(self._wire, spec.rank, self._state, self._groups)
@@ -87,7 +88,7 @@ class Worker:
         try:
             value = self._mend(message) if message.kind == "rebuild" else self._run_user_code(message, frames)
             if value is not _NOTHING:
-                packed = pack(value, share_memory=self._wire.same_machine)
+                packed = pack(value, share_memory=True)
         except BaseException as error:
             failure = self._failure(error)
             cut_off = backends.is_cut_off(error)

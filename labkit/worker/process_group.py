@@ -44,8 +44,11 @@ class ProcessGroups:
         self.device = torch.device("cuda", spec.local_rank) if spec.device == "cuda" else torch.device("cpu")
         self._lock = threading.Lock()
         self._renewed_by = 0
-        self._store_paths = [spec.group.store]  # that of the groups, then that of a meeting under way
+        self._stores = [spec.group.store]  # that of the groups, then that of a meeting under way
+        self._store_port = cut.store_port(spec.group.store)
+        self._on_one_machine = spec.local_world_size == spec.world_size
         self._gloo_sockets: set[tuple[int, int]] = set()
+        self._hosts: set[str] = set()
         self._cut_sockets: list[socket.socket] = []
         self._store: Any = None
         self._default: Any = None
@@ -79,7 +82,7 @@ class ProcessGroups:
         backends.set_group_count(verdict.group_count)
 
     def _form(self) -> None:
-        if self._spec.endpoint.same_machine:
+        if self._on_one_machine:
             # Without this gloo binds to whatever address the host name resolves to, which may be none at all.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         bound: dict[str, Any] = {}
@@ -96,7 +99,18 @@ class ProcessGroups:
         )
         self._default = dist.group.WORLD
         self._first_collective()
-        self._gloo_sockets = cut.peer_sockets()
+        if self._on_one_machine:
+            self._gloo_sockets = self._peer_sockets()
+        else:
+            # Nobody's code has run here yet, and gloo has connected each rank with each other one.
+            self._gloo_sockets = cut.connected_sockets(except_port=self._store_port)
+            self._hosts = cut.peer_hosts(self._gloo_sockets)
+
+    def _peer_sockets(self) -> set[tuple[int, int]]:
+        return cut.peer_sockets(self._hosts, except_port=self._store_port)
+
+    def _cut_gloo(self) -> list[socket.socket]:
+        return cut.cut_gloo(self._gloo_sockets, self._hosts, except_port=self._store_port)
 
     @property
     def own_collectives(self) -> int:
@@ -127,11 +141,10 @@ class ProcessGroups:
                 return "too late: the groups have been renewed"
             self.lost = True
             communicators = backends.abort_nccl() if self.device.type == "cuda" else 0
-            cut_now = cut.cut_gloo(self._gloo_sockets)
+            cut_now = self._cut_gloo()
             self._cut_sockets += cut_now
-            for path in self._store_paths:
-                if not path.startswith("tcp://"):
-                    cut.cut_store(path)
+            for store in self._stores:
+                cut.cut_store(store)
         return f"{communicators} NCCL communicators aborted, {len(cut_now)} gloo sockets shut down"
 
     def meet(self, group: GroupSpec, run_id: int, condition: Callable[[], str]) -> list[str]:
@@ -147,7 +160,7 @@ class ProcessGroups:
         """
         with self._lock:
             self._renewed_by = run_id
-            self._store_paths = [self._store_paths[0], group.store]
+            self._stores = [self._stores[0], group.store]
             self._store = _store(group)
         self._store.set(f"condition/{self._spec.rank}", condition())
         conditions = [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
@@ -162,9 +175,9 @@ class ProcessGroups:
         """
         if not self.lost:
             backends.abort_nccl()
-            self._cut_sockets += cut.cut_gloo(self._gloo_sockets)
+            self._cut_sockets += self._cut_gloo()
             self.lost = True
-        others = cut.peer_sockets()
+        others = self._peer_sockets()
         for group in sorted(backends.groups(), key=_order):
             if backends.group_name(group) not in broken:
                 backends.replace_backends(group, self._store, TIMEOUT)
@@ -172,8 +185,8 @@ class ProcessGroups:
         while self._cut_sockets:  # every rank has been here, so nobody uses the old connections any more
             self._cut_sockets.pop().close()
         self.lost = False
-        self._store_paths = self._store_paths[-1:]
-        self._gloo_sockets = cut.peer_sockets() - others
+        self._stores = self._stores[-1:]
+        self._gloo_sockets = self._peer_sockets() - others
 
     def _first_collective(self) -> None:
         """Connect everything now: gloo's pairs and NCCL's communicator are otherwise made by the first user.
@@ -195,6 +208,8 @@ def _order(group: Any) -> tuple[bool, str]:
 
 def _store(group: GroupSpec) -> Any:
     if group.store.startswith("tcp://"):
-        host, _, port = group.store.removeprefix("tcp://").rpartition(":")
-        return _c10d.PrefixStore(f"labkit-{group.generation}", _c10d.TCPStore(host, int(port), is_master=False))
+        address, _, name = group.store.removeprefix("tcp://").partition("/")
+        host, _, port = address.rpartition(":")
+        store = _c10d.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+        return _c10d.PrefixStore(f"labkit/{name}/{group.generation}", store)
     return _c10d.FileStore(group.store, group.world_size)

@@ -23,8 +23,8 @@ import zmq.utils.monitor
 
 from labkit import WorkerPool
 from labkit.controller.launchers import fork_server
-from labkit.wire.messages import Output, Stream
-from labkit.wire.transport import ControllerWire, Endpoint, Keys, WorkerWire
+from labkit.wire.hub import Hub, HubLink, NodeFailed
+from labkit.wire.transport import Endpoint, Keys
 from tests.process.patience import LOAD, until
 
 LOOPBACK = ("127.0.0.1", "::1")
@@ -94,7 +94,7 @@ def test_case_23_labkit_opens_no_port_and_gloo_listens_on_loopback_only(pool: Wo
 
 
 def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
-    folder = Path(pool._members._directory)
+    folder = Path(pool._members._world._directory)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder.stat().st_uid == os.getuid()
     assert {path.name for path in folder.iterdir() if path.is_socket()} == {"commands", "events"}
@@ -106,7 +106,7 @@ def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
 
 
 def test_key_stands_in_no_command_line_and_no_environment(pool: WorkerPool) -> None:
-    endpoint = pool._members._wire.endpoint
+    endpoint = pool._members._world.wire.endpoint
     secrets = [endpoint.client_secret.decode(), endpoint.client_public.decode()]
     seen = [str(pool.pull("dict(__import__('os').environ)"))]
     for pid in (os.getpid(), fork_server.shared().pid, *pool.pids.values()):
@@ -177,7 +177,7 @@ def throw(family: int, address: Any, data: bytes, *, until_hung_up: bool) -> Non
 @pytest.mark.parametrize("name", RAW)
 def test_case_23_raw_bytes_at_the_unix_sockets_are_refused(pool: WorkerPool, unharmed: bytes, name: str) -> None:
     for door in ("commands", "events"):
-        throw(socket.AF_UNIX, str(Path(pool._members._directory) / door), RAW[name](unharmed), until_hung_up=True)
+        throw(socket.AF_UNIX, str(Path(pool._members._world._directory) / door), RAW[name](unharmed), until_hung_up=True)
 
 
 def test_case_23_raw_bytes_at_gloos_sockets_do_not_harm_the_pool(pool: WorkerPool, unharmed: bytes) -> None:
@@ -189,7 +189,7 @@ def test_case_23_raw_bytes_at_gloos_sockets_do_not_harm_the_pool(pool: WorkerPoo
 
 
 def test_strangers_who_connect_and_say_nothing_keep_nobody_out(pool: WorkerPool, unharmed: bytes) -> None:
-    path = Path(pool._members._directory)
+    path = Path(pool._members._world._directory)
     strangers = []
     for door in ("commands", "events"):
         for _ in range(50):
@@ -242,7 +242,7 @@ def context() -> Iterator[zmq.Context[Any]]:
     context.term()
 
 
-def options_of(who: str, endpoint: Endpoint) -> dict[str, Any]:
+def options_of(who: str, endpoint: Endpoint | Keys) -> dict[str, Any]:
     public, secret = zmq.curve_keypair()
     return {
         "no security": {},
@@ -266,7 +266,7 @@ STRANGERS = ["no security", "a password", "a key of its own", "the pool's public
 
 @pytest.mark.parametrize("who", STRANGERS)
 def test_case_23_peer_without_the_key_is_refused(pool: WorkerPool, unharmed: bytes, context: zmq.Context[Any], who: str) -> None:
-    endpoint = pool._members._wire.endpoint
+    endpoint = pool._members._world.wire.endpoint
     for kind, address in ((zmq.DEALER, endpoint.commands), (zmq.PUSH, endpoint.events)):
         stranger = Stranger(context, kind, **options_of(who, endpoint))
         stranger.send(address, unharmed)
@@ -275,43 +275,35 @@ def test_case_23_peer_without_the_key_is_refused(pool: WorkerPool, unharmed: byt
 
 
 @pytest.mark.parametrize("who", STRANGERS)
-def test_remote_pool_refuses_a_peer_without_the_key_and_hears_one_with_it(
+def test_case_23_a_port_for_other_machines_refuses_a_peer_without_the_key(
     crater: Path, context: zmq.Context[Any], who: str
 ) -> None:
-    wire = ControllerWire("tcp://127.0.0.1", Keys.generate())
+    keys = Keys.generate()
+    hub = Hub("tcp://127.0.0.1:*", keys)
     try:
-        stranger = Stranger(context, zmq.PUSH, **options_of(who, wire.endpoint))
-        stranger.send(wire.endpoint.events, pickle.dumps(Bomb(crater)))
+        stranger = Stranger(context, zmq.DEALER, **options_of(who, keys))
+        stranger.send(f"tcp://127.0.0.1:{hub.port}", pickle.dumps(Bomb(crater)))
         assert stranger.outcome() == "refused"
         stranger.close()
-        friend = WorkerWire(3, wire.endpoint)
-        friend.send_event(Output(3, 1, (Stream("stdout", "hello"),)))
+        friend = HubLink(f"tcp://127.0.0.1:{hub.port}", keys, 3)
+        friend.send([pickle.dumps(NodeFailed("hello"))])
         heard: list[Any] = []
-        until(lambda: heard.extend(wire.receive(0.1)) or heard, "the rank with the key is heard")
-        assert heard == [(Output(3, 1, (Stream("stdout", "hello"),)), [])]
+        until(lambda: heard.extend(hub.receive(0.1)) or heard, "the machine with the key is heard")
+        assert heard == [(3, NodeFailed("hello"), [])]
         assert not crater.exists()
-        friend.close_control()
         friend.close()
     finally:
-        wire.close()
+        hub.close()
 
 
-def test_what_travels_to_a_remote_pool_cannot_be_read_on_the_way() -> None:
+def test_what_travels_between_machines_cannot_be_read_on_the_way() -> None:
     """A relay between the two sees neither the text nor the pickle around it."""
-    wire = ControllerWire("tcp://127.0.0.1", Keys.generate())
-    host, _, port = wire.endpoint.events.removeprefix("tcp://").rpartition(":")
+    keys = Keys.generate()
+    hub = Hub("tcp://127.0.0.1:*", keys)
     relay = socket.create_server(("127.0.0.1", 0))
-    endpoint = Endpoint(
-        wire.endpoint.commands,
-        f"tcp://127.0.0.1:{relay.getsockname()[1]}",
-        wire.endpoint.server_public,
-        wire.endpoint.client_public,
-        wire.endpoint.client_secret,
-        same_machine=False,
-    )
-    friend = WorkerWire(0, endpoint)
+    friend = HubLink(f"tcp://127.0.0.1:{relay.getsockname()[1]}", keys, 0)
     inner, _ = relay.accept()
-    outer = socket.create_connection((host, int(port)))
+    outer = socket.create_connection(("127.0.0.1", hub.port))
     seen: list[bytes] = []
     heard: list[Any] = []
 
@@ -325,20 +317,19 @@ def test_what_travels_to_a_remote_pool_cannot_be_read_on_the_way() -> None:
             seen.append(data)
             target.setblocking(True)
             target.sendall(data)
-        heard.extend(wire.receive(0.01))
+        heard.extend(hub.receive(0.01))
         return bool(heard)
 
-    friend.send_event(Output(0, 1, (Stream("stdout", "the secret text"),)))
+    friend.send([pickle.dumps(NodeFailed("the secret text"))])
     try:
         until(pass_on, "the message has arrived through the relay")
         traffic = b"".join(seen)
         assert b"CURVE" in traffic  # the greeting is in the clear
         assert b"secret" not in traffic
-        assert b"labkit.wire.messages" not in traffic
-        assert b"labkit.wire.messages" in pickle.dumps(heard[0][0])
+        assert b"labkit.wire.hub" not in traffic
+        assert b"labkit.wire.hub" in pickle.dumps(heard[0][1])
     finally:
         for item in (inner, outer, relay):
             item.close()
-        friend.close_control()
         friend.close()
-        wire.close()
+        hub.close()

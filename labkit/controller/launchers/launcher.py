@@ -20,6 +20,7 @@ class WorkerExit:
         stdout: The end of its output, what it had sent already included.
         stderr: The same for stderr.
         peak_bytes: The most memory it had resident; 0 where nobody counted.
+        cause: Why it counts as ended, where nobody saw it end: its machine is out of reach.
     """
 
     pid: int
@@ -27,6 +28,7 @@ class WorkerExit:
     stdout: Rest = field(default_factory=Rest)
     stderr: Rest = field(default_factory=Rest)
     peak_bytes: int = 0
+    cause: str = ""
 
 
 OnExit = Callable[[WorkerExit], None]

@@ -1,0 +1,290 @@
+"""The machines of an attached pool: which have arrived, which are out of reach, what runs on them."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from labkit.controller.launchers.launcher import OnExit, WorkerExit
+from labkit.controller.plan import PoolPlan
+from labkit.controller.world import ENVIRONMENT
+from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.ranks import name_ranks
+from labkit.wire.hub import (
+    AreYouThere,
+    Arrived,
+    Exited,
+    ForRanks,
+    FromRank,
+    Hub,
+    KillRank,
+    Leave,
+    NodeFailed,
+    OpenWorld,
+    StartRank,
+)
+from labkit.wire.messages import FromWorker, GroupSpec, ToControl, ToMain
+from labkit.wire.transport import Channel, Keys
+from labkit.wire.versions import versions
+
+PROBE_EVERY_S = 0.5
+_NO_EXIT_CODE = 0
+
+
+@dataclass
+class Node:
+    """One machine.
+
+    Attributes:
+        node_rank: Its place.
+        arrived: What it said of itself; None before it has come.
+        reachable: It answers.
+        fault: Why it can start no ranks; empty when it can.
+        running: By number, what to call when a process that was started there has ended.
+    """
+
+    node_rank: int
+    arrived: Arrived | None = None
+    reachable: bool = False
+    fault: str = ""
+    running: dict[int, OnExit] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """For people: its place and its host name."""
+        return f"node {self.node_rank}" + (f" ({self.arrived.hostname})" if self.arrived is not None else "")
+
+
+class Nodes:
+    """The machines of an attached pool. Lives as long as the pool, over all its restarts.
+
+    Args:
+        num_nodes: How many machines.
+        workers_per_node: Ranks on each.
+        address: Where to listen, ``tcp://INTERFACE:PORT``.
+        keys: The pool's keys.
+
+    Raises:
+        InvalidPoolError: The address cannot be listened on.
+    """
+
+    def __init__(self, num_nodes: int, workers_per_node: int, address: str, keys: Keys) -> None:
+        self.workers_per_node = workers_per_node
+        try:
+            self._hub = Hub(address, keys)
+        except OSError as error:
+            raise InvalidPoolError(
+                f"this machine cannot listen on {address}: {error.strerror}. Another notebook may hold that port, or the interface "
+                "is not this machine's; name others: listen='tcp://0.0.0.0:29600' (port * takes a free one)."
+            ) from None
+        self.port = self._hub.port
+        self.nodes = [Node(place) for place in range(num_nodes)]
+        self._handles = itertools.count(1)
+        self._next_probe = 0.0
+        self.begun_anew = False
+
+    # ---- arrival -------------------------------------------------------------------------------------------------
+
+    @property
+    def missing(self) -> list[Node]:
+        """The machines that have not arrived, or are out of reach."""
+        return [node for node in self.nodes if not node.reachable]
+
+    def await_arrival(self, timeout_s: float, stop_if_asked: Callable[[], None], on_change: Callable[[], None]) -> None:
+        """Wait until every machine is there.
+
+        Args:
+            timeout_s: The longest time to wait.
+            stop_if_asked: Called where the wait can be broken off; it may raise.
+            on_change: Called when a machine has come or gone.
+
+        Raises:
+            WorkerStartError: A machine can start no ranks, or has not come in time; the message names it.
+        """
+        deadline = time.monotonic() + timeout_s
+        seen: list[tuple[str, bool]] = []
+        while True:
+            self.receive(0.2)
+            now = [(node.name, node.reachable) for node in self.nodes]
+            if now != seen:
+                seen = now
+                on_change()
+            for node in self.nodes:
+                if node.fault:
+                    raise WorkerStartError(f"{node.name}: {node.fault}")
+            if not self.missing:
+                return
+            if time.monotonic() > deadline:
+                there = len(self.nodes) - len(self.missing)
+                names = ", ".join(node.name for node in self.missing)
+                raise WorkerStartError(
+                    f"{there} of {len(self.nodes)} machines arrived in {timeout_s:g} s; missing: {names}. Is the command running "
+                    f"there, does it reach this machine's port {self.port}, and has it the present key file? It says so itself."
+                )
+            stop_if_asked()
+
+    @property
+    def num_gpus(self) -> int:
+        """The fewest GPUs that any machine has."""
+        return min((node.arrived.num_gpus if node.arrived is not None else 0) for node in self.nodes)
+
+    def open_world(self, plan: PoolPlan) -> NodesWorld:
+        """Make the machines ready for the ranks of a new world."""
+        for node in self.nodes:
+            node.running.clear()
+            self._hub.send(node.node_rank, OpenWorld())
+        self.begun_anew = False
+        return NodesWorld(plan, self)
+
+    def leave(self) -> None:
+        """Tell every machine to end, and close the port. Blocks for at most about 1 s."""
+        for node in self.nodes:
+            self._hub.send(node.node_rank, Leave())
+        self._hub.close()
+
+    # ---- messages ------------------------------------------------------------------------------------------------
+
+    def send(self, ranks: Sequence[int], channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> None:
+        """Send one message to several ranks; it crosses the network once for each machine. See :class:`Wire`."""
+        pickled = pickle.dumps(message, protocol=5)
+        for node in self.nodes:
+            here = tuple(rank for rank in ranks if rank // self.workers_per_node == node.node_rank)
+            if here and node.reachable and not self._hub.send(node.node_rank, ForRanks(here, channel), pickled, *frames):
+                self._lose(node, "it does not answer")
+
+    def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
+        """Wait for messages of the ranks; what the machines themselves say is dealt with here. See :class:`Wire`."""
+        received: list[tuple[FromWorker, list[bytes]]] = []
+        for node_rank, tag, parts in self._hub.receive(min(timeout_s, PROBE_EVERY_S)):
+            if isinstance(tag, FromRank):
+                received.append((pickle.loads(parts[0]), parts[1:]))
+            elif isinstance(tag, Arrived):
+                self._arrive(tag)
+            elif isinstance(tag, Exited):
+                on_exit = self.nodes[node_rank].running.pop(tag.handle, None)
+                if on_exit is not None:
+                    on_exit(WorkerExit(tag.handle, tag.exitcode, tag.stdout, tag.stderr, tag.peak_bytes))
+            elif isinstance(tag, NodeFailed):
+                self.nodes[node_rank].fault = tag.reason
+        self._probe()
+        return received
+
+    def wake(self) -> None:
+        """Make :meth:`receive` return; see :class:`Wire`."""
+        self._hub.wake()
+
+    def _probe(self) -> None:
+        """Find out which machines are out of reach: what is sent to them cannot leave."""
+        now = time.monotonic()
+        if now < self._next_probe:
+            return
+        self._next_probe = now + PROBE_EVERY_S
+        for node in self.nodes:
+            if node.reachable and not self._hub.send(node.node_rank, AreYouThere()):
+                self._lose(node, "its connection is lost: the machine is down, cut off, or its labkit process has ended")
+
+    def _lose(self, node: Node, why: str) -> None:
+        node.reachable = False
+        self._end_running(node, f"{node.name} is out of reach ({why})")
+
+    def _end_running(self, node: Node, cause: str) -> None:
+        running, node.running = node.running, {}
+        for handle, on_exit in running.items():
+            on_exit(WorkerExit(handle, _NO_EXIT_CODE, cause=cause))
+
+    def _arrive(self, tag: Arrived) -> None:
+        refusal = self._refusal(tag)
+        if refusal:
+            self._hub.send(tag.node_rank, Leave(refusal))
+            if tag.node_rank < len(self.nodes):
+                node = self.nodes[tag.node_rank]
+                node.arrived, node.fault = tag, refusal
+            return
+        node = self.nodes[tag.node_rank]
+        before, node.arrived, node.fault = node.arrived, tag, ""
+        if before is not None and before.life != tag.life:
+            self._end_running(node, f"torchrun has started {node.name} anew (restart {tag.restarts})")
+            self.begun_anew = True
+        elif before is not None and not node.reachable:
+            # Its ranks count as dead, and the others have gone on without them.
+            self._hub.send(tag.node_rank, OpenWorld())
+        node.reachable = True
+
+    def _refusal(self, tag: Arrived) -> str:
+        if tag.num_nodes != len(self.nodes):
+            return f"torchrun runs on {tag.num_nodes} machines, and the notebook attaches {len(self.nodes)}: make both equal"
+        mine = versions()
+        differ = [f"{name} {version} (here {mine[name]})" for name, version in tag.versions.items() if mine.get(name) != version]
+        return f"it has {', '.join(differ)}: install the same on every machine" if differ else ""
+
+    # ---- processes -----------------------------------------------------------------------------------------------
+
+    def start(self, message: StartRank, on_exit: OnExit) -> int:
+        """Start a rank; returns its number.
+
+        Raises:
+            WorkerStartError: Its machine is out of reach.
+        """
+        node = self.nodes[message.rank // self.workers_per_node]
+        if not node.reachable or not self._hub.send(node.node_rank, message):
+            first = node.node_rank * self.workers_per_node
+            names = name_ranks(tuple(range(first, first + self.workers_per_node)))
+            raise WorkerStartError(f"{node.name} ({names}) is out of reach. Wait for it to come back, or run its command again")
+        node.running[message.handle] = on_exit
+        return message.handle
+
+    def next_handle(self) -> int:
+        """A number that no other process of the pool has."""
+        return next(self._handles)
+
+    def kill(self, handle: int) -> None:
+        """Kill a process by its number."""
+        for node in self.nodes:
+            if handle in node.running:
+                self._hub.send(node.node_rank, KillRank(handle))
+
+    @property
+    def store(self) -> str:
+        """The store that torchrun keeps for its workers."""
+        first = self.nodes[0].arrived
+        assert first is not None
+        return first.store
+
+
+class NodesWorld:
+    """Ranks on the machines of an attached pool.
+
+    Args:
+        plan: What to start.
+        nodes: The machines.
+    """
+
+    share_memory = False
+
+    def __init__(self, plan: PoolPlan, nodes: Nodes) -> None:
+        self._plan, self._nodes = plan, nodes
+        self.wire = nodes
+        self._name = uuid.uuid4().hex[:12]
+
+    def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
+        """Start the process of one rank; see :class:`labkit.controller.world.World`."""
+        per_node = self._nodes.workers_per_node
+        handle = self._nodes.next_handle()
+        message = StartRank(handle, rank, rank % per_node, per_node, self._plan.device, group, joining, ENVIRONMENT)
+        return self._nodes.start(message, on_exit)
+
+    def kill(self, handle: int) -> None:
+        """Kill a process; see :class:`labkit.controller.world.World`."""
+        self._nodes.kill(handle)
+
+    def group(self, generation: int) -> GroupSpec:
+        """Where the ranks meet: in torchrun's store, under names of this world's own."""
+        return GroupSpec(f"{self._nodes.store}/{self._name}", generation, self._plan.world_size)
+
+    def close(self) -> None:
+        """Nothing is left here; the machines clean up behind their ranks."""

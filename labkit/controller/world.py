@@ -1,0 +1,163 @@
+"""One start of a pool's ranks on this machine: their processes, their wire, the places where they meet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from labkit.controller import plan as plan_module
+from labkit.controller.launchers.fork_server import ForkServer
+from labkit.controller.launchers.launcher import Launcher, OnExit
+from labkit.controller.plan import PoolPlan
+from labkit.wire.messages import FromWorker, GroupSpec, ToControl, ToMain
+from labkit.wire.spec import WorkerSpec
+from labkit.wire.transport import Channel, ControllerWire, Keys
+
+
+class Wire(Protocol):
+    """How a pool speaks with its ranks; see :class:`labkit.wire.transport.ControllerWire`."""
+
+    def send(self, ranks: Sequence[int], channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> None:
+        """Send one message to several ranks."""
+
+    def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
+        """Wait for messages."""
+
+    def wake(self) -> None:
+        """Make :meth:`receive` return. Safe from signal handlers and threads."""
+
+
+class World(Protocol):
+    """What a pool's members need to know of where they live."""
+
+    @property
+    def wire(self) -> Wire:
+        """How to speak with the ranks."""
+
+    @property
+    def share_memory(self) -> bool:
+        """Whether large buffers reach the ranks as memory files."""
+
+    def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
+        """Start the process of one rank; returns a number for :meth:`kill`. ``on_exit`` is called once, from any thread."""
+
+    def kill(self, handle: int) -> None:
+        """Kill a process that was started, with all that it has started. Does nothing when it has ended."""
+
+    def group(self, generation: int) -> GroupSpec:
+        """Where the ranks meet to form the groups of a generation."""
+
+    def close(self) -> None:
+        """Every process has ended: leave nothing behind."""
+
+
+class Site(Protocol):
+    """Where a pool starts its ranks, over all its restarts."""
+
+    def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
+        """Wait until ranks can be started at once.
+
+        Raises:
+            WorkerStartError: They cannot be.
+        """
+
+    def open_world(self, plan: PoolPlan) -> World:
+        """Make ready for new ranks."""
+
+    @property
+    def begun_anew(self) -> bool:
+        """Whether new ranks can be started in the place of ranks that have all ended together, by no doing of the pool's."""
+
+    def leave(self) -> None:
+        """The pool is closed."""
+
+
+# What torch and the ranks find in their environment unless the reader has set it.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    # The flight recorder is what diagnosis reads; torch keeps one on CUDA only when asked before the group exists.
+    "TORCH_FR_BUFFER_SIZE": "256",
+    # NCCL's monitor ends a process whose collectives it finds stuck, and writes pages about groups that were aborted.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+}
+
+
+class LocalSite:
+    """This machine, and the launcher that starts processes on it."""
+
+    begun_anew = False
+
+    def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
+        """Wait until torch is imported in the fork server; see :class:`Site`."""
+        self._launcher = plan_module.launcher()  # each time: the fork server of the last start may have died
+        self._launcher.warm_up()
+
+    def open_world(self, plan: PoolPlan) -> World:
+        """A directory and a wire; see :class:`Site`."""
+        return LocalWorld(plan, self._launcher)
+
+    def leave(self) -> None:
+        """The fork server stays, for the next pool; see :class:`Site`."""
+
+
+class LocalWorld:
+    """Ranks on this machine.
+
+    Args:
+        plan: What to start.
+        launcher: Starts the processes.
+    """
+
+    share_memory = True
+
+    def __init__(self, plan: PoolPlan, launcher: Launcher) -> None:
+        self._plan, self._launcher = plan, launcher
+        self._directory = self._make_directory()
+        self.wire = ControllerWire(self._directory, Keys.generate())
+
+    def _make_directory(self) -> str:
+        """The pool's private directory (mode 0700): its sockets and the ranks' meeting places."""
+        base = tempfile.gettempdir()
+        # Unix socket paths have at most 108 bytes.
+        directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
+        if isinstance(self._launcher, ForkServer):
+            self._launcher.guard_directory(directory)
+        return directory
+
+    def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
+        """Start the process of one rank; see :class:`World`."""
+        defaults = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+        spec = WorkerSpec(
+            rank=rank,
+            local_rank=rank,
+            local_world_size=self._plan.world_size,
+            device=self._plan.device,
+            endpoint=self.wire.endpoint,
+            group=group,
+            directory=self._directory,
+            environ=defaults | dict(os.environ),
+            cwd=os.getcwd(),
+            sys_path=tuple(path or os.getcwd() for path in sys.path),
+            joining=joining,
+        )
+        return self._launcher.start(spec, on_exit)
+
+    def kill(self, handle: int) -> None:
+        """Kill a process; see :class:`World`."""
+        self._launcher.kill(handle)
+
+    def group(self, generation: int) -> GroupSpec:
+        """Where the ranks meet; see :class:`World`."""
+        return GroupSpec(os.path.join(self._directory, f"store-{generation}"), generation, self._plan.world_size)
+
+    def close(self) -> None:
+        """Close the wire and remove the directory."""
+        self.wire.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+        if isinstance(self._launcher, ForkServer) and self._launcher.alive:
+            self._launcher.forget_directory(self._directory)

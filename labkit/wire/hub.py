@@ -1,0 +1,315 @@
+"""Between the controller and the machines of an attached pool: one encrypted TCP port, one connection for each machine.
+
+On each machine an agent (:mod:`labkit.worker.agent`) stands between this connection and the ranks, which speak to it as the
+ranks of a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and what
+a rank has at its own end is the same everywhere.
+
+A message is a pickled tag, the pickled message itself, and frames with its large buffers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import pickle
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import zmq
+import zmq.auth.thread
+from zmq.utils.monitor import recv_monitor_message
+
+from labkit.wire.messages import GroupSpec
+from labkit.wire.pipes import Rest
+from labkit.wire.record import Record
+from labkit.wire.transport import Channel, Keys, OneKey
+
+# ZeroMQ's own threads exchange these, so neither side has to be awake. A connection that is silent for longer is gone.
+HEARTBEAT_MS = 1000
+SILENCE_MS = 3000
+QUEUED_MESSAGES = 1000
+# How long a closed hub may go on to send what it has been given.
+LINGER_MS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived(Record):
+    """An agent is there. It says so again each time its connection is made anew.
+
+    Attributes:
+        node_rank: Its place among the machines, from torchrun.
+        num_nodes: How many machines torchrun has brought together.
+        life: A random name of this agent process: another one means that it was started anew.
+        hostname: The machine's name.
+        num_gpus: GPUs that ranks started there would see.
+        store: ``tcp://host:port`` of the key-value store that torchrun keeps for its workers.
+        restarts: How often torchrun has started its workers anew.
+        versions: Of what must be equal everywhere, by name.
+    """
+
+    node_rank: int
+    num_nodes: int
+    life: str
+    hostname: str
+    num_gpus: int
+    store: str
+    restarts: int
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRank(Record):
+    """Start the process of one rank.
+
+    Attributes:
+        handle: The controller's number for that process.
+        local_world_size: Ranks on that machine.
+        defaults: Environment variables, where the machine does not set them.
+    """
+
+    handle: int
+    rank: int
+    local_rank: int
+    local_world_size: int
+    device: Literal["cpu", "cuda"]
+    group: GroupSpec
+    joining: bool
+    defaults: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class KillRank(Record):
+    """Kill the process with that number and all that it has started."""
+
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenWorld(Record):
+    """Ranks of a new world are about to be started; what is left of an earlier one is killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Record):
+    """End: the pool is closed, or this machine cannot be part of it.
+
+    Attributes:
+        refused: Why; empty when the pool is closed.
+    """
+
+    refused: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class AreYouThere(Record):
+    """Needs no answer: what counts is whether it could be sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exited(Record):
+    """A process that was started has ended; fields as in :class:`labkit.controller.launchers.launcher.WorkerExit`."""
+
+    handle: int
+    exitcode: int
+    stdout: Rest
+    stderr: Rest
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFailed(Record):
+    """The machine can start no ranks."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ForRanks(Record):
+    """The next part is a message to these ranks of the machine."""
+
+    ranks: tuple[int, ...]
+    channel: Channel
+
+
+@dataclass(frozen=True, slots=True)
+class FromRank(Record):
+    """The next part is a message from a rank of the machine."""
+
+
+ToNode = StartRank | KillRank | OpenWorld | Leave | AreYouThere | ForRanks
+FromNode = Arrived | Exited | NodeFailed | FromRank
+
+
+class Hub:
+    """The controller's end. One thread at a time sends and receives; :meth:`wake` may be called from anywhere.
+
+    Args:
+        address: ``tcp://INTERFACE:PORT``; port ``*`` takes a free one.
+        keys: The pool's keys.
+
+    Attributes:
+        port: The port.
+
+    Raises:
+        OSError: The address cannot be listened on.
+    """
+
+    def __init__(self, address: str, keys: Keys) -> None:
+        self._context = zmq.Context()
+        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
+        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+        self._socket.curve_server = True
+        self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_public, keys.server_secret
+        self._socket.zap_domain = b"labkit"
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        _prepare(self._socket)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._socket.close(0)
+            self._auth.stop()
+            self._context.term()
+            raise OSError(error.errno, error.strerror) from None
+        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._wake_lock = threading.RLock()
+        self._closed = False
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._wake_read, zmq.POLLIN)
+
+    def send(self, node_rank: int, tag: ToNode, *parts: Any) -> bool:
+        """Send to one machine; False when it is not connected, or has taken nothing for a thousand messages."""
+        try:
+            message = [b"node-%d" % node_rank, pickle.dumps(tag, protocol=5), *parts]
+            self._socket.send_multipart(message, flags=zmq.NOBLOCK, copy=len(parts) < 2)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                return False
+            raise
+        return True
+
+    def receive(self, timeout_s: float) -> list[tuple[int, FromNode, list[bytes]]]:
+        """Wait for messages: (machine, tag, further parts); empty after the time-out or a :meth:`wake`."""
+        try:
+            ready = dict(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
+        except zmq.ZMQError as error:
+            if error.errno == errno.EINTR:
+                return []
+            raise
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                while os.read(self._wake_read, 4096):
+                    pass
+        received: list[tuple[int, FromNode, list[bytes]]] = []
+        while self._socket in ready and len(received) < QUEUED_MESSAGES:
+            try:
+                identity, tag, *parts = self._socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            received.append((int(identity.rpartition(b"-")[2]), pickle.loads(tag), parts))
+        return received
+
+    def wake(self) -> None:
+        """Make a waiting :meth:`receive` return. Safe from any thread and signal handler, also after :meth:`close`."""
+        with self._wake_lock:
+            if not self._closed:
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_write, b"x")
+
+    def close(self) -> None:
+        """Close the port. Blocks for at most a second while messages are still on their way."""
+        with self._wake_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._socket.close(LINGER_MS)
+        self._auth.stop()
+        self._context.term()
+        os.close(self._wake_read)
+        os.close(self._wake_write)
+
+
+class HubLink:
+    """An agent's end.
+
+    Args:
+        address: The hub's address, ``tcp://host:port``.
+        keys: The server's public key and the client's two.
+        node_rank: This machine's place.
+
+    Attributes:
+        socket: To poll for messages, and for room to send.
+        monitor: To poll for changes of the connection.
+        connected: Whether the hub is there.
+        refused: The hub knows another key.
+    """
+
+    def __init__(self, address: str, keys: Keys, node_rank: int) -> None:
+        self._context = zmq.Context()
+        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+        self.socket.curve_serverkey = keys.server_public
+        self.socket.curve_publickey, self.socket.curve_secretkey = keys.client_public, keys.client_secret
+        self.socket.setsockopt(zmq.IDENTITY, b"node-%d" % node_rank)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
+        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, SILENCE_MS)
+        _prepare(self.socket)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket()
+        self.connected = self.refused = False
+        self.socket.connect(address)
+
+    def look(self) -> bool:
+        """Take note of what has happened to the connection; True when it has been made since the last look."""
+        made = False
+        while self.monitor.poll(0):
+            event = recv_monitor_message(self.monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected, made = True, True
+            elif event == zmq.EVENT_DISCONNECTED:
+                self.connected, made = False, False
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self.refused = True
+        return made
+
+    def receive(self) -> tuple[ToNode, list[bytes]] | None:
+        """The next message and its further parts, or None."""
+        try:
+            tag, *parts = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+        return pickle.loads(tag), parts
+
+    def send(self, parts: Sequence[Any]) -> bool:
+        """Send; False when there is no room now."""
+        try:
+            self.socket.send_multipart(parts, flags=zmq.NOBLOCK, copy=len(parts) < 3)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        """Send what is queued, for at most a second, and close."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(LINGER_MS)
+        self._context.term()
+
+
+def _prepare(socket: zmq.Socket[bytes]) -> None:
+    socket.linger = LINGER_MS
+    socket.set_hwm(QUEUED_MESSAGES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, SILENCE_MS)

@@ -1,0 +1,72 @@
+"""The file with which machines find and trust the notebook of an attached pool."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from labkit.errors import InvalidPoolError
+from labkit.wire.transport import Keys
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """What an agent needs to speak with the notebook. Whoever has it can run code in the notebook, and the notebook in them.
+
+    Attributes:
+        server_public, client_public, client_secret: The pool's CURVE keys, 40 characters of Z85 each.
+    """
+
+    server_public: str
+    client_public: str
+    client_secret: str
+
+    @classmethod
+    def of(cls, keys: Keys) -> KeyFile:
+        """The part of a pool's keys that goes to the machines."""
+        return cls(keys.server_public.decode(), keys.client_public.decode(), keys.client_secret.decode())
+
+    def keys(self) -> Keys:
+        """The keys, without the notebook's secret."""
+        return Keys(self.server_public.encode(), b"", self.client_public.encode(), self.client_secret.encode())
+
+    def write(self, path: Path) -> None:
+        """Write the file for this user alone (mode 0600), over one that is there.
+
+        Raises:
+            InvalidPoolError: It cannot be written.
+        """
+        beside = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "w") as file:
+                os.fchmod(fd, 0o600)
+                json.dump(asdict(self), file)
+            os.replace(beside, path)
+        except OSError as error:
+            raise InvalidPoolError(f"the key file {path} cannot be written: {error.strerror}. Name another: key_file=...") from None
+
+    @classmethod
+    def read(cls, path: Path) -> KeyFile:
+        """Read the file.
+
+        Raises:
+            InvalidPoolError: It is not there, others may read it, or it is no key file.
+        """
+        try:
+            with open(path) as file:
+                mode = os.fstat(file.fileno()).st_mode & 0o777
+                content = json.load(file)
+            found = cls(**content)
+        except OSError as error:
+            raise InvalidPoolError(
+                f"the key file {path} cannot be read: {error.strerror}. Copy it here from the notebook's machine, with mode 0600."
+            ) from None
+        except (ValueError, TypeError):
+            raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.") from None
+        if mode & 0o077:
+            raise InvalidPoolError(f"others than its owner may read {path} (mode {mode:o}). Run: chmod 600 {path}")
+        return found

@@ -1,0 +1,11 @@
+"""What must be the same on both sides of the wire."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+
+def versions() -> dict[str, str]:
+    """By name: code travels as this Python's byte code, messages as this labkit's classes."""
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), "labkit": metadata.version("torch-labkit")}

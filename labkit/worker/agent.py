@@ -1,0 +1,409 @@
+"""The agent: one process on each machine of an attached pool, started by torchrun; it starts and serves the ranks there.
+
+It plays the controller for the ranks of its machine: it has a fork server start them, and passes messages on between them and
+the notebook. So a rank's death is seen where it happens, the others keep their state, and a cell that prints while nobody
+reads fills a bounded backlog here and no rank's memory.
+
+The agent ends when the notebook tells it to, or has been silent for ``linger_s``; the ranks end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import psutil
+import zmq
+
+from labkit.errors import WorkerStartError
+from labkit.wire.hub import (
+    AreYouThere,
+    Arrived,
+    Exited,
+    ForRanks,
+    FromNode,
+    FromRank,
+    HubLink,
+    KillRank,
+    Leave,
+    NodeFailed,
+    OpenWorld,
+    StartRank,
+    ToNode,
+)
+from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result, Stream
+from labkit.wire.payload import Packed, to_frames, to_memory
+from labkit.wire.spec import WorkerSpec
+from labkit.wire.transport import ControllerWire, Keys
+from labkit.wire.versions import versions
+
+LOOK_MS = 250
+# What ranks have written and the notebook has not taken: beyond this ranks wait in print, and what they write to a notebook
+# that is gone is thrown away, the oldest first.
+BACKLOG_BYTES = 4 << 20
+_END_S = 5.0
+
+
+@dataclass(frozen=True)
+class Place:
+    """This machine's place among those that torchrun has brought together.
+
+    Attributes:
+        node_rank: From 0.
+        num_nodes: How many machines there are.
+        store: ``tcp://host:port`` of torchrun's store.
+        restarts: How often torchrun has started its workers anew.
+    """
+
+    node_rank: int
+    num_nodes: int
+    store: str
+    restarts: int
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Place:
+        """Read what torchrun has set.
+
+        Raises:
+            WorkerStartError: This process was not started by torchrun, or not as the only one on its machine.
+        """
+        try:
+            num_nodes, restarts = int(environ["GROUP_WORLD_SIZE"]), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+            place = cls(int(environ["GROUP_RANK"]), num_nodes, f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}", restarts)
+            num_here = int(environ["LOCAL_WORLD_SIZE"])
+        except KeyError as error:
+            raise WorkerStartError(
+                f"{error} is not set: start this with torchrun, by the command that WorkerPool.attach() shows"
+            ) from None
+        if num_here != 1:
+            raise WorkerStartError(
+                f"torchrun has started {num_here} of these on this machine. Start one (--nproc-per-node 1): it starts the ranks"
+            )
+        return place
+
+
+class Agent:
+    """One machine's agent.
+
+    Args:
+        address: The hub's address.
+        keys: From the key file.
+        place: From torchrun.
+        linger_s: How long the ranks wait for a notebook that has fallen silent.
+        wait_s: How long to wait for the first word of the notebook.
+    """
+
+    def __init__(self, address: str, keys: Keys, place: Place, linger_s: float, wait_s: float) -> None:
+        self._address, self._place, self._linger_s, self._wait_s = address, place, linger_s, wait_s
+        self._life = uuid.uuid4().hex
+        self._asked_to_end = False
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._server, self._process = _start_fork_server()
+        self._link = HubLink(address, keys, place.node_rank)
+        self._num_gpus: int | None = None
+        self._silent_since = time.monotonic()
+        self._met = False
+        self._wire: ControllerWire | None = None
+        self._directory = ""
+        self._pids: dict[int, int] = {}
+        self._backlog: deque[tuple[list[Any], int, Output | None]] = deque()
+        self._backlog_bytes = 0
+        self._dropped: dict[int, int] = {}
+        self._held: Packed | None = None
+        self._holders: set[int] = set()
+        self._send_server("count_gpus", -1, dict(os.environ))
+
+    def run(self) -> str:
+        """Serve until the end; returns why it ended, empty when the notebook asked for it."""
+        try:
+            while True:
+                self._poll()
+                for reason in (self._hear_server(), self._hear_hub(), self._mind_silence()):
+                    if reason is not None:
+                        return reason
+                self._hear_ranks()
+                self._flush()
+        finally:
+            self._end()
+
+    # ---- the loop ------------------------------------------------------------------------------------------------
+
+    def _poll(self) -> None:
+        poller = zmq.Poller()
+        # A full backlog is a notebook that does not keep up: then ranks are not heard, and wait in print.
+        poller.register(self._link.socket, zmq.POLLIN | (zmq.POLLOUT if self._backlog and self._link.connected else 0))
+        poller.register(self._link.monitor, zmq.POLLIN)
+        poller.register(self._server.fileno(), zmq.POLLIN)
+        if self._wire is not None and self._hears_ranks:
+            for source in self._wire.sources:
+                poller.register(source, zmq.POLLIN)
+        poller.poll(LOOK_MS)
+
+    @property
+    def _hears_ranks(self) -> bool:
+        return not self._link.connected or self._backlog_bytes < BACKLOG_BYTES
+
+    def _hear_server(self) -> str | None:
+        while self._server.poll(0):
+            try:
+                name, *args = self._server.recv()
+            except (EOFError, OSError):
+                return f"the fork server ended with exit code {self._process.wait()}; its output stands above"
+            if name == "broken":
+                self._tell(NodeFailed(f"it cannot import what ranks need: {args[0]}"))
+                self._flush()
+                return str(args[0])
+            if name == "counted":
+                self._num_gpus = args[1]
+                self._introduce()
+            elif name == "started":
+                self._pids[args[0]] = args[1]
+            elif name == "exited":
+                self._exited(*args)
+        return None
+
+    def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], peak: int) -> None:
+        handle = next((handle for handle, other in self._pids.items() if other == pid), None)
+        if handle is not None:
+            del self._pids[handle]
+            self._hear_ranks()  # what it sent before it died comes first
+            self._tell(Exited(handle, code, *rests, peak))
+
+    def _hear_hub(self) -> str | None:
+        if self._link.look():
+            self._introduce()
+        while (received := self._link.receive()) is not None:
+            self._met = True
+            tag, parts = received
+            if isinstance(tag, Leave):
+                return f"the notebook refuses this machine: {tag.refused}" if tag.refused else ""
+            self._do(tag, parts)
+        return None
+
+    def _mind_silence(self) -> str | None:
+        now = time.monotonic()
+        if self._asked_to_end:
+            return "it was asked to end (SIGTERM)"
+        if self._link.refused:
+            return f"the notebook at {self._address} knows another key. Copy its present key file to this machine"
+        if self._link.connected:
+            self._silent_since = now
+        limit = self._linger_s if self._met else self._wait_s
+        if now - self._silent_since <= limit:
+            return None
+        if self._met:
+            return f"the notebook has been silent for {limit:g} s"
+        return f"no notebook with this key answers at {self._address} after {limit:g} s: is the address right, and the port open?"
+
+    def _on_sigterm(self, number: int, frame: object) -> None:
+        self._asked_to_end = True
+
+    # ---- what the notebook wants ---------------------------------------------------------------------------------
+
+    def _introduce(self) -> None:
+        if self._num_gpus is not None and self._link.connected:
+            place = self._place
+            tag = Arrived(
+                place.node_rank,
+                place.num_nodes,
+                self._life,
+                socket.gethostname(),
+                self._num_gpus,
+                place.store,
+                place.restarts,
+                versions(),
+            )
+            self._link.send([pickle.dumps(tag, protocol=5)])
+
+    def _do(self, tag: ToNode, parts: list[bytes]) -> None:
+        if isinstance(tag, ForRanks):
+            if self._wire is not None:
+                message = pickle.loads(parts[0])
+                self._wire.send(tag.ranks, tag.channel, self._kept_here(message, tag.ranks, parts[1:]))
+        elif isinstance(tag, StartRank):
+            self._send_server("start", tag.handle, self._spec(tag))
+        elif isinstance(tag, KillRank):
+            if tag.handle in self._pids:
+                self._send_server("kill", self._pids[tag.handle])
+        elif isinstance(tag, OpenWorld):
+            self._close_world()
+            base = tempfile.gettempdir()
+            self._directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
+            self._send_server("directory", self._directory)
+            self._wire = ControllerWire(self._directory, Keys.generate())
+        else:
+            assert isinstance(tag, AreYouThere)
+
+    def _kept_here(self, message: Any, ranks: Sequence[int], frames: list[bytes]) -> Any:
+        """The message with its large buffers in memory that all ranks of this machine share."""
+        if not frames:
+            return message
+        assert isinstance(message, Execute)
+        assert message.payload is not None
+        self._let_go()
+        self._held, self._holders = to_memory(message.payload, frames), set(ranks)
+        return replace(message, payload=self._held.payload)
+
+    def _let_go(self) -> None:
+        if self._held is not None:
+            self._held.close()
+            self._held = None
+
+    def _spec(self, tag: StartRank) -> WorkerSpec:
+        assert self._wire is not None
+        environ = tag.defaults | dict(os.environ)
+        if tag.local_world_size < tag.group.world_size and (interface := self._interface()):
+            # Without it gloo takes the address of the host name, which on many machines is the loopback device's.
+            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        return WorkerSpec(
+            rank=tag.rank,
+            local_rank=tag.local_rank,
+            local_world_size=tag.local_world_size,
+            device=tag.device,
+            endpoint=self._wire.endpoint,
+            group=tag.group,
+            directory=self._directory,
+            environ=environ,
+            cwd=os.getcwd(),
+            sys_path=tuple(path or os.getcwd() for path in sys.path),
+            joining=tag.joining,
+        )
+
+    def _interface(self) -> str | None:
+        """The network device on the way to the other machines."""
+        for address in (self._place.store, self._address):
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            name = interface_towards(host, int(port))
+            if name is not None:
+                return name
+        return None
+
+    def _close_world(self) -> None:
+        self._let_go()
+        for pid in self._pids.values():
+            self._send_server("kill", pid)
+        self._pids.clear()
+        self._backlog.clear()
+        self._backlog_bytes = 0
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._send_server("forget", self._directory)
+
+    # ---- what the ranks say --------------------------------------------------------------------------------------
+
+    def _hear_ranks(self) -> None:
+        while self._wire is not None and self._hears_ranks and (received := self._wire.receive(0.0)):
+            for message, _ in received:
+                self._pass_on(message)
+
+    def _pass_on(self, message: FromWorker) -> None:
+        frames: list[Any] = []
+        if isinstance(message, Result | Failed):
+            self._holders.discard(message.rank)
+            if not self._holders:
+                self._let_go()
+        if isinstance(message, Result) and message.payload is not None:
+            payload, frames = to_frames(message.payload)
+            if frames:
+                # They are mapped, so the rank need not keep them.
+                assert self._wire is not None
+                self._wire.send((message.rank,), "control", Release(message.run_id))
+                message = replace(message, payload=payload)
+        self._tell(FromRank(), pickle.dumps(message, protocol=5), *frames, output=message if isinstance(message, Output) else None)
+
+    def _tell(self, tag: FromNode, *parts: Any, output: Output | None = None) -> None:
+        size = sum(memoryview(part).nbytes for part in parts)
+        self._backlog.append(([pickle.dumps(tag, protocol=5), *parts], size, output))
+        self._backlog_bytes += size
+        if not self._link.connected and self._backlog_bytes > BACKLOG_BYTES:
+            self._drop_oldest_output()
+
+    def _drop_oldest_output(self) -> None:
+        for place, (_, size, output) in enumerate(self._backlog):
+            if output is not None:
+                del self._backlog[place]
+                self._backlog_bytes -= size
+                self._dropped[output.rank] = self._dropped.get(output.rank, 0) + size
+                return
+
+    def _own_up(self) -> None:
+        """Say how much was thrown away."""
+        while self._dropped:
+            rank, size = self._dropped.popitem()
+            text = f"... {size:,} bytes of output from before this line are lost: no notebook listened\n"
+            message = Output(rank, 0, (Stream("stderr", text),))
+            self._backlog.appendleft(([pickle.dumps(FromRank(), protocol=5), pickle.dumps(message, protocol=5)], 0, None))
+
+    def _flush(self) -> None:
+        if self._link.connected:
+            self._own_up()
+        while self._backlog and self._link.connected:
+            parts, size, _ = self._backlog[0]
+            if not self._link.send(parts):
+                return
+            self._backlog.popleft()
+            self._backlog_bytes -= size
+
+    # ---- the fork server -----------------------------------------------------------------------------------------
+
+    def _send_server(self, *message: Any) -> None:
+        try:
+            self._server.send(message)
+        except OSError:
+            pass  # its end is noticed where it is heard
+
+    def _end(self) -> None:
+        self._close_world()
+        self._send_server("stop")
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._server.close()
+        self._link.close()
+
+
+def _start_fork_server() -> tuple[Connection, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())],
+        pass_fds=[theirs.fileno()],
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    theirs.close()
+    return Connection(ours.detach()), process
+
+
+def interface_towards(host: str, port: int) -> str | None:
+    """The network device through which this machine reaches a host; None for the loopback device and unknown hosts."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    if own.startswith("127.") or own == "::1":
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(item.address.partition("%")[0] == own for item in addresses):
+            return name
+    return None
