@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import tempfile
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from labkit.controller.launch_text import Launch
 from labkit.controller.launchers.torchrun import LocalTorchrun
@@ -15,10 +17,9 @@ from labkit.controller.nodes import Nodes, NodesWorld
 from labkit.controller.output import present_screen
 from labkit.controller.plan import PoolPlan
 from labkit.controller.tables import arrival_html, arrival_text
-from labkit.wire.key_file import KeyFile
+from labkit.errors import InvalidPoolError
+from labkit.wire.key_file import KeyFile, read_private, write_private
 from labkit.wire.transport import Keys
-
-LOCAL_LINGER_S = 0.5
 
 
 class Caller(Protocol):
@@ -37,32 +38,39 @@ class Caller(Protocol):
         """The pool is closed."""
 
 
-class AttachedSite:
-    """Machines whose agents come to this notebook.
+@dataclass(frozen=True)
+class Meeting:
+    """Where a notebook and its machines meet.
 
-    Args:
+    Attributes:
         num_nodes: How many machines.
         workers_per_node: Ranks on each.
         listen: ``tcp://INTERFACE:PORT``.
         host: Where the machines find this one.
-        key_file: Where the key file is written.
-        rdzv_endpoint: Where torchrun's agents meet; None for this machine.
-        caller: Brings the agents to life.
+        rdzv_endpoint: Where torchrun's agents meet.
+        linger_s: How long ranks wait for a notebook that has fallen silent; None for the agents' default.
     """
 
-    def __init__(
-        self,
-        num_nodes: int,
-        workers_per_node: int,
-        listen: str,
-        host: str,
-        key_file: Path,
-        rdzv_endpoint: str | None,
-        caller: Caller,
-    ) -> None:
-        self.num_nodes, self.workers_per_node, self._listen, self._host = num_nodes, workers_per_node, listen, host
-        self._key_file, self._caller = key_file, caller
-        self._rdzv_endpoint = rdzv_endpoint or f"{host}:29400"
+    num_nodes: int
+    workers_per_node: int
+    listen: str
+    host: str
+    rdzv_endpoint: str
+    linger_s: float | None = None
+
+
+class AttachedSite:
+    """Machines whose agents come to this notebook.
+
+    Args:
+        meeting: Where they meet.
+        key_file: Where the key file is written.
+        caller: Brings the agents to life.
+        keys: Those of an earlier notebook; None makes fresh ones.
+    """
+
+    def __init__(self, meeting: Meeting, key_file: Path, caller: Caller, keys: Keys | None = None) -> None:
+        self.meeting, self._key_file, self._caller, self._keys = meeting, key_file, caller, keys
         self._nodes: Nodes | None = None
 
     @property
@@ -71,18 +79,15 @@ class AttachedSite:
         assert self._nodes is not None
         return self._nodes
 
+    @property
+    def outlives_notebook(self) -> bool:
+        """Whether ranks wait for another notebook when this one is gone."""
+        return self.meeting.linger_s is not None
+
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Listen, call the agents and wait for them; see :class:`labkit.controller.world.Site`."""
         if self._nodes is None:
-            keys = Keys.generate()
-            self._nodes = Nodes(self.num_nodes, self.workers_per_node, self._listen, keys)
-            try:
-                KeyFile.of(keys).write(self._key_file)
-                connect = f"tcp://{self._host}:{self._nodes.port}"
-                self._caller.call(Launch(self.num_nodes, self.workers_per_node, connect, str(self._key_file), self._rdzv_endpoint))
-            except BaseException:
-                self.leave()
-                raise
+            self._listen()
 
         def check() -> None:
             self._caller.check()
@@ -90,6 +95,24 @@ class AttachedSite:
 
         try:
             self.nodes.await_arrival(timeout_s, check, lambda: self._caller.changed(self.nodes))
+        except BaseException:
+            self.leave()
+            raise
+
+    def _listen(self) -> None:
+        meeting, keys = self.meeting, self._keys or Keys.generate()
+        self._nodes = Nodes(meeting.num_nodes, meeting.workers_per_node, meeting.listen, keys)
+        try:
+            KeyFile.of(keys).write(self._key_file)
+            if self.outlives_notebook:
+                listen = f"{meeting.listen.rpartition(':')[0]}:{self._nodes.port}"
+                own = {name: value.decode() for name, value in asdict(keys).items()}
+                write_private(notebook_half(self._key_file), {"keys": own, "meeting": asdict(meeting) | {"listen": listen}})
+            connect = f"tcp://{meeting.host}:{self._nodes.port}"
+            per_node = meeting.workers_per_node
+            self._caller.call(
+                Launch(meeting.num_nodes, per_node, connect, str(self._key_file), meeting.rdzv_endpoint, meeting.linger_s)
+            )
         except BaseException:
             self.leave()
             raise
@@ -108,8 +131,37 @@ class AttachedSite:
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
             nodes.leave()
-        self._key_file.unlink(missing_ok=True)
+        for path in (self._key_file, notebook_half(self._key_file)):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
         self._caller.end()
+
+    def abandon(self) -> None:
+        """Stop listening without a word to the machines."""
+        nodes, self._nodes = self._nodes, None
+        if nodes is not None:
+            nodes.close()
+
+
+def earlier_site(key_file: Path) -> AttachedSite:
+    """The machines of an earlier notebook, which has left them waiting.
+
+    Raises:
+        InvalidPoolError: There is no file of that notebook beside the key file.
+    """
+    path = notebook_half(key_file)
+    content: dict[str, Any] = read_private(path, "Only a pool attached with linger_s can be attached again.")
+    try:
+        keys = Keys(**{name: value.encode() for name, value in content["keys"].items()})
+        meeting = Meeting(**content["meeting"])
+    except (KeyError, TypeError, AttributeError):
+        raise InvalidPoolError(f"{path} was not written by this version of labkit. Attach anew: WorkerPool.attach(...)") from None
+    return AttachedSite(meeting, key_file, ShownCommand(), keys)
+
+
+def notebook_half(key_file: Path) -> Path:
+    """Where the notebook keeps its own half of the keys, with which it can come back."""
+    return key_file.with_name(f"{key_file.name}.notebook")
 
 
 class ShownCommand:
@@ -141,7 +193,8 @@ class ShownCommand:
 def local_site(world_size: int) -> AttachedSite:
     """One machine, this one: torchrun is started here and its agent comes through the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
-    return AttachedSite(1, world_size, "tcp://127.0.0.1:*", "127.0.0.1", folder / "labkit.key", None, LocalTorchrun(folder))
+    meeting = Meeting(1, world_size, "tcp://127.0.0.1:*", "127.0.0.1", "")
+    return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder))
 
 
 def own_address() -> str:

@@ -6,15 +6,17 @@ import functools
 import itertools
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from labkit.controller import memory
 from labkit.controller.deaths import LastWords, describe_exit
 from labkit.controller.launchers.launcher import WorkerExit
+from labkit.controller.nodes import NodesWorld
 from labkit.controller.run import Run
 from labkit.controller.world import World
 from labkit.errors import RankFailure, WorkerStartError
+from labkit.wire.hub import Left
 from labkit.wire.messages import (
     Aborted,
     Bye,
@@ -102,6 +104,25 @@ class Members:
             self.close(kill=True)
             raise
 
+    def adopt(self, left: Mapping[int, Left], world: NodesWorld, hosts: Mapping[int, str]) -> None:
+        """Take over ranks that an earlier notebook has left running; a rank that is not among them counts as dead.
+
+        Args:
+            left: What each machine has.
+            world: Their world, the one of these members.
+            hosts: The machines' names.
+        """
+        for node_rank, found in left.items():
+            for handle, rank, pid in found.ranks:
+                life = next(self._lives)
+                self._running[rank], self._handles[rank] = life, handle
+                self.pids[rank], self.hosts[rank] = pid, hosts[node_rank]
+                world.adopt(node_rank, handle, functools.partial(self._on_exit, rank, life))
+        self._generation = max(found.generation for found in left.values())
+        for rank in set(range(self._world_size)) - set(self._running):
+            gone = "it ended while no notebook was attached"
+            self.deaths[rank] = RankFailure(rank, "died", "unseen", gone)
+
     def start_again(self, ranks: Iterable[int], group: GroupSpec) -> None:
         """Start new processes in the place of these ranks, living or dead. They wait for the others at ``group``.
 
@@ -112,10 +133,17 @@ class Members:
         self._await_end(ended, END_S)
         self._kill(ended)
         self._await_end(ended, END_S)
-        for rank in ranks:
+        started: list[int] = []
+        try:
+            for rank in ranks:
+                self._start_worker(rank, group, joining=True)
+                started.append(rank)
+        except BaseException:
+            self._kill(started)
+            raise
+        for rank in started:
             self.deaths.pop(rank, None)
             self._killed.discard(rank)
-            self._start_worker(rank, group, joining=True)
 
     def give_up(self, ranks: Iterable[int]) -> None:
         """Kill ranks that did not find their place among the others; they count as dead. Blocks for at most END_S."""
@@ -245,6 +273,10 @@ class Members:
                 received += more
             received += [(message, []) for message in self.note_deaths()]
         return received
+
+    def look(self) -> None:
+        """Take note of what has happened to the ranks' machines while nobody waited."""
+        self._world.look()
 
     @property
     def has_exits(self) -> bool:

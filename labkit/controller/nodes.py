@@ -13,7 +13,7 @@ from typing import Any
 from labkit.controller.launchers.launcher import OnExit, WorkerExit
 from labkit.controller.plan import PoolPlan
 from labkit.controller.world import ENVIRONMENT
-from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
 from labkit.ranks import name_ranks
 from labkit.wire.hub import (
     AreYouThere,
@@ -24,6 +24,7 @@ from labkit.wire.hub import (
     Hub,
     KillRank,
     Leave,
+    Left,
     NodeFailed,
     OpenWorld,
     StartRank,
@@ -86,6 +87,8 @@ class Nodes:
         self.nodes = [Node(place) for place in range(num_nodes)]
         self._handles = itertools.count(1)
         self._next_probe = 0.0
+        self._stash: list[tuple[FromWorker, list[bytes]]] = []
+        self._world_name = ""
         self.begun_anew = False
 
     # ---- arrival -------------------------------------------------------------------------------------------------
@@ -135,11 +138,34 @@ class Nodes:
 
     def open_world(self, plan: PoolPlan) -> NodesWorld:
         """Make the machines ready for the ranks of a new world."""
+        world = NodesWorld(plan, self, uuid.uuid4().hex[:12])
         for node in self.nodes:
             node.running.clear()
-            self._hub.send(node.node_rank, OpenWorld())
-        self.begun_anew = False
-        return NodesWorld(plan, self)
+            self._hub.send(node.node_rank, OpenWorld(world.name))
+        self._world_name, self.begun_anew = world.name, False
+        return world
+
+    def left(self) -> dict[int, Left]:
+        """What an earlier notebook has left running, by machine; empty unless it is one world on all of them."""
+        found = {
+            node.node_rank: node.arrived.left for node in self.nodes if node.arrived is not None and node.arrived.left is not None
+        }
+        names = {left.world for left in found.values()}
+        return found if len(found) == len(self.nodes) and len(names) == 1 else {}
+
+    def adopt(self, node_rank: int, handle: int, on_exit: OnExit) -> None:
+        """A process that was left running belongs to this notebook from now on."""
+        self.nodes[node_rank].running[handle] = on_exit
+        self._handles = itertools.count(max(handle, next(self._handles)) + 1)
+
+    def adopted_world(self, plan: PoolPlan, name: str) -> NodesWorld:
+        """The world that an earlier notebook has left."""
+        self._world_name = name
+        return NodesWorld(plan, self, name)
+
+    def close(self) -> None:
+        """Close the port without a word to the machines: their ranks wait for a notebook that comes back."""
+        self._hub.close()
 
     def leave(self) -> None:
         """Tell every machine to end, and close the port. Blocks for at most about 1 s."""
@@ -172,7 +198,13 @@ class Nodes:
             elif isinstance(tag, NodeFailed):
                 self.nodes[node_rank].fault = tag.reason
         self._probe()
-        return received
+        stashed, self._stash = self._stash, []
+        return stashed + received
+
+    def look(self) -> None:
+        """Take note of what has happened while nobody waited. What the ranks have said is kept for the next :meth:`receive`."""
+        self._next_probe = 0.0
+        self._stash = self.receive(0.0)
 
     def wake(self) -> None:
         """Make :meth:`receive` return; see :class:`Wire`."""
@@ -212,7 +244,7 @@ class Nodes:
             self.begun_anew = True
         elif before is not None and not node.reachable:
             # Its ranks count as dead, and the others have gone on without them.
-            self._hub.send(tag.node_rank, OpenWorld())
+            self._hub.send(tag.node_rank, OpenWorld(self._world_name))
         node.reachable = True
 
     def _refusal(self, tag: Arrived) -> str:
@@ -228,13 +260,13 @@ class Nodes:
         """Start a rank; returns its number.
 
         Raises:
-            WorkerStartError: Its machine is out of reach.
+            PoolStateError: Its machine is out of reach.
         """
         node = self.nodes[message.rank // self.workers_per_node]
         if not node.reachable or not self._hub.send(node.node_rank, message):
             first = node.node_rank * self.workers_per_node
             names = name_ranks(tuple(range(first, first + self.workers_per_node)))
-            raise WorkerStartError(f"{node.name} ({names}) is out of reach. Wait for it to come back, or run its command again")
+            raise PoolStateError(f"{node.name} ({names}) is out of reach. Wait until it is back, or run its command there again.")
         node.running[message.handle] = on_exit
         return message.handle
 
@@ -262,14 +294,14 @@ class NodesWorld:
     Args:
         plan: What to start.
         nodes: The machines.
+        name: No other world has it.
     """
 
     share_memory = False
 
-    def __init__(self, plan: PoolPlan, nodes: Nodes) -> None:
-        self._plan, self._nodes = plan, nodes
+    def __init__(self, plan: PoolPlan, nodes: Nodes, name: str) -> None:
+        self._plan, self._nodes, self.name = plan, nodes, name
         self.wire = nodes
-        self._name = uuid.uuid4().hex[:12]
 
     def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
         """Start the process of one rank; see :class:`labkit.controller.world.World`."""
@@ -278,13 +310,21 @@ class NodesWorld:
         message = StartRank(handle, rank, rank % per_node, per_node, self._plan.device, group, joining, ENVIRONMENT)
         return self._nodes.start(message, on_exit)
 
+    def adopt(self, node_rank: int, handle: int, on_exit: OnExit) -> None:
+        """A process that was left running is one of this pool's ranks."""
+        self._nodes.adopt(node_rank, handle, on_exit)
+
     def kill(self, handle: int) -> None:
         """Kill a process; see :class:`labkit.controller.world.World`."""
         self._nodes.kill(handle)
 
     def group(self, generation: int) -> GroupSpec:
         """Where the ranks meet: in torchrun's store, under names of this world's own."""
-        return GroupSpec(f"{self._nodes.store}/{self._name}", generation, self._plan.world_size)
+        return GroupSpec(f"{self._nodes.store}/{self.name}", generation, self._plan.world_size)
+
+    def look(self) -> None:
+        """See which machines have come and gone."""
+        self._nodes.look()
 
     def close(self) -> None:
         """Nothing is left here; the machines clean up behind their ranks."""

@@ -80,6 +80,7 @@ class WorkerPool:
         host: str | None = None,
         key_file: str | os.PathLike[str] = "labkit.key",
         rdzv_endpoint: str | None = None,
+        linger_s: float | None = None,
         start_timeout_s: float = 600.0,
         replace: bool = False,
     ) -> WorkerPool:
@@ -98,6 +99,8 @@ class WorkerPool:
             host: The name or address under which the machines find this one; None for its address on the network.
             key_file: Where the key file is written (mode 0600); it goes to every machine, and is removed when the pool is closed.
             rdzv_endpoint: ``host:port`` of one of the machines, where torchrun's agents meet; None for this machine, port 29400.
+            linger_s: Let the ranks wait that long for a notebook that has gone without closing its pool; :meth:`reattach` comes
+                back to them. None ends them with the notebook.
             start_timeout_s: How long to wait for the machines and their ranks, in seconds.
             replace: Close an open pool first instead of refusing.
 
@@ -111,15 +114,9 @@ class WorkerPool:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
         pool._closed = True
-        site = attach.AttachedSite(
-            num_nodes,
-            workers_per_node,
-            listen,
-            host or attach.own_address(),
-            Path(key_file).absolute(),
-            rdzv_endpoint,
-            attach.ShownCommand(),
-        )
+        address = host or attach.own_address()
+        meeting = attach.Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", linger_s)
+        site = attach.AttachedSite(meeting, Path(key_file).absolute(), attach.ShownCommand())
         with held_sigint() as stop_if_asked:
             site.prepare(start_timeout_s, stop_if_asked)
         try:
@@ -128,6 +125,52 @@ class WorkerPool:
             site.leave()
             raise
         pool._begin(site, start_timeout_s)
+        return pool
+
+    @classmethod
+    def reattach(
+        cls, key_file: str | os.PathLike[str] = "labkit.key", *, start_timeout_s: float = 60.0, replace: bool = False
+    ) -> WorkerPool:
+        """Come back to ranks that an earlier notebook has left waiting, their variables intact.
+
+        The earlier pool was attached with ``linger_s``, on this machine, and its notebook is gone: its kernel was restarted, or
+        has died. A run that is still in progress is waited for and shown, and can be interrupted.
+
+        Ranks: controller. Blocks for at most ``start_timeout_s``, and as long as a run in progress lasts.
+
+        Args:
+            key_file: The earlier pool's key file.
+            start_timeout_s: How long to wait for the machines, in seconds.
+            replace: Close an open pool first instead of refusing.
+
+        Raises:
+            InvalidPoolError: There is no such pool, or its port is taken: its notebook lives.
+            PoolStateError: Another pool is open and ``replace`` is False, or no rank was left: attach anew.
+            WorkerStartError: A machine did not come back in time.
+            RunReport: The run in progress did not finish on every rank. The pool is open: ``labkit.current_pool()``.
+        """
+        if not replace:
+            refuse_second_pool(_CLOSE_IT)
+        pool = cls.__new__(cls)
+        pool._closed = True
+        site = attach.earlier_site(Path(key_file).absolute())
+        with held_sigint() as stop_if_asked:
+            site.prepare(start_timeout_s, stop_if_asked)
+        left = site.nodes.left()
+        if not left:
+            site.leave()
+            raise PoolStateError("no rank is left of the earlier pool on its machines. Attach anew: WorkerPool.attach(...)")
+        if (other := open_pool()) is not None:
+            other.close()
+        pool._site, pool._start_timeout_s = site, start_timeout_s
+        meeting, nodes = site.meeting, site.nodes
+        pool._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, "auto", nodes.num_gpus)
+        world = nodes.adopted_world(pool._plan, next(iter(left.values())).world)
+        pool._members = Members(pool.world_size, world)
+        pool._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
+        pool._open()
+        busy = tuple(sorted(rank for found in left.values() for rank in found.busy))
+        pool._runner.resume(max(found.run_id for found in left.values()), busy)
         return pool
 
     def _begin(self, site: Site, start_timeout_s: float) -> None:
@@ -146,10 +189,19 @@ class WorkerPool:
             except BaseException:
                 self._site.leave()
                 raise
-            self._runner = Runner(self._members, self.world_size)
-            self._closed = False
-            set_open_pool(self)
-            atexit.register(self.close)
+            self._open()
+
+    def _open(self) -> None:
+        self._runner = Runner(self._members, self.world_size)
+        self._closed = False
+        set_open_pool(self)
+        atexit.register(self._at_exit)
+
+    def _at_exit(self) -> None:
+        if isinstance(self._site, attach.AttachedSite) and self._site.outlives_notebook:
+            self._site.abandon()
+        else:
+            self.close()
 
     # ---- what the pool is ----------------------------------------------------------------------------------------
 
@@ -176,7 +228,7 @@ class WorkerPool:
     @property
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
-        return {} if self._closed else dict(self._members.pids)
+        return {} if self._closed else dict(sorted(self._members.pids.items()))
 
     def __repr__(self) -> str:
         if self._closed:
@@ -355,6 +407,7 @@ class WorkerPool:
             self._end_ranks()
             self._start()
             return
+        self._runner.look_around()
         left = set(self._runner.dead_ranks) - set(chosen)
         if left:
             raise PoolStateError(
@@ -380,13 +433,13 @@ class WorkerPool:
             return
         with self._runner.alone(), held_sigint():
             self._closed = True
-            atexit.unregister(self.close)
+            atexit.unregister(self._at_exit)
             self._members.close()
 
     def abandon(self) -> None:
         """Forget the ranks without a word to them: what a forked child of this process does, to which they do not belong."""
         self._closed = True
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
 
     def __enter__(self) -> WorkerPool:
         """Use the pool as a context manager: it closes at the end."""
@@ -403,6 +456,7 @@ class WorkerPool:
             raise PoolStateError("the pool is closed. Start it again with pool.restart(), or make a new labkit.WorkerPool(...).")
         chosen = parse_ranks(ranks, self.world_size)
         sending.check_limit(timeout_s)
+        self._runner.look_around()
         if self._site.begun_anew:
             self.restart()
             present_screen().text("stderr", _BEGUN_ANEW)

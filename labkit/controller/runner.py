@@ -68,6 +68,11 @@ class Runner:
                 self._members.note_deaths()
         return self._members.dead_ranks
 
+    def look_around(self) -> None:
+        """Take note of what has happened while no run was in progress. Does nothing while one is."""
+        with contextlib.suppress(PoolStateError), self.alone():
+            self._members.look()
+
     def refuse_dead(self) -> None:
         """Refuse work when a rank is dead.
 
@@ -130,6 +135,26 @@ class Runner:
         if self._sigint:
             raise KeyboardInterrupt
         return run
+
+    def resume(self, run_id: int, ranks: tuple[int, ...]) -> None:
+        """Take over from an earlier notebook: runs are counted on, and one that is still in progress is waited for, output and all.
+
+        Args:
+            run_id: The last run that was asked for.
+            ranks: The ranks that have not ended it.
+
+        Raises:
+            RunReport: It did not finish on every one of these ranks.
+        """
+        self._count = run_id
+        if not ranks:
+            return
+        with self.alone(), self._sigint_stops_the_run():
+            run = Run(run_id, ranks)
+            self._members.begin(run)
+            self._wait(run, None, lambda: None)
+            self._mend(run)
+        raise_for(run, None, self._ways_back(self._members.dead_ranks))
 
     def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None]) -> None:
         screen: Screen = present_screen()

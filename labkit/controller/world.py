@@ -51,6 +51,9 @@ class World(Protocol):
     def group(self, generation: int) -> GroupSpec:
         """Where the ranks meet to form the groups of a generation."""
 
+    def look(self) -> None:
+        """Take note of what has happened while nobody waited for messages."""
+
     def close(self) -> None:
         """Every process has ended: leave nothing behind."""
 
@@ -131,8 +134,11 @@ class LocalWorld:
 
     def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
         """Start the process of one rank; see :class:`World`."""
+        return self._launcher.start(self._spec(rank, group, joining), on_exit)
+
+    def _spec(self, rank: int, group: GroupSpec, joining: bool) -> WorkerSpec:
         defaults = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-        spec = WorkerSpec(
+        return WorkerSpec(
             rank=rank,
             local_rank=rank,
             local_world_size=self._plan.world_size,
@@ -145,7 +151,6 @@ class LocalWorld:
             sys_path=tuple(path or os.getcwd() for path in sys.path),
             joining=joining,
         )
-        return self._launcher.start(spec, on_exit)
 
     def kill(self, handle: int) -> None:
         """Kill a process; see :class:`World`."""
@@ -154,6 +159,9 @@ class LocalWorld:
     def group(self, generation: int) -> GroupSpec:
         """Where the ranks meet; see :class:`World`."""
         return GroupSpec(os.path.join(self._directory, f"store-{generation}"), generation, self._plan.world_size)
+
+    def look(self) -> None:
+        """Ends of processes are reported by themselves; see :class:`World`."""
 
     def close(self) -> None:
         """Close the wire and remove the directory."""

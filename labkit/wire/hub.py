@@ -36,6 +36,25 @@ LINGER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
+class Left(Record):
+    """The ranks that run on a machine.
+
+    Attributes:
+        world: The name of their world, from `OpenWorld`.
+        ranks: Number, rank and process id of each.
+        generation: Of the process groups that were asked for last.
+        run_id: The run that was asked for last.
+        busy: The ranks that have not ended it.
+    """
+
+    world: str
+    ranks: tuple[tuple[int, int, int], ...]
+    generation: int
+    run_id: int
+    busy: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Arrived(Record):
     """An agent is there. It says so again each time its connection is made anew.
 
@@ -48,6 +67,7 @@ class Arrived(Record):
         store: ``tcp://host:port`` of the key-value store that torchrun keeps for its workers.
         restarts: How often torchrun has started its workers anew.
         versions: Of what must be equal everywhere, by name.
+        left: What an earlier notebook has left running there; None where nothing was started.
     """
 
     node_rank: int
@@ -58,6 +78,7 @@ class Arrived(Record):
     store: str
     restarts: int
     versions: dict[str, str]
+    left: Left | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +110,9 @@ class KillRank(Record):
 
 @dataclass(frozen=True, slots=True)
 class OpenWorld(Record):
-    """Ranks of a new world are about to be started; what is left of an earlier one is killed."""
+    """Ranks of a new world of that name are about to be started; what is left of an earlier one is killed."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from labkit.errors import InvalidPoolError
 from labkit.wire.transport import Keys
@@ -33,21 +34,8 @@ class KeyFile:
         return Keys(self.server_public.encode(), b"", self.client_public.encode(), self.client_secret.encode())
 
     def write(self, path: Path) -> None:
-        """Write the file for this user alone (mode 0600), over one that is there.
-
-        Raises:
-            InvalidPoolError: It cannot be written.
-        """
-        beside = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(fd, "w") as file:
-                os.fchmod(fd, 0o600)
-                json.dump(asdict(self), file)
-            os.replace(beside, path)
-        except OSError as error:
-            raise InvalidPoolError(f"the key file {path} cannot be written: {error.strerror}. Name another: key_file=...") from None
+        """Write the file; see :func:`write_private`."""
+        write_private(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> KeyFile:
@@ -57,16 +45,49 @@ class KeyFile:
             InvalidPoolError: It is not there, others may read it, or it is no key file.
         """
         try:
-            with open(path) as file:
-                mode = os.fstat(file.fileno()).st_mode & 0o777
-                content = json.load(file)
-            found = cls(**content)
-        except OSError as error:
-            raise InvalidPoolError(
-                f"the key file {path} cannot be read: {error.strerror}. Copy it here from the notebook's machine, with mode 0600."
-            ) from None
-        except (ValueError, TypeError):
+            return cls(**read_private(path, "Copy it here from the notebook's machine, with mode 0600."))
+        except TypeError:
             raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.") from None
-        if mode & 0o077:
-            raise InvalidPoolError(f"others than its owner may read {path} (mode {mode:o}). Run: chmod 600 {path}")
-        return found
+
+
+def write_private(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON for this user alone (mode 0600), over a file that is there.
+
+    Raises:
+        InvalidPoolError: It cannot be written.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            os.fchmod(fd, 0o600)
+            json.dump(content, file)
+        os.replace(beside, path)
+    except OSError as error:
+        raise InvalidPoolError(f"the key file {path} cannot be written: {error.strerror}. Name another: key_file=...") from None
+
+
+def read_private(path: Path, otherwise: str) -> dict[str, Any]:
+    """Read JSON from a file that only its owner may read.
+
+    Args:
+        path: The file.
+        otherwise: What to do when it is not there.
+
+    Raises:
+        InvalidPoolError: It is not there, others may read it, or it is no JSON.
+    """
+    try:
+        with open(path) as file:
+            mode = os.fstat(file.fileno()).st_mode & 0o777
+            content = json.load(file)
+    except OSError as error:
+        raise InvalidPoolError(f"the key file {path} cannot be read: {error.strerror}. {otherwise}") from None
+    except ValueError:
+        raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.") from None
+    if mode & 0o077:
+        raise InvalidPoolError(f"others than its owner may read {path} (mode {mode:o}). Run: chmod 600 {path}")
+    if not isinstance(content, dict):
+        raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.")
+    return content

@@ -39,6 +39,7 @@ from labkit.wire.hub import (
     HubLink,
     KillRank,
     Leave,
+    Left,
     NodeFailed,
     OpenWorld,
     StartRank,
@@ -118,7 +119,11 @@ class Agent:
         self._met = False
         self._wire: ControllerWire | None = None
         self._directory = ""
+        self._world = ""
         self._pids: dict[int, int] = {}
+        self._ranks: dict[int, int] = {}
+        self._generation = self._run_id = 0
+        self._busy: set[int] = set()
         self._backlog: deque[tuple[list[Any], int, Output | None]] = deque()
         self._backlog_bytes = 0
         self._dropped: dict[int, int] = {}
@@ -179,6 +184,7 @@ class Agent:
         handle = next((handle for handle, other in self._pids.items() if other == pid), None)
         if handle is not None:
             del self._pids[handle]
+            self._busy.discard(rank)
             self._hear_ranks()  # what it sent before it died comes first
             self._tell(Exited(handle, code, *rests, peak))
 
@@ -225,21 +231,33 @@ class Agent:
                 place.store,
                 place.restarts,
                 versions(),
+                self._left(),
             )
             self._link.send([pickle.dumps(tag, protocol=5)])
+
+    def _left(self) -> Left | None:
+        if not self._world:
+            return None
+        ranks = tuple((handle, self._ranks[handle], pid) for handle, pid in sorted(self._pids.items()))
+        return Left(self._world, ranks, self._generation, self._run_id, tuple(sorted(self._busy)))
 
     def _do(self, tag: ToNode, parts: list[bytes]) -> None:
         if isinstance(tag, ForRanks):
             if self._wire is not None:
                 message = pickle.loads(parts[0])
+                if isinstance(message, Execute):
+                    self._run_id, self._busy = message.run_id, set(tag.ranks)
+                    self._generation = message.group.generation if message.group is not None else self._generation
                 self._wire.send(tag.ranks, tag.channel, self._kept_here(message, tag.ranks, parts[1:]))
         elif isinstance(tag, StartRank):
+            self._ranks[tag.handle], self._generation = tag.rank, tag.group.generation
             self._send_server("start", tag.handle, self._spec(tag))
         elif isinstance(tag, KillRank):
             if tag.handle in self._pids:
                 self._send_server("kill", self._pids[tag.handle])
         elif isinstance(tag, OpenWorld):
             self._close_world()
+            self._world = tag.name
             base = tempfile.gettempdir()
             self._directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
             self._send_server("directory", self._directory)
@@ -296,6 +314,9 @@ class Agent:
         for pid in self._pids.values():
             self._send_server("kill", pid)
         self._pids.clear()
+        self._ranks.clear()
+        self._busy.clear()
+        self._world, self._generation, self._run_id = "", 0, 0
         self._backlog.clear()
         self._backlog_bytes = 0
         if self._wire is not None:
@@ -315,6 +336,7 @@ class Agent:
         frames: list[Any] = []
         if isinstance(message, Result | Failed):
             self._holders.discard(message.rank)
+            self._busy.discard(message.rank)
             if not self._holders:
                 self._let_go()
         if isinstance(message, Result) and message.payload is not None:

@@ -16,6 +16,7 @@ from labkit.controller.launchers import fork_server
 from labkit.controller.launchers.fork_server import ForkServer
 from labkit.controller.launchers.launcher import OnExit
 from labkit.controller.members import Members
+from labkit.controller.world import LocalWorld
 from labkit.errors import WorkerStartError
 from labkit.wire.spec import WorkerSpec
 from tests.process.patience import DEATH_S, LOAD, until
@@ -73,15 +74,15 @@ def test_case_7_rank_that_cannot_reach_the_others_is_named_with_the_reason(monke
 
 
 def test_case_7_rank_that_cannot_enter_the_folder_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = Members._spec
+    spec = LocalWorld._spec
 
-    def elsewhere(self: Members, *args: object, **options: object) -> WorkerSpec:
+    def elsewhere(self: LocalWorld, *args: object, **options: object) -> WorkerSpec:
         found = spec(self, *args, **options)  # type: ignore[arg-type]
         object.__setattr__(found, "cwd", "/no/such/folder")
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Members, "_spec", elsewhere)
+        patch.setattr(LocalWorld, "_spec", elsewhere)
         with pytest.raises(WorkerStartError, match=r"rank [01] did not start") as caught:
             WorkerPool(2, device="cpu")
     assert "No such file or directory: '/no/such/folder'" in caught.value.stderr_tail
