@@ -87,6 +87,7 @@ class Runner:
         timeout_s: float | None,
         *,
         packed: Packed | None = None,
+        screen: Screen | None = None,
         **fields: Any,
     ) -> Run:
         """Send one piece of work and wait until every rank has ended it.
@@ -96,6 +97,7 @@ class Runner:
             ranks: Who runs it.
             timeout_s: Interrupt it after this many seconds.
             packed: Its payload; closed here.
+            screen: Where the ranks' output appears; None for the running cell or the terminal.
             **fields: Further fields of the message.
 
         Returns:
@@ -119,7 +121,7 @@ class Runner:
                     for rank in ranks:
                         self._members.send_work(rank, message, packed.frames if packed is not None else ())
 
-                self._wait(run, timeout_s, send)
+                self._wait(run, timeout_s, send, screen or present_screen())
                 self._mend(run)
         finally:
             if packed is not None:
@@ -132,8 +134,7 @@ class Runner:
             raise KeyboardInterrupt
         return run
 
-    def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None]) -> None:
-        screen: Screen = present_screen()
+    def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None], screen: Screen) -> None:
         output = RankOutput(screen, run.run_id, label=self._world_size > 1)
 
         def show(message: Output) -> None:
