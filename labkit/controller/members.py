@@ -73,6 +73,11 @@ class Members:
         return self._world.share_memory
 
     @property
+    def places(self) -> Mapping[int, str]:
+        """The machine of each rank, where there is more than one."""
+        return self._world.places
+
+    @property
     def all_ranks(self) -> tuple[int, ...]:
         """Every rank that lives."""
         return tuple(rank for rank in range(self._world_size) if rank not in self.deaths)

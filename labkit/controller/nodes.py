@@ -132,6 +132,16 @@ class Nodes:
             stop_if_asked()
 
     @property
+    def places(self) -> dict[int, str]:
+        """The machine of each rank by a name that tells them apart; empty where there is one machine."""
+        names = [node.arrived.hostname if node.arrived is not None else "" for node in self.nodes]
+        if len(set(names)) < len(names):
+            names = [f"node {node.node_rank}" for node in self.nodes]
+        if len(names) == 1:
+            return {}
+        return {rank: names[rank // self.workers_per_node] for rank in range(len(names) * self.workers_per_node)}
+
+    @property
     def num_gpus(self) -> int:
         """The fewest GPUs that any machine has."""
         return min((node.arrived.num_gpus if node.arrived is not None else 0) for node in self.nodes)
@@ -309,6 +319,11 @@ class NodesWorld:
         handle = self._nodes.next_handle()
         message = StartRank(handle, rank, rank % per_node, per_node, self._plan.device, group, joining, ENVIRONMENT)
         return self._nodes.start(message, on_exit)
+
+    @property
+    def places(self) -> dict[int, str]:
+        """The machine of each rank, where there is more than one."""
+        return self._nodes.places
 
     def adopt(self, node_rank: int, handle: int, on_exit: OnExit) -> None:
         """A process that was left running is one of this pool's ranks."""

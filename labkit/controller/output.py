@@ -1,8 +1,8 @@
 """Shows what the ranks put out, in the cell that runs, while it runs.
 
-Text is shown line by line with its rank in front. A line that is not finished yet (a progress bar, a prompt) is shown in
-one display of its own that is updated in place, and as text when it is finished or the run ends. So nothing that a rank
-wrote is lost in the saved notebook, and nothing is shown twice.
+Text is shown line by line, and the screen is told whose it is. A line that is not finished yet (a progress bar, a prompt) is
+shown in one display of its own that is updated in place, and as text when it is finished or the run ends. So nothing that a
+rank wrote is lost in the saved notebook, and nothing is shown twice.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from labkit.ranks import name_ranks
@@ -26,31 +26,43 @@ GATHER_S = 0.05
 
 
 class Screen(Protocol):
-    """Where output appears."""
+    """Where output appears, and how it says whose it is. A rank of None needs no name: the pool has one rank, or all are meant."""
 
-    def text(self, name: StreamName, text: str) -> None:
-        """Show finished text."""
+    def text(self, name: StreamName, text: str, rank: int | None = None) -> None:
+        """Show whole lines of a rank."""
 
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
-        """Show or update a mime bundle."""
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
+    ) -> None:
+        """Show or update a mime bundle of a rank."""
 
     def clear(self, wait: bool) -> None:
         """Clear the cell's output."""
 
 
 class TerminalScreen:
-    """Plain standard streams, for scripts and terminals."""
+    """Plain standard streams, for scripts and terminals.
 
-    def text(self, name: StreamName, text: str) -> None:
-        """Write to the stream of that name."""
+    Args:
+        places: The machine of each rank, where there is more than one.
+    """
+
+    def __init__(self, places: Mapping[int, str] | None = None) -> None:
+        self._places = places or {}
+
+    def text(self, name: StreamName, text: str, rank: int | None = None) -> None:
+        """Write to the stream of that name, with the rank in front of each line."""
         stream = sys.stdout if name == "stdout" else sys.stderr
-        stream.write(text)
+        stream.write(labelled(text, rank, self._places))
         stream.flush()
 
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
-        """Write the bundle's text."""
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
+    ) -> None:
+        """Write the bundle's text, under the rank's name."""
         if "text/plain" in data and not update:
-            self.text("stdout", f"{data['text/plain']}\n")
+            owner = "" if rank is None else f"{heading((rank,))['text/plain']}\n"
+            self.text("stdout", f"{owner}{data['text/plain']}\n")
 
     def clear(self, wait: bool) -> None:
         """A terminal keeps what it has shown."""
@@ -59,10 +71,14 @@ class TerminalScreen:
 class NotebookScreen(TerminalScreen):
     """The running cell of a Jupyter kernel."""
 
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
-        """Publish the bundle."""
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
+    ) -> None:
+        """Publish the bundle, under the rank's name."""
         from IPython.display import publish_display_data
 
+        if rank is not None and not update:
+            publish_display_data(heading((rank,)))
         transient = {"display_id": display_id} if display_id else None
         publish_display_data(data, metadata, transient=transient, update=update)
 
@@ -73,11 +89,29 @@ class NotebookScreen(TerminalScreen):
         clear_output(wait)
 
 
-def present_screen() -> Screen:
-    """The notebook's cell when this process is a Jupyter kernel, else the terminal."""
+def present_screen(places: Mapping[int, str] | None = None) -> Screen:
+    """The notebook's cell when this process is a Jupyter kernel, else the terminal.
+
+    Args:
+        places: The machine of each rank, where there is more than one.
+    """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
-    return NotebookScreen() if shell is not None and hasattr(shell, "kernel") else TerminalScreen()
+    return NotebookScreen(places) if shell is not None and hasattr(shell, "kernel") else TerminalScreen(places)
+
+
+def labelled(text: str, rank: int | None, places: Mapping[int, str] | None = None) -> str:
+    """Whole lines with the rank in front of each, and its machine where that is known."""
+    if rank is None:
+        return text
+    owner = f"[rank {rank}, {places[rank]}]" if places and rank in places else f"[rank {rank}]"
+    return "".join(f"{owner} {line}\n" for line in text.removesuffix("\n").split("\n"))
+
+
+def heading(ranks: Sequence[int]) -> dict[str, Any]:
+    """A mime bundle that says whose displays follow."""
+    name = name_ranks(ranks)
+    return {"text/plain": f"{name}:", "text/html": f"<b>{name}</b>"}
 
 
 class RankOutput:
@@ -86,7 +120,7 @@ class RankOutput:
     Args:
         screen: Where it appears.
         run_id: The run, for the names of displays.
-        label: Put the rank in front of each line; off for a run on one rank of a pool of one.
+        label: Tell the screen whose output it is; off for a pool of one rank.
     """
 
     def __init__(self, screen: Screen, run_id: int, *, label: bool = True) -> None:
@@ -137,7 +171,7 @@ class RankOutput:
             self._close_lines(rank)
         self._update_live()
         for rank, count in sorted(self._cut.items()):
-            self._screen.text("stderr", f"{self._prefix(rank)}... {count:,} more characters of output are not shown\n")
+            self._screen.text("stderr", f"... {count:,} more characters of output are not shown\n", self._named(rank))
         self._show_values()
 
     def _feed_text(self, rank: int, item: Stream) -> None:
@@ -174,8 +208,7 @@ class RankOutput:
                 return
             text = text if text.endswith("\n") else text + "\n"
         self._shown[rank] = self._shown.get(rank, 0) + len(text)
-        prefix = self._prefix(rank)
-        self._screen.text(name, "".join(f"{prefix}{line}\n" for line in text[:-1].split("\n")))
+        self._screen.text(name, text, self._named(rank))
 
     def _close_lines(self, rank: int) -> None:
         for name in ("stdout", "stderr"):
@@ -189,13 +222,13 @@ class RankOutput:
             self._screen.clear(item.wait)
             return
         display_id = f"labkit-{self._run_id}-{rank}-{item.display_id}" if item.display_id else None
-        if item.action == "display" and self._label:
-            self._screen.display(*_heading(f"rank {rank}"), None, False)
-        self._screen.display(item.data, item.metadata, display_id, item.action == "update")
+        self._screen.display(item.data, item.metadata, display_id, item.action == "update", self._named(rank))
 
     def _update_live(self) -> None:
         """Show unfinished lines in a display of their own once they have stood for a moment."""
-        text = "\n".join(f"{self._prefix(rank)}{_end_of(_overwritten(line))}" for (rank, _), line in sorted(self._open.items()))
+        open_lines = sorted(self._open.items())
+        text = "".join(labelled(f"{_end_of(_overwritten(line))}\n", self._named(rank)) for (rank, _), line in open_lines)
+        text = text.removesuffix("\n")
         if not text and self._live_id is None:
             self._live_since = None
             return
@@ -229,7 +262,7 @@ class RankOutput:
             return
         for ranks, shown in groups:
             if self._label:
-                self._screen.display(*_heading(name_ranks(ranks)), None, False)
+                self._screen.display(heading(ranks), {}, None, False)
             self._screen.display(shown.data, shown.metadata, None, False)
 
     def _show_plain(self, groups: list[tuple[list[int], str]]) -> None:
@@ -241,8 +274,8 @@ class RankOutput:
 
         self._screen.display({"text/plain": "\n".join(one(ranks, text) for ranks, text in groups)}, {}, None, False)
 
-    def _prefix(self, rank: int) -> str:
-        return f"[rank {rank}] " if self._label else ""
+    def _named(self, rank: int) -> int | None:
+        return rank if self._label else None
 
 
 def _overwritten(line: str) -> str:
@@ -263,7 +296,3 @@ def _settled(line: str) -> str:
     """The unfinished line without what carriage returns have overwritten: a progress bar of hours stays one line long."""
     head, returned, tail = line.rpartition("\r")
     return f"{_overwritten(head)}\r{tail}" if returned else line
-
-
-def _heading(text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    return {"text/plain": f"{text}:", "text/html": f"<b>{text}</b>"}, {}

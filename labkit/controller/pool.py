@@ -14,7 +14,7 @@ from labkit.controller.current import open_pool, refuse_second_pool, set_open_po
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import held_sigint
 from labkit.controller.members import Members
-from labkit.controller.output import present_screen
+from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
 from labkit.errors import PoolStateError
@@ -278,6 +278,7 @@ class WorkerPool:
         timeout_s: float | None = None,
         want_value: bool = False,
         cell_number: int | None = None,
+        screen: Screen | None = None,
     ) -> RankResults[Any] | None:
         """Run notebook source on the ranks, as ``%%spmd`` does.
 
@@ -289,6 +290,7 @@ class WorkerPool:
             timeout_s: Interrupt the run after this many seconds.
             want_value: Return the last expression's values instead of displaying them.
             cell_number: The notebook's number for the cell, for tracebacks.
+            screen: Where the ranks' output appears; None for the running cell or the terminal.
 
         Returns:
             The values with ``want_value``, else None.
@@ -299,7 +301,8 @@ class WorkerPool:
         """
         chosen = self._choose(ranks, timeout_s)
         sending.check_syntax(source, f"<cell {cell_number}>" if cell_number else "<cell>")
-        run = self._runner.execute("cell", chosen, timeout_s, source=source, want_value=want_value, cell_number=cell_number)
+        fields: dict[str, Any] = {"source": source, "want_value": want_value, "cell_number": cell_number}
+        run = self._runner.execute("cell", chosen, timeout_s, screen=screen, **fields)
         return self._runner.values(run) if want_value else None
 
     def push(self, *, ranks: RankSpec = None, timeout_s: float | None = None, **variables: Any) -> None:

@@ -92,6 +92,7 @@ class Runner:
         timeout_s: float | None,
         *,
         packed: Packed | None = None,
+        screen: Screen | None = None,
         **fields: Any,
     ) -> Run:
         """Send one piece of work and wait until every rank has ended it.
@@ -101,6 +102,7 @@ class Runner:
             ranks: Who runs it.
             timeout_s: Interrupt it after this many seconds.
             packed: Its payload; closed here.
+            screen: Where the ranks' output appears; None for the running cell or the terminal.
             **fields: Further fields of the message.
 
         Returns:
@@ -123,7 +125,7 @@ class Runner:
                 def send() -> None:
                     self._members.send_work(ranks, message, packed.frames if packed is not None else ())
 
-                self._wait(run, timeout_s, send)
+                self._wait(run, timeout_s, send, screen or present_screen(self._members.places))
                 self._mend(run)
         finally:
             if packed is not None:
@@ -152,12 +154,11 @@ class Runner:
         with self.alone(), self._sigint_stops_the_run():
             run = Run(run_id, ranks)
             self._members.begin(run)
-            self._wait(run, None, lambda: None)
+            self._wait(run, None, lambda: None, present_screen(self._members.places))
             self._mend(run)
         raise_for(run, None, self._ways_back(self._members.dead_ranks))
 
-    def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None]) -> None:
-        screen: Screen = present_screen()
+    def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None], screen: Screen) -> None:
         output = RankOutput(screen, run.run_id, label=self._world_size > 1)
 
         def show(message: Output) -> None:

@@ -6,7 +6,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from labkit.controller import plan as plan_module
@@ -41,6 +42,10 @@ class World(Protocol):
     @property
     def share_memory(self) -> bool:
         """Whether large buffers reach the ranks as memory files."""
+
+    @property
+    def places(self) -> Mapping[int, str]:
+        """The machine of each rank, where there is more than one."""
 
     def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
         """Start the process of one rank; returns a number for :meth:`kill`. ``on_exit`` is called once, from any thread."""
@@ -117,6 +122,7 @@ class LocalWorld:
     """
 
     share_memory = True
+    places: Mapping[int, str] = MappingProxyType({})
 
     def __init__(self, plan: PoolPlan, launcher: Launcher) -> None:
         self._plan, self._launcher = plan, launcher

@@ -119,13 +119,14 @@ class LabkitMagics(Magics):
                 f"Write what {options.out} is to hold in a last line."
             )
         try:
-            with rank_tabs.in_tabs(self.shell, ranks) if options.tabs and pool.world_size > 1 else nullcontext():
+            with rank_tabs.in_tabs(ranks) if options.tabs and pool.world_size > 1 else nullcontext() as screen:
                 values = pool.run_cell(
                     _with_first_line(line, cell),
                     ranks=ranks,
                     timeout_s=options.timeout,
                     want_value=options.out is not None,
                     cell_number=_present_number(self.shell),
+                    screen=screen,
                 )
         except SyntaxError as error:
             raise CellSyntaxError(error) from None

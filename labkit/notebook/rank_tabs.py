@@ -6,27 +6,24 @@ While the cell runs the tabs are a widget. When it ends, tabs in plain HTML take
 
 from __future__ import annotations
 
-import io
-import re
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from labkit.controller.output import Screen, present_screen
 from labkit.notebook.live import Place, widgets_work
 from labkit.notebook.rank_items import Item, RankItems, items_html, tabs_html, tabs_text
 
 if TYPE_CHECKING:
     from ipywidgets import HTML, Tab
 
+    from labkit.wire.messages import StreamName
+
 UPDATE_EVERY_S = 0.25
 # Of a long output the end is shown while it grows; all of it when the cell has ended.
 LIVE_CHARS = 20_000
-_LINE = re.compile(r"\[rank (\d+)\] (.*)", re.DOTALL)
-_HEADING = re.compile(r"rank (\d+):")
-_OWN_DISPLAY = re.compile(r"labkit-\d+-(\d+)-")
 
 
 # While the cell runs -------------------------------------------------------------------------------------------------
@@ -98,79 +95,50 @@ def _end_of(item: Item) -> Item:
     return item if item.data is not None or len(item.text) <= LIVE_CHARS else Item(f"...{item.text[-LIVE_CHARS:]}")
 
 
-class _Lines(io.TextIOBase):
-    """Takes the ranks' lines out of a stream and hands everything else on."""
+class _TabsScreen:
+    """Puts what is a rank's into its tab, and everything else on the screen behind."""
 
-    def __init__(self, view: TabsView, original: Any) -> None:
-        self._view, self._original = view, original
+    def __init__(self, view: TabsView, behind: Screen) -> None:
+        self._view, self._behind = view, behind
 
-    def writable(self) -> bool:
-        """It is there to be written to."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Sort the lines."""
+    def text(self, name: StreamName, text: str, rank: int | None = None) -> None:
+        """Put a rank's lines into its tab."""
+        if rank is None:
+            self._behind.text(name, text)
+            return
         with self._view.lock:
-            for line in text.splitlines(keepends=True):
-                if found := _LINE.match(line):
-                    self._view.items.add_text(int(found[1]), found[2])
-                else:
-                    self._original.write(line)
+            self._view.items.add_text(rank, text)
             self._view.changed()
-        return len(text)
 
-    def flush(self) -> None:
-        """Flush the stream behind it."""
-        self._original.flush()
-
-
-class _Publisher:
-    """Takes the ranks' displays and hands everything else on to the shell's publisher."""
-
-    def __init__(self, view: TabsView, original: Any) -> None:
-        self._view, self._original = view, original
-        self._heading: int | None = None
-
-    def publish(self, data: dict[str, Any], metadata: dict[str, Any] | None = None, **more: Any) -> None:
-        """See IPython's DisplayPublisher."""
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
+    ) -> None:
+        """Put a rank's display into its tab."""
+        if rank is None:
+            self._behind.display(data, metadata, display_id, update)
+            return
         with self._view.lock:
-            display_id = (more.get("transient") or {}).get("display_id")
-            update = bool(more.get("update"))
-            rank, self._heading = self._heading, None
-            if rank is None and display_id and (owner := _OWN_DISPLAY.match(display_id)):
-                rank = int(owner[1])
-            if rank is not None:
-                self._view.items.add_display(rank, data, display_id, update)
-                self._view.changed()
-            elif set(data) == {"text/plain", "text/html"} and (found := _HEADING.fullmatch(data["text/plain"])):
-                self._heading = int(found[1])
-            else:
-                self._original.publish(data, metadata, **more)
+            self._view.items.add_display(rank, data, display_id, update)
+            self._view.changed()
 
-    def clear_output(self, wait: bool = False) -> None:
+    def clear(self, wait: bool) -> None:
         """Forget what the ranks have put out."""
-        self._view.items.clear()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._original, name)
+        with self._view.lock:
+            self._view.items.clear()
+            self._view.changed()
 
 
 @contextmanager
-def in_tabs(shell: Any, ranks: Sequence[int]) -> Iterator[None]:
-    """While the block runs, show what the ranks put out in tabs.
+def in_tabs(ranks: Sequence[int]) -> Iterator[Screen]:
+    """A screen that shows what each rank puts out in a tab of its own, until the block ends.
 
     Ranks: controller.
 
     Args:
-        shell: The notebook's shell.
         ranks: The ranks that run; each gets a tab.
     """
     view = TabsView(ranks)
-    streams, publisher = (sys.stdout, sys.stderr), shell.display_pub
-    shell.display_pub = _Publisher(view, publisher)
-    sys.stdout, sys.stderr = (_Lines(view, stream) for stream in streams)
     try:
-        yield
+        yield _TabsScreen(view, present_screen())
     finally:
-        (sys.stdout, sys.stderr), shell.display_pub = streams, publisher
         view.finish()

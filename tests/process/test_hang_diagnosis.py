@@ -32,10 +32,12 @@ class Screen:
         self.texts: list[str] = []
         self.displays: list[dict[str, Any]] = []
 
-    def text(self, name: StreamName, text: str) -> None:
+    def text(self, name: StreamName, text: str, rank: int | None = None) -> None:
         self.texts.append(text)
 
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
+    ) -> None:
         self.displays.append(data)
 
     def clear(self, wait: bool) -> None: ...

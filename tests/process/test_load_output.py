@@ -28,24 +28,25 @@ class Screen:
     """Keeps what a cell shows; it can be held up, as a front end that does not read."""
 
     def __init__(self) -> None:
-        self.texts: list[tuple[StreamName, str]] = []
+        self.texts: list[tuple[int | None, StreamName, str]] = []
         self.displays: list[dict[str, Any]] = []
         self.open = threading.Event()
         self.open.set()
 
-    def text(self, name: StreamName, text: str) -> None:
+    def text(self, name: StreamName, text: str, rank: int | None = None) -> None:
         self.open.wait(60)
-        self.texts.append((name, text))
+        self.texts.append((rank, name, text))
 
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
+    ) -> None:
         self.open.wait(60)
         self.displays.append(data)
 
     def clear(self, wait: bool) -> None: ...
 
     def lines(self, rank: int, name: StreamName = "stdout") -> list[str]:
-        text = "".join(text for stream, text in self.texts if stream == name)
-        return [line.removeprefix(f"[rank {rank}] ") for line in text.split("\n")[:-1] if line.startswith(f"[rank {rank}] ")]
+        return "".join(text for owner, stream, text in self.texts if (owner, stream) == (rank, name)).split("\n")[:-1]
 
     def not_shown(self, rank: int) -> int:
         """How many characters the rank is said to have written beyond what is shown."""

@@ -27,12 +27,17 @@ CELLS = {
     "updated": (
         "%%spmd --tabs\nhandle = display(HTML('old'), display_id=True)\nprint('between')\nhandle.update(HTML(f'new {rank}'))"
     ),
+    "rich value": "%%spmd --tabs\nfrom IPython.display import HTML\nprint('printed', rank)\nHTML(f'<i>{max(rank, 1)}</i>')",
     "silent": "%%spmd --tabs\nx = 1",
     "fails": "%%spmd --tabs\nprint('so far', rank)\nif rank == 1:\n    raise ValueError('on purpose')",
     "expected": "%%spmd --tabs --expect RankFailedError\nprint('so far', rank)\nraise ValueError('on purpose')",
     "restored": "(sys.stdout, sys.stderr, get_ipython().display_pub) == streams",
     "without": "%%spmd\nprint('plain', rank)",
     "slow": "%%spmd --tabs\nimport time\nfor n in range(4):\n    print('step', n, 'of', rank)\n    time.sleep(0.3)",
+    "own words": (
+        "from labkit.notebook.rank_tabs import in_tabs\nwith in_tabs([0, 1]) as screen:\n    print('[rank 0] says the notebook')\n"
+        "    screen.text('stderr', '[rank 1] says labkit\\n')\n    screen.text('stdout', '[rank 1] says rank 0\\n', 0)"
+    ),
     "one rank": "pool.close()\n%pool start 1 --device cpu",
     "one": "%%spmd --tabs\nprint('alone')",
 }
@@ -74,6 +79,9 @@ def test_an_updated_display_changes_where_it_stands(cells: dict[str, CellRun]) -
 def test_the_last_expression_is_shown_below_or_kept(cells: dict[str, CellRun]) -> None:
     assert cells["value"].text.endswith("\nrank 0: 0\nrank 1: 10\nrank 2: 20")
     assert cells["value"].text.startswith("rank 0:\nprinted 0")
+    tabs, *below = [display["text/html"] for display in cells["rich value"].displays]
+    assert "<i>" not in tabs
+    assert below == ["<b>ranks 0-1</b>", "<i>1</i>", "<b>rank 2</b>", "<i>2</i>"]
     assert cells["kept"].text == "{0: 0, 1: 10, 2: 20}"
     assert "printed 2" in cells["out"].text
 
@@ -96,6 +104,12 @@ def test_a_saved_notebook_holds_no_widget_of_a_cell_that_has_ended(cells: dict[s
     (bundle,) = cells["slow"].displays
     assert set(bundle) == {"text/plain", "text/html"}
     assert "step 3 of 2" in bundle["text/plain"]
+
+
+def test_what_the_notebook_itself_prints_is_no_ranks_whatever_it_says(cells: dict[str, CellRun]) -> None:
+    assert cells["own words"].stream("stdout") == "[rank 0] says the notebook\n"
+    assert cells["own words"].stream("stderr") == "[rank 1] says labkit\n"
+    assert [display["text/plain"] for display in cells["own words"].displays] == ["rank 0:\n[rank 1] says rank 0"]
 
 
 def test_one_rank_needs_no_tab(cells: dict[str, CellRun]) -> None:

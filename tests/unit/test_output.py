@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.controller import output as module
-from labkit.controller.output import LIMIT_CHARS, RankOutput
+from labkit.controller.output import LIMIT_CHARS, RankOutput, heading, labelled
 from labkit.wire.messages import Display, Stream, StreamName
 
 
@@ -20,14 +20,18 @@ class Cell:
         self.items: list[tuple[str, Any]] = []
         self._places: dict[str, int] = {}
 
-    def text(self, name: StreamName, text: str) -> None:
-        self.items.append((name, text))
+    def text(self, name: StreamName, text: str, rank: int | None = None) -> None:
+        self.items.append((name, labelled(text, rank)))
 
-    def display(self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool) -> None:
+    def display(
+        self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
+    ) -> None:
         if update:
             assert display_id is not None
             self.items[self._places[display_id]] = ("display", data)
             return
+        if rank is not None:
+            self.items.append(("display", heading((rank,))))
         if display_id is not None:
             self._places[display_id] = len(self.items)
         self.items.append(("display", data))
