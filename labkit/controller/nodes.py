@@ -83,7 +83,7 @@ class Nodes:
                 f"this machine cannot listen on {address}: {error.strerror}. Another notebook may hold that port, or the interface "
                 "is not this machine's; name others: listen='tcp://0.0.0.0:29600' (port * takes a free one)."
             ) from None
-        self.port = self._hub.port
+        self.port, self._interface = self._hub.port, address.removeprefix("tcp://").rpartition(":")[0]
         self.nodes = [Node(place) for place in range(num_nodes)]
         self._handles = itertools.count(1)
         self._next_probe = 0.0
@@ -123,13 +123,20 @@ class Nodes:
             if not self.missing:
                 return
             if time.monotonic() > deadline:
-                there = len(self.nodes) - len(self.missing)
-                names = ", ".join(node.name for node in self.missing)
-                raise WorkerStartError(
-                    f"{there} of {len(self.nodes)} machines arrived in {timeout_s:g} s; missing: {names}. Is the command running "
-                    f"there, does it reach this machine's port {self.port}, and has it the present key file? It says so itself."
-                )
+                raise WorkerStartError(self._not_there(timeout_s))
             stop_if_asked()
+
+    def _not_there(self, waited_s: float) -> str:
+        there = len(self.nodes) - len(self.missing)
+        names = ", ".join(node.name for node in self.missing)
+        text = f"{there} of {len(self.nodes)} machines arrived in {waited_s:g} s; missing: {names}. "
+        if self._interface in ("127.0.0.1", "localhost") and len(self.nodes) > 1:
+            return f"{text}This notebook listens where only programs on this machine reach it: listen='tcp://0.0.0.0:*'"
+        return (
+            f"{text}Does the command run there, does it reach this machine's port {self.port}, and has it the present key file? "
+            "It says so itself. torchrun waits in silence until all machines have come; where none does, the machine of its "
+            "--rdzv-endpoint may not know that address as its own: use its host name, or add --rdzv-conf is_host=1 there"
+        )
 
     @property
     def places(self) -> dict[int, str]:

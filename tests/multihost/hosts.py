@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import subprocess
 import sys
@@ -12,9 +11,9 @@ from pathlib import Path
 
 from tests.process.patience import until
 
-# The notebook's own host is the machine that runs the tests; its address on the bridge is .1, and host 0 is .10.
-NETWORK = "10.213.77"
-_counter = itertools.count()
+# The notebook's own host is the machine that runs the tests; its address on the bridge is .1, and host 0 is .10. Tests that run at
+# the same time have networks of their own.
+NETWORK = f"10.{200 + os.getpid() % 50}.{os.getpid() // 50 % 250}"
 
 
 def ip(*words: str) -> None:
@@ -87,6 +86,25 @@ class Host:
         meeting = f"is_host={int(self.number == 0)}"
         own = ["--local-addr", self.address, "--rdzv-conf", meeting, "--max-restarts", str(restarts)]
         return self.run(sys.executable, "-m", "torch.distributed.run", *own, *arguments)
+
+    def agent(self, address: str, key_file: Path, *options: str) -> subprocess.Popen[bytes]:
+        """Start an agent as if torchrun had."""
+        place = {
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": "1",
+        }
+        words = [f"{name}={value}" for name, value in place.items()]
+        return self.run(
+            "env", *words, sys.executable, "-m", "labkit.worker", "--connect", address, "--key-file", str(key_file), *options
+        )
+
+    @property
+    def received_bytes(self) -> int:
+        """What has come over its cable so far."""
+        return int(Path(f"/sys/class/net/{self._outer}/statistics/tx_bytes").read_text())
 
     def cut_off(self) -> None:
         """Take its cable out."""

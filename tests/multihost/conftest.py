@@ -1,0 +1,56 @@
+"""Two hosts for the whole folder, and pools that are attached to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from labkit.controller import attach
+from labkit.controller.launch_text import Launch
+from tests.multihost.hosts import Host, can_make_hosts, make_bridge, remove_bridge
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    reason = None
+    for item in items:
+        if HERE in item.path.parents:
+            reason = can_make_hosts() if reason is None else reason
+            item.add_marker(pytest.mark.timeout(240))
+            if reason and "hosts" in getattr(item, "fixturenames", ()):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module")
+def bridge() -> Iterator[None]:
+    make_bridge()
+    yield
+    remove_bridge()
+
+
+@pytest.fixture(scope="module")
+def hosts(bridge: None) -> Iterator[list[Host]]:
+    made = [Host(number) for number in range(2)]
+    yield made
+    for host in made:
+        host.remove()
+
+
+@pytest.fixture(scope="module")
+def called(hosts: list[Host]) -> Iterator[dict[str, int]]:
+    """Run the shown command on every host by itself; gives its options, to be changed before a pool is attached."""
+    options = {"restarts": 0}
+    call = attach.ShownCommand.call
+
+    def call_and_run(self: attach.ShownCommand, launch: Launch) -> None:
+        call(self, launch)
+        for host in hosts:
+            host.torchrun(launch.arguments(f"{hosts[0].address}:29400"), restarts=options["restarts"])
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(attach.ShownCommand, "call", call_and_run)
+    yield options
+    patch.undo()
