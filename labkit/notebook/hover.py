@@ -38,7 +38,7 @@ class Spot:
     text: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HoverPicture(Picture):
     """A picture with words on its parts.
 

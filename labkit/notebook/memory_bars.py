@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 # One colour and hatch per part through the whole lab, told apart in black and white by lightness and hatch.
-_LOOKS = {
+PART_LOOKS = {
     "parameters": ("#0072B2", ""),
     "weights": ("#0072B2", ""),
     "model and optimizer": ("#0072B2", ""),
+    "gathered": ("#009E73", "---"),
     "gradients": ("#56B4E9", "///"),
     "optimizer": ("#999999", ""),
     "activations": ("#E69F00", "\\\\\\"),
@@ -23,7 +24,7 @@ _LOOKS = {
     "in flight": ("#CC79A7", "xxx"),
     "temporary": ("#F0E442", ""),
 }
-_OTHER_LOOKS = (("#009E73", ""), ("#D55E00", "---"), ("#FFFFFF", "|||"))
+_OTHER_LOOKS = (("#D55E00", ""), ("#FFFFFF", "|||"), ("#009E73", "+++"))
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 _BAR_IN = 0.42
 
@@ -61,7 +62,7 @@ def memory_bars(
     _check(bars, measured)
     names = [part for part in next(iter(bars.values())) if any(bar[part] for bar in bars.values())]
     largest = max([sum(bar.values()) for bar in bars.values()] + list(measured.values()) + [limit_bytes or 0])
-    scale, unit = next((size, name) for size, name in _UNITS if largest >= size or size == 1)
+    scale, unit = scale_for(largest)
     with figure(height_in=_BAR_IN * len(bars) + 1.0) as fig:
         ax = fig.add_subplot()
         _draw(ax, bars, names, scale, largest / scale)
@@ -79,7 +80,7 @@ def memory_bars(
         fig.legend(*shown, loc="outside upper left", ncols=columns, handlelength=1.6, columnspacing=1.1)
         return Picture.from_figure(
             fig,
-            alt=_alt(bars, measured),
+            alt=_alt(bars, measured, limit_bytes),
             caption=caption,
             columns=("way", *names, "together", "measured"),
             rows=[
@@ -87,6 +88,11 @@ def memory_bars(
                 for name, bar in bars.items()
             ],
         )
+
+
+def scale_for(largest_bytes: int) -> tuple[int, str]:
+    """The bytes of the largest unit that a size fills, and its name."""
+    return next((size, name) for size, name in _UNITS if largest_bytes >= size or size == 1)
 
 
 def _check(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int]) -> None:
@@ -102,7 +108,7 @@ def _check(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int]) -
 
 def _draw(ax: Axes, bars: Mapping[str, Mapping[str, int]], names: list[str], scale: int, width: float) -> None:
     others = cycle(_OTHER_LOOKS)
-    looks = {part: _LOOKS.get(part) or next(others) for part in names}
+    looks = {part: PART_LOOKS.get(part) or next(others) for part in names}
     for place, bar in enumerate(bars.values()):
         begin = 0.0
         for part in names:
@@ -125,13 +131,14 @@ def _draw(ax: Axes, bars: Mapping[str, Mapping[str, int]], names: list[str], sca
     ax.set_axisbelow(True)
 
 
-def _alt(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int]) -> str:
+def _alt(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int], limit_bytes: int | None) -> str:
     told = []
     for name, bar in bars.items():
         largest = max(bar, key=bar.__getitem__)
         peak = f", measured {measured[name]:,}" if name in measured else ""
         told.append(f"{name}: {sum(bar.values()):,} bytes, most of them {largest} ({bar[largest]:,}){peak}")
-    return "Stacked bars. " + "; ".join(told) + "."
+    limit = "" if limit_bytes is None else f" The limit is {limit_bytes:,} bytes."
+    return "Stacked bars. " + "; ".join(told) + "." + limit
 
 
 def _or_dash(value: int | None) -> str:

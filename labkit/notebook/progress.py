@@ -7,7 +7,6 @@ stay as the cells made them. The display is empty again when the cell has ended.
 from __future__ import annotations
 
 import html
-import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from labkit.controller.current import num_starting, open_pool
 from labkit.controller.launchers import fork_server
-from labkit.notebook.live import Place
+from labkit.notebook.live import Place, person_watches
 
 FIRST_AFTER_S = 2.0
 EVERY_S = 0.5
@@ -103,9 +102,7 @@ def register(shell: Any) -> None:
 
 
 def _before_cell(info: Any) -> None:
-    ipython = sys.modules["IPython"]
-    kernel = getattr(ipython.get_ipython(), "kernel", None)
-    if getattr(kernel, "_allow_stdin", False):
+    if person_watches():
         _after_cell(None)
         _running.append(CellProgress())
         _running[-1].start()

@@ -104,12 +104,7 @@ def tracked_peak(
     tracker.track_inputs(inputs)
     with tracker:
         step()
-    first = next(model.parameters())
-    device = (first.to_local() if isinstance(first, DTensor) else first).device
-    # Adam's step counters live on the CPU, so a GPU is not the only device.
-    peak = tracker.get_tracker_snapshot("peak")[device]
-    named = {str(getattr(kind, "value", kind)): size for kind, size in peak.items()}
-    return _parts_of(named)
+    return tracked_parts(tracker.get_tracker_snapshot("peak"), model)
 
 
 def measured_peak(step: Callable[[], object], device: torch.device, held: int = 0) -> int:
@@ -185,9 +180,14 @@ _CATEGORIES: Mapping[str, str] = {
 }
 
 
-def _parts_of(named: Mapping[str, int]) -> MemoryParts:
+def tracked_parts(snapshot: Mapping[torch.device, Mapping[Any, int]], model: nn.Module) -> MemoryParts:
+    """What a snapshot of torch's memory tracker says of the device that holds the model. Ranks: local."""
+    first = next(model.parameters())
+    device = (first.to_local() if isinstance(first, DTensor) else first).device
     parts = dict.fromkeys(PARTS, 0)
-    for category, size in named.items():
+    # Adam's step counters live on the CPU, so a GPU is not the only device.
+    for kind, size in snapshot[device].items():
+        category = str(getattr(kind, "value", kind))
         if category != "Total":
             parts[_CATEGORIES[category]] += size
     return MemoryParts(**parts)

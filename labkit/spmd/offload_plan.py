@@ -55,6 +55,18 @@ class BlockCost:
     input_bytes: int
     working_bytes: int = 0
 
+    def moved(self, choice: Choice) -> int:
+        """Bytes that leave the device."""
+        return {Choice.MOVE: self.saved_bytes, Choice.MOVE_INPUTS: self.input_bytes}.get(choice, 0)
+
+    def held(self, choice: Choice) -> int:
+        """Bytes on the device while other blocks run."""
+        return {Choice.KEEP: self.saved_bytes, Choice.RECOMPUTE: self.input_bytes}.get(choice, 0)
+
+    def own(self, choice: Choice) -> int:
+        """Bytes on the device while the block itself runs. What moves is counted as in flight."""
+        return self.working_bytes if choice is Choice.MOVE else self.saved_bytes
+
 
 @dataclass(frozen=True)
 class Bus:
@@ -177,20 +189,6 @@ def _joined(group: Sequence[BlockCost]) -> BlockCost:
     return BlockCost(*times, *sizes, max(cost.working_bytes for cost in group))
 
 
-def _moved(cost: BlockCost, choice: Choice) -> int:
-    return {Choice.MOVE: cost.saved_bytes, Choice.MOVE_INPUTS: cost.input_bytes}.get(choice, 0)
-
-
-def _held(cost: BlockCost, choice: Choice) -> int:
-    """On the device while other blocks run."""
-    return {Choice.KEEP: cost.saved_bytes, Choice.RECOMPUTE: cost.input_bytes}.get(choice, 0)
-
-
-def _own(cost: BlockCost, choice: Choice) -> int:
-    """On the device while the block itself runs. What moves is counted as in flight."""
-    return cost.working_bytes if choice is Choice.MOVE else cost.saved_bytes
-
-
 @dataclass(frozen=True)
 class _Partial:
     """The blocks from some block to the last: their time, the bytes that wait for the bus at its edge, and their memory."""
@@ -211,7 +209,7 @@ def _with_block(state: _Partial, cost: BlockCost, choice: Choice, setting: Setti
     """One more block before the others."""
     # The blocks come from the last to the first. A row of stages with limited room between them takes as long in either
     # order (Muth, 1979), so this serves forward as well as backward.
-    moved, bus = _moved(cost, choice), setting.bus
+    moved, bus = cost.moved(choice), setting.bus
     again_s = cost.forward_s if choice in _RECOMPUTED else 0.0
     room = setting.max_in_flight_bytes
     forward_s, out_waiting = _over_bus(cost.forward_s, moved + state.out_waiting, bus.out_bytes_per_s, room)
@@ -222,7 +220,7 @@ def _with_block(state: _Partial, cost: BlockCost, choice: Choice, setting: Setti
         out_waiting,
         back_waiting,
         state.moved_bytes + moved,
-        max(_own(cost, choice), _held(cost, choice) + state.need_bytes),
+        max(cost.own(choice), cost.held(choice) + state.need_bytes),
         (choice, *state.choices),
     )
 

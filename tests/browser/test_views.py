@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import expect
 
 from tests.browser.conftest import LabServer
 from tests.browser.lab_page import LabPage
@@ -28,6 +29,12 @@ CELLS = {
     "tabs": (
         "%%spmd --tabs\nimport time\nfor step in range(16):\n    print('step', step, 'of the last' if rank == 1 else '')\n"
         "    time.sleep(0.1)\ntime.sleep(6)"
+    ),
+    "planner": (
+        "from labkit.notebook.planner import planner\n"
+        "def predict(shards, dtype, blocks):\n"
+        "    return {'parameters': 2**24 // shards, 'activations': 2**20 if blocks == 'recompute' else 2**22}\n"
+        "planner(predict, ranks=[1, 2, 4, 8], dtypes=['float32'], blocks=['keep', 'recompute'], limits_mib=[4, 8, 16])"
     ),
 }
 AT = {name: index for index, name in enumerate(CELLS)}
@@ -117,6 +124,36 @@ def test_output_in_tabs_is_live_takes_the_keyboard_and_is_there_again_after_reop
     again = open_notebook(tab.name)
     _assert_tabs(again)
     assert again.errors() == []
+
+
+def test_a_moved_slider_draws_another_picture_and_the_picture_alone_is_left_when_the_pool_is_closed(
+    tab: LabPage, shots: Path
+) -> None:
+    tab.run(AT["planner"])
+    cell = tab.cell(AT["planner"])
+    picture, caption = cell.locator("figure img"), cell.locator("figcaption")
+    expect(caption).to_contain_text("1 rank as 1 x 1, float32, blocks: keep. 20.00 of 4 MiB: 16.00 MiB too much.")
+    before = picture.get_attribute("src")
+    slider = cell.get_by_role("slider").first
+    slider.focus()
+    tab.page.keyboard.press("ArrowRight")
+    expect(caption).to_contain_text("2 ranks as 1 x 2")
+    tab.page.keyboard.press("End")
+    expect(caption).to_contain_text("8 ranks as 1 x 8, float32, blocks: keep. 6.00 of 4 MiB: 2.00 MiB too much.")
+    assert picture.get_attribute("src") != before
+    menus = cell.get_by_role("combobox")
+    menus.first.select_option("2 x 4")  # its options follow from the number of ranks
+    expect(caption).to_contain_text("8 ranks as 2 x 4, float32, blocks: keep. 8.00 of 4 MiB")
+    menus.last.select_option("recompute")
+    expect(caption).to_contain_text("5.00 of 4 MiB: 1.00 MiB too much.")
+    tab.wait_pictures()
+    tab.screenshot(shots / "planner.png", AT["planner"])
+    assert tab.errors() == []
+
+    tab.run(AT["close"])
+    expect(slider).to_have_count(0)
+    expect(caption).to_contain_text("8 ranks as 2 x 4")
+    assert all("widget-view" not in mime for output in tab.outputs(AT["planner"]) for mime in output["data"])
 
 
 def _assert_tabs(tab: LabPage) -> None:

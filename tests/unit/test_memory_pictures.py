@@ -40,7 +40,8 @@ def test_bars_show_every_part_that_is_there_and_the_measured_peak() -> None:
     )
     assert picture.alt == (
         "Stacked bars. keep: 8,388,608 bytes, most of them activations (5,242,880), measured 9,437,184; "
-        "move: 4,194,304 bytes, most of them parameters (3,145,728)."
+        "move: 4,194,304 bytes, most of them parameters (3,145,728). "
+        "The limit is 6,291,456 bytes."
     )
 
 

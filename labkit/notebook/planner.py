@@ -1,0 +1,74 @@
+"""Try out settings of a training run before there are ranks for it: what would one rank hold, and does it fit?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from labkit.notebook.explore import Options, explore
+from labkit.notebook.memory_bars import memory_bars
+from labkit.notebook.style import Picture
+
+Predict = Callable[[int, str, str], Mapping[str, int]]
+MIB = 1 << 20
+
+
+def planner(
+    predict: Predict,
+    *,
+    ranks: Sequence[int],
+    dtypes: Sequence[str],
+    blocks: Sequence[str],
+    limits_mib: Sequence[float],
+    start: Mapping[str, Any] | None = None,
+) -> None:
+    """Show the predicted memory of one rank as a stacked bar against a limit, with a control for each setting.
+
+    Args:
+        predict: Called with the number of shards, the dtype and what becomes of the blocks' activations; returns the bytes of
+            each part, always the same parts, as `labkit.spmd.memory_plan.predict_peak` does.
+        ranks: World sizes to choose from, ascending.
+        dtypes: Names of the dtypes to choose from.
+        blocks: What may become of the activations.
+        limits_mib: Memory of a device, in MiB, to choose from.
+        start: The settings to begin with, by name: ``ranks``, ``mesh``, ``dtype``, ``blocks``, ``limit_mib``.
+
+    Raises:
+        ControlError: Nothing to choose from, or a start that is none of the options.
+
+    Ranks: controller.
+    """
+    controls: dict[str, Options] = {"ranks": ranks, "mesh": meshes, "dtype": dtypes, "blocks": blocks, "limit_mib": limits_mib}
+    first: list[Mapping[str, int]] = []
+
+    def draw(ranks: int, mesh: str, dtype: str, blocks: str, limit_mib: float) -> Picture:
+        chosen = predict(num_shards(mesh), dtype, blocks)
+        if not first:
+            first.append(chosen)
+        words = f"{ranks} rank{'s' * (ranks > 1)} as {mesh}, {dtype}, blocks: {blocks}"
+        return memory_bars(
+            {"start": first[0], "chosen": chosen},
+            caption=f"{words}. {verdict(sum(chosen.values()), round(limit_mib * MIB))}",
+            what="predicted peak of one rank",
+            limit_bytes=round(limit_mib * MIB),
+        )
+
+    explore(draw, controls, start)
+
+
+def meshes(ranks: int) -> list[str]:
+    """The meshes of some ranks, as ``replicas x shards``: from sharding over all of them (FSDP) to two shards (HSDP)."""
+    return [f"{copies} x {ranks // copies}" for copies in range(1, max(2, ranks // 2 + 1)) if ranks % copies == 0]
+
+
+def num_shards(mesh: str) -> int:
+    """The ranks that share the parameters in one of `meshes`."""
+    return int(mesh.rpartition(" ")[2])
+
+
+def verdict(needed_bytes: int, limit_bytes: int) -> str:
+    """Whether it fits, and by how much."""
+    needed, limit = needed_bytes / MIB, limit_bytes / MIB
+    over = abs(needed - limit)
+    says = f"{over:.2f} MiB too much" if needed_bytes > limit_bytes else f"fits, {over:.2f} MiB are free"
+    return f"{needed:.2f} of {limit:g} MiB: {says}."

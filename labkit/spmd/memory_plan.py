@@ -1,0 +1,142 @@
+"""Predict the memory of one rank's training step under FSDP2 from a few numbers of the model, for any number of ranks.
+
+A peak is a moment and not a sum. So the step is walked through: the moment when all blocks have run forward, and then the backward
+of each block, with what is whole, what is held, and which gradients are there by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from labkit.spmd.memory import held_memory, measured_peak
+from labkit.spmd.offload_measure import measure_blocks
+from labkit.spmd.offload_plan import DEFAULT_IN_FLIGHT, BlockCost, Choice
+
+PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "in flight", "temporary")
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """A model and its batch, as `measure_sizes` measures them.
+
+    Attributes:
+        block_elements: Parameters of each block that is sharded by itself, in the order of forward.
+        root_elements: Parameters outside the blocks. They stay gathered from forward to the end of backward.
+        costs: What each block saves, in the dtype of the computation.
+        head_bytes: What is there beside all that when the loss is computed: logits, their gradient.
+    """
+
+    block_elements: tuple[int, ...]
+    root_elements: int
+    costs: tuple[BlockCost, ...]
+    head_bytes: int
+
+    def __post_init__(self) -> None:
+        if not self.costs or len(self.costs) != len(self.block_elements):
+            raise ValueError(f"{len(self.costs)} costs for {len(self.block_elements)} blocks; each block needs one")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How the model is laid over ranks, and in which numbers.
+
+    Attributes:
+        num_shards: Ranks that share parameters, gradients and optimizer state; with HSDP the ranks of one replica.
+        stored_bytes: Of a parameter, its gradient and each moment, as they are sharded.
+        computed_bytes: Of a parameter and its gradient while its block runs (``MixedPrecisionPolicy.param_dtype``).
+        num_moments: Moments that the optimizer keeps: 2 for Adam.
+    """
+
+    num_shards: int = 1
+    stored_bytes: int = 4
+    computed_bytes: int = 4
+    num_moments: int = 2
+
+
+def predict_peak(
+    sizes: StepSizes, choices: Sequence[Choice], sharding: Sharding, *, max_in_flight_bytes: int = DEFAULT_IN_FLIGHT
+) -> dict[str, int]:
+    """The parts of one rank's memory at the peak of a step, in bytes, in the order of `PARTS`.
+
+    Each block and the root are units of ``fully_shard`` with its defaults: a block is gathered again in backward while the one
+    after it runs, its gradients are reduced while the one before it runs. Padding of uneven shards, step counters, buffers and
+    inputs are not in it. On small models it is within 5 % of torch's tracker (tests/unit/test_memory_plan.py).
+
+    Args:
+        sizes: The model and its batch.
+        choices: What becomes of the activations, one per block.
+        sharding: Ranks and dtypes.
+        max_in_flight_bytes: As for `labkit.spmd.offload.ActivationOffload`.
+
+    Raises:
+        ValueError: There are not as many choices as blocks.
+
+    Ranks: local.
+    """
+    if len(choices) != len(sizes.costs):
+        raise ValueError(f"{len(choices)} choices for {len(sizes.costs)} blocks; each block needs one")
+    places = range(len(choices))
+    moments = [_parts_at(place, sizes, choices, sharding, max_in_flight_bytes) for place in (None, *reversed(places))]
+    return max(moments, key=lambda parts: sum(parts.values()))
+
+
+def _parts_at(
+    place: int | None, sizes: StepSizes, choices: Sequence[Choice], sharding: Sharding, max_in_flight_bytes: int
+) -> dict[str, int]:
+    """What is there during the backward of a block; with None, when forward has ended and the loss is computed."""
+    whole, elements = sharding.computed_bytes, sizes.block_elements
+    share = sharding.stored_bytes / sharding.num_shards
+    held = [cost.held(choice) for cost, choice in zip(sizes.costs, choices, strict=True)]
+    gathered, gradients, activations, temporary = sizes.root_elements, 0.0, sum(held), sizes.head_bytes
+    if place is not None:
+        activations = sum(held[:place]) + sizes.costs[place].own(choices[place])
+        temporary = sizes.costs[place].working_bytes  # their gradients are as large
+        before = elements[place - 1] if place else 0
+        after = elements[place + 1] if place + 1 < len(elements) else 0
+        if sharding.num_shards > 1:
+            # It runs, the one before it is being gathered, and the gradients of the one after it are being reduced.
+            gathered += elements[place] + before
+            gradients += (elements[place] + after) * whole
+        gradients += sum(elements[place + 1 :]) * share
+    num_parameters = sum(elements) + sizes.root_elements
+    moving = sum(cost.moved(choice) for cost, choice in zip(sizes.costs, choices, strict=True))
+    return dict(
+        zip(
+            PARTS,
+            (
+                round(num_parameters * share),
+                gathered * whole if sharding.num_shards > 1 else 0,
+                round(gradients),
+                round(num_parameters * share * sharding.num_moments),
+                activations,
+                min(moving, max_in_flight_bytes),
+                temporary,
+            ),
+            strict=True,
+        )
+    )
+
+
+def measure_sizes(
+    model: nn.Module, blocks: Sequence[nn.Module], optimizer: torch.optim.Optimizer, step: Callable[[], object]
+) -> StepSizes:
+    """Measure a model that is not sharded, with the batch of one rank.
+
+    Args:
+        model: With its optimizer's state, so after a step.
+        blocks: As for `labkit.spmd.offload_measure.measure_blocks`; together the blocks that are to be sharded by themselves.
+        optimizer: Of the model.
+        step: Forward, backward, optimizer step, gradients back to None. It is called four times.
+
+    Ranks: local.
+    """
+    costs = measure_blocks(blocks, step, repeats=1)
+    held = held_memory(model, optimizer).total
+    peak = measured_peak(step, next(model.parameters()).device, held)
+    elements = tuple(sum(parameter.numel() for parameter in block.parameters()) for block in blocks)
+    root = sum(parameter.numel() for parameter in model.parameters()) - sum(elements)
+    return StepSizes(elements, root, tuple(costs), max(0, peak - held - sum(cost.saved_bytes for cost in costs)))
