@@ -145,6 +145,43 @@ def _report(results: list[NotebookResult]) -> None:
 
 
 @main.command()
+@click.argument("scheduler", type=click.Choice(["torchrun", "slurm", "kubernetes"]))
+@click.option("--num-nodes", type=click.IntRange(min=1), required=True, help="How many machines.")
+@click.option("--workers-per-node", type=click.IntRange(min=1), required=True, help="Ranks on each.")
+@click.option("--connect", required=True, metavar="tcp://HOST:PORT", help="The notebook, as WorkerPool.attach() shows it.")
+@click.option("--key-file", default="labkit.key", show_default=True, help="The key file's path on the machines.")
+@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where torchrun's agents meet; schedulers choose the first machine.")
+@click.option("--linger", type=click.FloatRange(min=0), help="Seconds that ranks wait for a notebook that has gone.")
+@click.option("--image", default="YOUR_IMAGE", show_default=True, help="For Kubernetes: an image with torch and labkit.")
+def launch(
+    scheduler: str,
+    num_nodes: int,
+    workers_per_node: int,
+    connect: str,
+    key_file: str,
+    rdzv_endpoint: str | None,
+    linger: float | None,
+    image: str,
+) -> None:
+    """Write what starts the ranks of an attached pool.
+
+    For SCHEDULER torchrun, the command to run on each machine; for slurm, a script for sbatch; for kubernetes, manifests for
+    kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
+    """
+    from labkit.controller.launch_text import Launch
+
+    if not connect.startswith("tcp://") or not connect.rpartition(":")[2].isdigit():
+        raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")
+    host = connect.removeprefix("tcp://").rpartition(":")[0]
+    found = Launch(num_nodes, workers_per_node, connect, key_file, rdzv_endpoint or f"{host}:29400", linger)
+    if scheduler == "torchrun":
+        text = found.torchrun()
+    else:
+        text = found.slurm() if scheduler == "slurm" else found.kubernetes(image)
+    click.echo(text.rstrip("\n"))
+
+
+@main.command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
 def doctor(as_json: bool) -> None:
     """Say what this machine can run, and what to do about what it cannot.

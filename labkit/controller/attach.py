@@ -7,7 +7,7 @@ import socket
 import tempfile
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,7 +44,7 @@ class Meeting:
 
     Attributes:
         num_nodes: How many machines.
-        workers_per_node: Ranks on each.
+        workers_per_node: Ranks on each; 0 where that is decided when the machine is there.
         listen: ``tcp://INTERFACE:PORT``.
         host: Where the machines find this one.
         rdzv_endpoint: Where torchrun's agents meet.
@@ -116,6 +116,11 @@ class AttachedSite:
         except BaseException:
             self.leave()
             raise
+
+    def settle(self, workers_per_node: int) -> None:
+        """Now it is known how many ranks each machine gets."""
+        self.meeting = replace(self.meeting, workers_per_node=workers_per_node)
+        self.nodes.workers_per_node = workers_per_node
 
     def open_world(self, plan: PoolPlan) -> NodesWorld:
         """Make every machine ready; see :class:`labkit.controller.world.Site`."""
@@ -190,10 +195,10 @@ class ShownCommand:
         """Agents end by themselves."""
 
 
-def local_site(world_size: int) -> AttachedSite:
+def local_site() -> AttachedSite:
     """One machine, this one: torchrun is started here and its agent comes through the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
-    meeting = Meeting(1, world_size, "tcp://127.0.0.1:*", "127.0.0.1", "")
+    meeting = Meeting(1, 0, "tcp://127.0.0.1:*", "127.0.0.1", "")
     return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,18 +124,18 @@ def launcher() -> Launcher:
     return SpawnLauncher()
 
 
-def make_plan(world_size: int | None, device: str, starter: Launcher) -> PoolPlan:
+def make_plan(world_size: int | None, device: str, count_gpus: Callable[[], int]) -> PoolPlan:
     """Choose device and world size.
 
     Args:
         world_size: What the user asked for; None means one rank per GPU, or two on CPU.
         device: What the user asked for.
-        starter: Counts the GPUs.
+        count_gpus: Counts the GPUs of the machine.
 
     Raises:
         InvalidPoolError: ``cuda`` was asked for and there are too few GPUs.
     """
-    num_gpus = starter.count_gpus() if device != "cpu" else 0
+    num_gpus = count_gpus() if device != "cpu" else 0
     wanted = world_size or (num_gpus or DEFAULT_WORLD_SIZE)
     if device == "cuda" and num_gpus < wanted:
         found = "no GPU" if num_gpus == 0 else f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"

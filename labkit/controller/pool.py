@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from labkit.controller import attach, plan, sending
+from labkit.controller import plan, sending
+from labkit.controller.attach import AttachedSite, Meeting, ShownCommand, earlier_site, local_site, own_address
 from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool, starting
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import held_sigint
@@ -65,9 +66,11 @@ class WorkerPool:
         plan.check_arguments(world_size, device, launcher)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
-        self._plan = plan.make_plan(world_size, device, plan.launcher())
-        site = attach.local_site(self._plan.world_size) if launcher == "torchrun" else LocalSite()
-        self._begin(site, start_timeout_s)
+        if launcher == "torchrun":
+            self._attach(local_site(), device, start_timeout_s, world_size)
+            return
+        self._plan = plan.make_plan(world_size, device, plan.launcher().count_gpus)
+        self._begin(LocalSite(), start_timeout_s)
 
     @classmethod
     def attach(
@@ -114,18 +117,26 @@ class WorkerPool:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
         pool._closed = True
-        address = host or attach.own_address()
-        meeting = attach.Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", linger_s)
-        site = attach.AttachedSite(meeting, Path(key_file).absolute(), attach.ShownCommand())
+        address = host or own_address()
+        meeting = Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", linger_s)
+        site = AttachedSite(meeting, Path(key_file).absolute(), ShownCommand())
+        pool._attach(site, device, start_timeout_s)
+        return pool
+
+    def _attach(self, site: AttachedSite, device: str, start_timeout_s: float, world_size: int | None = None) -> None:
         with held_sigint() as stop_if_asked:
             site.prepare(start_timeout_s, stop_if_asked)
+        nodes, num_nodes = site.nodes, site.meeting.num_nodes
         try:
-            pool._plan = plan.attached_plan(num_nodes, workers_per_node, device, site.nodes.num_gpus)
+            if num_nodes == 1:
+                self._plan = plan.make_plan(world_size or site.meeting.workers_per_node or None, device, lambda: nodes.num_gpus)
+                site.settle(self._plan.world_size)
+            else:
+                self._plan = plan.attached_plan(num_nodes, site.meeting.workers_per_node, device, nodes.num_gpus)
         except BaseException:
             site.leave()
             raise
-        pool._begin(site, start_timeout_s)
-        return pool
+        self._begin(site, start_timeout_s)
 
     @classmethod
     def reattach(
@@ -153,7 +164,7 @@ class WorkerPool:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
         pool._closed = True
-        site = attach.earlier_site(Path(key_file).absolute())
+        site = earlier_site(Path(key_file).absolute())
         with held_sigint() as stop_if_asked:
             site.prepare(start_timeout_s, stop_if_asked)
         left = site.nodes.left()
@@ -198,7 +209,7 @@ class WorkerPool:
         atexit.register(self._at_exit)
 
     def _at_exit(self) -> None:
-        if isinstance(self._site, attach.AttachedSite) and self._site.outlives_notebook:
+        if isinstance(self._site, AttachedSite) and self._site.outlives_notebook:
             self._site.abandon()
         else:
             self.close()
@@ -229,6 +240,11 @@ class WorkerPool:
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
         return {} if self._closed else dict(sorted(self._members.pids.items()))
+
+    @property
+    def places(self) -> dict[int, str]:
+        """The machine of each rank, where they live on more than one."""
+        return {} if self._closed else dict(self._members.places)
 
     def __repr__(self) -> str:
         if self._closed:

@@ -14,7 +14,7 @@ from labkit.controller.diagnosis import Diagnosis, RankState
 from labkit.controller.pool import WorkerPool
 from labkit.notebook.style import rank_style, text_table
 
-COLUMNS = ("rank", "process", "device", "state", "own memory", "runs", "for")
+COLUMNS = ("rank", "machine", "process", "device", "state", "own memory", "runs", "for")
 # What a state looks like beside its word, for the quick eye.
 _SIGNS = {"idle": "○", "finished": "○", "working": "●", "native": "●", "waiting": "◐", "silent": "?", "failed": "✕", "dead": "✕"}
 _NVIDIA_S = 5.0
@@ -29,10 +29,11 @@ class RankStatus:
         pid: Its process.
         device: ``cpu``, or ``cuda:1`` for the GPU that is its own.
         state: A state of `labkit.controller.diagnosis.RankState`; ``idle`` between runs.
-        memory_bytes: What would be free if only this process ended; None when it is dead.
+        memory_bytes: What would be free if only this process ended; None when it is dead, or on another machine.
         gpu_bytes: What it holds of its GPU; None on the CPU and where the driver does not say.
         runs: Where it is in which cell, and in which collective; empty when it runs nothing.
         for_s: Seconds since the run began on this rank; None when it runs nothing.
+        machine: Where it lives; empty on this machine.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class RankStatus:
     gpu_bytes: int | None = None
     runs: str = ""
     for_s: float | None = None
+    machine: str = ""
 
 
 def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
@@ -55,14 +57,18 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
     """
     states = {state.rank: state for state in (pool.look() or Diagnosis("idle", "")).states}
     on_gpu = _gpu_bytes() if pool.device == "cuda" else {}
-    found = []
+    places, dead, found = pool.places, pool.dead_ranks, []
     for rank, pid in sorted(pool.pids.items()):
-        memory_bytes = _own_memory(pid)
+        machine = places.get(rank, "")
+        memory_bytes = None if machine else _own_memory(pid)
         state = states.get(rank)
-        device = f"cuda:{rank}" if pool.device == "cuda" else pool.device
-        word = "dead" if memory_bytes is None else state.state if state else "idle"
+        local_rank = sum(places.get(other, "") == machine for other in range(rank))
+        device = f"cuda:{local_rank}" if pool.device == "cuda" else pool.device
+        gone = rank in dead if machine else memory_bytes is None
+        word = "dead" if gone else state.state if state else "idle"
         runs, for_s = _work(state) if state and word in ("working", "waiting", "native") else ("", None)
-        found.append(RankStatus(rank, pid, device, word, memory_bytes, on_gpu.get(pid), runs, for_s))
+        on_device = None if machine else on_gpu.get(pid)
+        found.append(RankStatus(rank, pid, device, word, memory_bytes, on_device, runs, for_s, machine))
     return found
 
 
@@ -114,9 +120,10 @@ def status_html(pool: WorkerPool, statuses: list[RankStatus]) -> str:
 
 
 def _table(statuses: list[RankStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows; what the ranks run only while they run something."""
-    shown = len(COLUMNS) if any(status.runs for status in statuses) else len(COLUMNS) - 2
-    return COLUMNS[:shown], [_cells(status)[:shown] for status in statuses]
+    """Head and rows, without columns that are empty: what the ranks run only shows while they run something."""
+    rows = [_cells(status) for status in statuses]
+    shown = [place for place in range(len(COLUMNS)) if any(row[place] for row in rows)]
+    return tuple(COLUMNS[place] for place in shown), [tuple(row[place] for place in shown) for row in rows]
 
 
 def _row(rank: int, row: tuple[str, ...], style: str) -> str:
@@ -134,7 +141,7 @@ def _cells(status: RankStatus) -> tuple[str, ...]:
     since = "" if status.for_s is None else f"{status.for_s:.0f} s"
     word = "in native code" if status.state == "native" else status.state
     state = f"{_SIGNS.get(status.state, '')} {word}".strip()
-    return str(status.rank), str(status.pid), status.device, state, memory, status.runs, since
+    return str(status.rank), status.machine, str(status.pid), status.device, state, memory, status.runs, since
 
 
 def _size(size_bytes: int) -> str:

@@ -213,7 +213,7 @@ class Hub:
         """Send to one machine; False when it is not connected, or has taken nothing for a thousand messages."""
         try:
             message = [b"node-%d" % node_rank, pickle.dumps(tag, protocol=5), *parts]
-            self._socket.send_multipart(message, flags=zmq.NOBLOCK, copy=len(parts) < 2)
+            self._socket.send_multipart(message, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
@@ -317,7 +317,7 @@ class HubLink:
     def send(self, parts: Sequence[Any]) -> bool:
         """Send; False when there is no room now."""
         try:
-            self.socket.send_multipart(parts, flags=zmq.NOBLOCK, copy=len(parts) < 3)
+            self.socket.send_multipart(parts, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -19,12 +20,15 @@ def main() -> int:
     parser.add_argument("--key-file", required=True, type=Path, help="copied from the notebook's machine, mode 0600")
     parser.add_argument("--linger", type=float, default=3.0, metavar="SECONDS", help="how long ranks wait for a silent notebook")
     parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the notebook at first")
+    parser.add_argument("--remove", metavar="FOLDER", help=argparse.SUPPRESS)  # at the end: its owner may be gone
     args = parser.parse_args()
     try:
         keys = KeyFile.read(args.key_file).keys()
         reason = Agent(args.connect, keys, Place.from_environment(os.environ), args.linger, args.wait).run()
     except LabkitError as error:
         reason = str(error)
+    if args.remove:
+        shutil.rmtree(args.remove, ignore_errors=True)
     if reason:
         sys.stderr.write(f"labkit: {reason}\n")
     return 1 if reason else 0

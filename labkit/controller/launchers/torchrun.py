@@ -24,7 +24,7 @@ class LocalTorchrun:
     """One torchrun process, and with it one agent.
 
     Args:
-        folder: Removed when the process has ended.
+        folder: For its files; removed when the process has ended, by the agent where this process is gone by then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,8 +34,9 @@ class LocalTorchrun:
     def call(self, launch: Launch) -> None:
         """Start torchrun."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "labkit.worker"]
-        command += ["--connect", launch.connect, "--key-file", launch.key_file, "--linger", str(LINGER_S)]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+        command += ["--log-dir", str(self._folder), "-m", "labkit.worker", "--connect", launch.connect]
+        command += ["--key-file", launch.key_file, "--linger", str(LINGER_S), "--remove", str(self._folder)]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,

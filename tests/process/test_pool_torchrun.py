@@ -1,0 +1,162 @@
+"""A pool whose ranks torchrun starts on this machine: the way of a pool on several machines, tested wherever labkit is."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from labkit import RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
+from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.worker import agent
+from tests.process.patience import until
+
+SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\nfloat(ones)"
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[WorkerPool]:
+    with WorkerPool(2, "cpu", launcher="torchrun", replace=True) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test the ranks work together."""
+    yield
+    if "pool" in request.fixturenames:
+        assert request.getfixturevalue("pool").run_cell(SUM, want_value=True, timeout_s=60).same() == 2.0
+
+
+def test_values_go_there_and_come_back(pool: WorkerPool) -> None:
+    small, large = {"a": [1, 2]}, torch.arange(1 << 20)
+    pool.push(small=small, large=large)
+    assert pool.pull("small").same() == small
+    assert torch.equal(pool.pull("large")[1], large)
+    assert pool.run(lambda x: x.sum().item(), large).same() == large.sum().item()
+
+
+def test_a_pushed_tensor_is_each_rank_s_own(pool: WorkerPool) -> None:
+    pool.push(mine=torch.zeros(1 << 20))
+    pool.run_cell("if rank == 0:\n    mine.fill_(1)")
+    assert pool.run_cell("float(mine.sum())", want_value=True) == {0: float(1 << 20), 1: 0.0}
+
+
+def test_what_is_pushed_and_pulled_leaves_no_memory_behind_in_the_agent(pool: WorkerPool) -> None:
+    (ours,) = (item for item in _descendants() if _is_agent(item))
+    before = ours.num_fds()
+    for _ in range(3):
+        pool.push(big=torch.zeros(1 << 20))
+        pool.pull("big")
+        with pytest.raises(RankFailedError):
+            pool.run(lambda x: 1 / 0, torch.zeros(1 << 20))
+    assert ours.num_fds() <= before
+
+
+def test_output_and_errors_are_those_of_any_pool(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RankFailedError, match="rank 1: ValueError: boom"):
+        pool.run_cell("print('hello')\nif rank == 1:\n    raise ValueError('boom')")
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] hello", "[rank 1] hello"]
+
+
+def test_a_hang_is_freed_and_variables_are_kept(pool: WorkerPool) -> None:
+    pool.run_cell(f"{SUM}\nkept = rank")
+    with pytest.raises(RunTimeoutError) as caught:
+        pool.run_cell("if rank == 0:\n    dist.barrier()", timeout_s=1)
+    assert "rank 1 finished the cell; rank 0 waits in barrier" in caught.value.diagnosis
+    assert pool.pull("kept") == {0: 0, 1: 1}
+
+
+def test_a_hang_in_new_group_is_freed_although_its_store_is_on_the_network(pool: WorkerPool) -> None:
+    pool.run_cell(SUM)
+    with pytest.raises(RunTimeoutError):
+        pool.run_cell("if rank == 0:\n    dist.new_group([0, 1])", timeout_s=1)
+
+
+def test_a_dead_rank_is_replaced_and_the_other_keeps_its_variables(pool: WorkerPool) -> None:
+    pool.run_cell("kept = rank")
+    with pytest.raises(WorkerDiedError, match="SIGKILL"):
+        pool.run_cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    pool.restart([1])
+    assert pool.pull("kept", ranks=0)[0] == 0
+
+
+def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again() -> None:
+    before = set(Path(tempfile.gettempdir()).iterdir())
+    pool = WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    ours = [item for item in _descendants() if _is_agent(item)]
+    assert len(ours) == 1
+    pool.close()
+    until(lambda: not any(item.is_running() for item in ours), "the agent has ended")
+    assert set(Path(tempfile.gettempdir()).iterdir()) <= before
+    pool.restart()
+    assert pool.run(lambda: 7).same() == 7
+    pool.close()
+
+
+def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
+    code = (
+        "import json, labkit, psutil\npool = labkit.WorkerPool(2, 'cpu', launcher='torchrun')\n"
+        "print(json.dumps([item.pid for item in psutil.Process().children(recursive=True)]), flush=True)\n"
+        "pool.run_cell('import time\\nwhile True: time.sleep(1)')"
+    )
+    environ = {**os.environ, "PYTHONPATH": os.getcwd()}
+    kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ)
+    assert kernel.stdout is not None
+    pids = json.loads(kernel.stdout.readline())
+    assert len(pids) >= 4  # torchrun, the agent, its fork server, the ranks
+    kernel.send_signal(signal.SIGKILL)
+    kernel.wait()
+    kernel.stdout.close()
+    until(lambda: not any(_runs(pid) for pid in pids), "torchrun, its agent and the ranks have ended", 15)
+
+
+def test_torchrun_that_cannot_start_the_agent_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
+    monkeypatch.setenv("LOGLEVEL", "NOT_A_LEVEL")
+    with pytest.raises(WorkerStartError, match="torchrun has ended") as caught:
+        WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    assert "NOT_A_LEVEL" in str(caught.value)
+
+
+def test_an_unknown_launcher_is_refused() -> None:
+    with pytest.raises(InvalidPoolError, match=r"unknown launcher 'slurm'\. Write 'local' or 'torchrun'"):
+        WorkerPool(1, launcher="slurm")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({}, "start this with torchrun, by the command that WorkerPool.attach() shows"),
+        (
+            {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"},
+            "torchrun has started 8 of these on this machine. Start one (--nproc-per-node 1)",
+        ),
+    ],
+)
+def test_an_agent_that_is_started_otherwise_says_how(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(WorkerStartError) as caught:
+        agent.Place.from_environment(environ)
+    assert message in str(caught.value)
+
+
+def _descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _is_agent(item: psutil.Process) -> bool:
+    words = item.cmdline()
+    return "labkit.worker" in words and "torch.distributed.run" not in words
+
+
+def _runs(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

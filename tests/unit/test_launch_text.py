@@ -1,0 +1,104 @@
+"""The commands and files by which schedulers start the agents of an attached pool."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from torch.distributed.run import get_args_parser
+
+from labkit.cli import main
+from labkit.controller.launch_text import Launch
+from labkit.errors import InvalidPoolError
+from labkit.wire.key_file import KeyFile
+from labkit.wire.transport import Keys
+
+LAUNCH = Launch(2, 8, "tcp://login:29600", "/keys/labkit.key", "first:29400", linger_s=600)
+
+
+def test_torchrun_understands_the_command() -> None:
+    words = shlex.split(LAUNCH.torchrun())
+    assert words[0] == "torchrun"
+    known = get_args_parser().parse_args(words[1:])
+    assert (known.nnodes, known.nproc_per_node, known.rdzv_backend, known.rdzv_endpoint) == ("2", "1", "c10d", "first:29400")
+    assert known.training_script == "labkit.worker"
+    assert known.module
+    script = ["--connect", "tcp://login:29600", "--key-file", "/keys/labkit.key", "--linger", "600"]
+    assert known.training_script_args == script
+
+
+def test_the_slurm_script_is_a_script_whose_first_machine_is_the_meeting_place(tmp_path: Path) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(LAUNCH.slurm())
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8\n" in LAUNCH.slurm()
+    # What srun would be given on a machine where the scheduler says that gpu07 and gpu08 are ours.
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name, text in (("scontrol", "echo gpu07; echo gpu08"), ("srun", 'for word in "$@"; do echo "$word"; done')):
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    words = subprocess.run(["bash", str(script)], env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert words[words.index("--rdzv-endpoint") + 1] == "gpu07:29400"
+    assert words[words.index("--connect") + 1] == "tcp://login:29600"
+
+
+def test_the_manifests_hold_one_pod_a_machine_which_find_each_other() -> None:
+    service, job = yaml.safe_load_all(LAUNCH.kubernetes("registry/labkit:1"))
+    pod = job["spec"]["template"]["spec"]
+    container = pod["containers"][0]
+    assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (2, 2, "Indexed")
+    assert service["spec"]["clusterIP"] is None or service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert container["image"] == "registry/labkit:1"
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    assert f"{job['metadata']['name']}-0.{pod['subdomain']}:29400" in container["command"]
+    assert container["volumeMounts"][0]["mountPath"] == "/keys"
+
+
+def test_the_command_line_writes_them_and_refuses_what_is_no_address() -> None:
+    options = ["--num-nodes", "2", "--workers-per-node", "8", "--key-file", "/keys/labkit.key", "--linger", "600"]
+    runner = CliRunner()
+    asked = [*options, "--rdzv-endpoint", "first:29400", "--connect", "tcp://login:29600"]
+    for scheduler, text in (("torchrun", LAUNCH.torchrun()), ("slurm", LAUNCH.slurm()), ("kubernetes", LAUNCH.kubernetes())):
+        result = runner.invoke(main, ["launch", scheduler, *asked])
+        assert result.output.strip() == text.strip()
+    refused = runner.invoke(main, ["launch", "torchrun", *options, "--connect", "login"])
+    assert refused.exit_code == 2
+    assert "'login' is no address: write tcp://HOST:PORT" in refused.output
+
+
+def test_a_key_file_is_private_and_comes_back_as_it_was(tmp_path: Path) -> None:
+    keys = Keys.generate()
+    path = tmp_path / "folder" / "labkit.key"
+    KeyFile.of(keys).write(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert keys.server_secret.decode() not in path.read_text()
+    found = KeyFile.read(path).keys()
+    assert (found.server_public, found.client_secret) == (keys.server_public, keys.client_secret)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        (None, 0o600, "cannot be read: No such file or directory. Copy it here"),
+        ("{}", 0o600, "is no key file of labkit"),
+        ("no json", 0o600, "is no key file of labkit"),
+        ("[]", 0o600, "is no key file of labkit"),
+        ('{"server_public": "a", "client_public": "b", "client_secret": "c"}', 0o644, "Run: chmod 600"),
+    ],
+)
+def test_a_key_file_that_cannot_be_trusted_is_refused(tmp_path: Path, content: str | None, mode: int, message: str) -> None:
+    path = tmp_path / "labkit.key"
+    if content is not None:
+        path.write_text(content)
+        path.chmod(mode)
+    with pytest.raises(InvalidPoolError) as caught:
+        KeyFile.read(path)
+    assert message in str(caught.value)
