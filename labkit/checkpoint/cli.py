@@ -152,14 +152,18 @@ def reshard_command(
     source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
 ) -> None:
     """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end."""
-    from labkit.checkpoint.reshard import parse_mesh, parse_rule, reshard
+    from labkit.checkpoint.reshard import parse_rule, reshard
+    from labkit.spmd.layouts import parse_mesh
 
     if (ranks is None) == (mesh is None):
         raise click.UsageError("Give either --ranks or --mesh.")
+    try:
+        axes = parse_mesh(mesh) if mesh is not None else ranks
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    assert axes is not None
 
     def work() -> Result:
-        axes = parse_mesh(mesh) if mesh is not None else ranks
-        assert axes is not None
         rules = [parse_rule(text) for text in shards]
         return reshard(source, destination, axes, rules=rules, workers=workers)
 

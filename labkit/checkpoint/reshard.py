@@ -16,8 +16,7 @@ from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_b
 from labkit.checkpoint.transform import split_model, split_state
 from labkit.checkpoint.writers import DcpWriter, OutFile, Piece
 from labkit.progress import task
-
-DATA_AXES = ("dp", "fsdp", "shard", "dp_shard", "data")
+from labkit.spmd.layouts import DATA_AXES
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,6 @@ class ShardRule:
     axis: str
     pattern: str
     dim: int
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Read ``dp=4,tp=2``: axis names and sizes, outermost first.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
-    mesh: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if not name or not size.isdigit() or int(size) < 1 or name in mesh:
-            raise CheckpointError(f"cannot read the mesh {text!r} at {part!r}. Write it like dp=4,tp=2.")
-        mesh[name] = int(size)
-    return mesh
 
 
 def parse_rule(text: str) -> ShardRule:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,6 +27,8 @@ from labkit.spmd.offload_moves import Move, OffloadCounts, OffloadError, View
 from labkit.spmd.offload_transfer import Transfer, transfer_for
 
 MIB = 1 << 20
+# A fake tensor, which has no data, is planned with as if it were a plain one; other subclasses hold more than one storage.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 __all__ = ["MIB", "ActivationOffload", "OffloadCounts", "OffloadError"]
 
@@ -136,7 +139,7 @@ class ActivationOffload:
         return View(move, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _stays(self, tensor: Tensor) -> bool:
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or self._device not in (None, tensor.device):
             self.counts.other_bytes += tensor.nbytes
             return True
@@ -156,7 +159,7 @@ class ActivationOffload:
         for module in self._entered[-1][1]:
             held: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
             for value in chain.from_iterable(values.values() for values in held):
-                if type(value) in (Tensor, nn.Parameter) and value.untyped_storage() is storage:
+                if type(value) in _PLAIN and value.untyped_storage() is storage:
                     return True
         return False
 
