@@ -122,7 +122,9 @@ class ActivationOffload:
         self.counts.saved_bytes += tensor.nbytes
         # An output that is saved knows its own node: to hold it as it is would be a cycle that nobody collects.
         tensor = tensor.detach()
-        if self._stays(tensor):
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
+            self.counts.other_bytes += tensor.nbytes
             return tensor
         storage = tensor.untyped_storage()
         move = self._known(storage, tensor._version)
@@ -134,19 +136,20 @@ class ActivationOffload:
         elif self._is_weight(storage):
             self.counts.weight_bytes += tensor.nbytes
             return tensor
+        elif not self._is_here(tensor.device):
+            self.counts.other_bytes += tensor.nbytes
+            return tensor
         else:
             move = self._send(storage, tensor)
         return View(move, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _stays(self, tensor: Tensor) -> bool:
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or self._device not in (None, tensor.device):
-            self.counts.other_bytes += tensor.nbytes
-            return True
+    def _is_here(self, device: torch.device) -> bool:
+        # The first storage that is large enough to move decides, and no smaller one: torch.utils.checkpoint saves an empty
+        # tensor on the CPU before the inputs of a block on a GPU.
         if self._device is None:
-            self._device = tensor.device
-            self._transfer = self._transfer or transfer_for(tensor.device)
-        return False
+            self._device = device
+            self._transfer = self._transfer or transfer_for(device)
+        return self._device == device
 
     def _known(self, storage: torch.UntypedStorage, version: int) -> Move | None:
         reference = self._by_storage.get(storage)
@@ -164,7 +167,7 @@ class ActivationOffload:
         return False
 
     def _send(self, storage: torch.UntypedStorage, tensor: Tensor) -> Move:
-        assert self._transfer is not None  # _stays has seen to it
+        assert self._transfer is not None  # _is_here has seen to it
         size_bytes = storage.nbytes()
         self._make_room(size_bytes)
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
