@@ -17,7 +17,6 @@ from labkit.checkpoint.engine import Result
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint
-from labkit.checkpoint.progress import ByteProgress
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.show import DEFAULT_ROWS, bytes_text, describe, printable, render
 
@@ -77,10 +76,7 @@ def verify_command(
     from labkit.checkpoint.verify import verify
 
     try:
-        with ByteProgress("verify", show=not as_json) as progress:
-            report = verify(
-                path, against=against, model=model, data=not quick, finite=finite, workers=workers, progress=progress.advance
-            )
+        report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)
     except CheckpointError as error:
         raise click.ClickException(str(error)) from None
     if as_json:
@@ -127,7 +123,7 @@ def migrate_command(
     from labkit.checkpoint.migrate import migrate
     from labkit.checkpoint.transform import read_rules
 
-    def work(progress: ByteProgress) -> Result:
+    def work() -> Result:
         return migrate(
             source,
             destination,
@@ -140,10 +136,9 @@ def migrate_command(
             copies=copies,
             shard_bytes=shard_bytes,
             workers=workers,
-            progress=progress.advance,
         )
 
-    _run_and_tell("migrate", source, work)
+    _run_and_tell(work)
 
 
 @checkpoint.command("reshard")
@@ -157,18 +152,22 @@ def reshard_command(
     source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
 ) -> None:
     """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end."""
-    from labkit.checkpoint.reshard import parse_mesh, parse_rule, reshard
+    from labkit.checkpoint.reshard import parse_rule, reshard
+    from labkit.spmd.layouts import parse_mesh
 
     if (ranks is None) == (mesh is None):
         raise click.UsageError("Give either --ranks or --mesh.")
-
-    def work(progress: ByteProgress) -> Result:
+    try:
         axes = parse_mesh(mesh) if mesh is not None else ranks
-        assert axes is not None
-        rules = [parse_rule(text) for text in shards]
-        return reshard(source, destination, axes, rules=rules, workers=workers, progress=progress.advance)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    assert axes is not None
 
-    _run_and_tell("reshard", source, work)
+    def work() -> Result:
+        rules = [parse_rule(text) for text in shards]
+        return reshard(source, destination, axes, rules=rules, workers=workers)
+
+    _run_and_tell(work)
 
 
 def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
@@ -179,11 +178,9 @@ def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
     return pattern, dtype
 
 
-def _run_and_tell(title: str, source: Path, work: Callable[[ByteProgress], Result]) -> None:
-    total = open_or_fail(source).size_bytes
+def _run_and_tell(work: Callable[[], Result]) -> None:
     try:
-        with ByteProgress(title, total) as progress:
-            result = work(progress)
+        result = work()
     except CheckpointError as error:
         raise click.ClickException(str(error)) from None
     for note in result.notes:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -159,10 +159,11 @@ class DirectoryWriter(StorageWriter):
     Args:
         directory: An existing directory without a checkpoint in it.
         threads: Files that a rank writes at the same time.
+        progress: Called with the number of bytes that were just written, from any thread.
     """
 
-    def __init__(self, directory: Path, *, threads: int = 1) -> None:
-        self.directory, self.threads = directory, threads
+    def __init__(self, directory: Path, *, threads: int = 1, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
+        self.directory, self.threads, self._progress = directory, threads, progress
         self.sums: dict[str, FileSum] = {}
 
     @property
@@ -210,6 +211,7 @@ class DirectoryWriter(StorageWriter):
                 write_item(file, planner.resolve_data(item))
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                self._progress(length)
         self.sums[name] = file.total()
         return results
 

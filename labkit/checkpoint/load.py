@@ -32,6 +32,7 @@ from labkit.checkpoint.read import Reader
 from labkit.checkpoint.shards import is_tensor, local_tensor
 from labkit.checkpoint.state import Captured, PerRank, capture, flat_key, load_module_state, module_state
 from labkit.checkpoint.state_load import OptimizerTarget, nest, optimizer_targets, put_value
+from labkit.progress import task
 
 Check = Literal["full", "size", "none"]
 
@@ -140,8 +141,11 @@ def _check_files(root: Path, check: Check, comm: Comm) -> bool:
             return False
         # The largest files first, dealt out like cards: each rank hashes about the same number of bytes.
         names = sorted(found.files, key=lambda name: (-found.files[name].size, name))
-        for name in names[comm.rank :: comm.size]:
-            manifest.check_file(root, name, found.files[name], content=check == "full")
+        share = names[comm.rank :: comm.size]
+        with task("check", sum(found.files[name].size for name in share)) as checking:
+            for name in share:
+                manifest.check_file(root, name, found.files[name], content=check == "full")
+                checking.advance(found.files[name].size)
         return check == "full"
 
     return all(comm.everywhere(mine, root))
@@ -307,8 +311,11 @@ class _Plan:
         with Reader(self.checkpoint, checksums=self.checksums) as reader:
             read = {key: reader.value(key) for key in self.values}
             objects = {path: self._read_object(reader, path, keys) for path, keys in self.objects.items() if keys}
-            for key, target in self.tensors.items():
-                self._fill(reader, key, target)
+            sizes = {key: sum(shard.data.nbytes for shard in local_tensor(target).shards) for key, target in self.tensors.items()}
+            with task("load", sum(sizes.values())) as reading:
+                for key, target in self.tensors.items():
+                    self._fill(reader, key, target)
+                    reading.advance(sizes[key])
         for key, value in read.items():
             self._place(key, value)
         for path, value in objects.items():

@@ -12,13 +12,13 @@ from torch import nn
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
-from labkit.checkpoint.engine import Progress, Result, run
+from labkit.checkpoint.engine import Result, run
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.transform import Options, Rule, split_model, transform
 from labkit.checkpoint.verify_against import build_model
-from labkit.checkpoint.verify_data import no_progress
 from labkit.checkpoint.writers import DcpWriter, OutFile, SafetensorsWriter, TorchWriter, Writer, whole
+from labkit.progress import task
 
 Format = Literal["dcp", "safetensors", "torch"]
 DEFAULT_FILE_BYTES = 1 << 30
@@ -40,7 +40,6 @@ def migrate(
     copies: Copies = "refuse",
     shard_bytes: int | None = None,
     workers: int = 2,
-    progress: Progress = no_progress,
 ) -> Result:
     """Migrate a checkpoint into another format, streaming.
 
@@ -64,7 +63,6 @@ def migrate(
         copies: See :func:`labkit.checkpoint.contents.contents_of`.
         shard_bytes: How large a file may get; 1 GiB for DCP, 5 GB for safetensors. A killed run resumes by file.
         workers: Files that are written at the same time.
-        progress: Called with the number of bytes that were just written, from any thread.
 
     Returns:
         What was written.
@@ -97,7 +95,8 @@ def migrate(
         "drop": list(drop),
         "dtypes": {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()},
     }
-    return run(writer, checkpoint, destination, options, workers=workers, progress=progress, notes=tuple(contents.notes))
+    with task("migrate", checkpoint.size_bytes) as writing:
+        return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
 
 
 def _format_of(destination: Path) -> Format:

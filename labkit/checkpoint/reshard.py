@@ -10,14 +10,13 @@ from pathlib import Path
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
-from labkit.checkpoint.engine import Progress, Result, run
+from labkit.checkpoint.engine import Result, run
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.transform import split_model, split_state
-from labkit.checkpoint.verify_data import no_progress
 from labkit.checkpoint.writers import DcpWriter, OutFile, Piece
-
-DATA_AXES = ("dp", "fsdp", "shard", "dp_shard", "data")
+from labkit.progress import task
+from labkit.spmd.layouts import DATA_AXES
 
 
 @dataclass(frozen=True)
@@ -33,21 +32,6 @@ class ShardRule:
     axis: str
     pattern: str
     dim: int
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """Read ``dp=4,tp=2``: axis names and sizes, outermost first.
-
-    Raises:
-        CheckpointError: It cannot be read.
-    """
-    mesh: dict[str, int] = {}
-    for part in text.split(","):
-        name, _, size = part.strip().partition("=")
-        if not name or not size.isdigit() or int(size) < 1 or name in mesh:
-            raise CheckpointError(f"cannot read the mesh {text!r} at {part!r}. Write it like dp=4,tp=2.")
-        mesh[name] = int(size)
-    return mesh
 
 
 def parse_rule(text: str) -> ShardRule:
@@ -70,7 +54,6 @@ def reshard(
     *,
     rules: Sequence[ShardRule] = (),
     workers: int = 2,
-    progress: Progress = no_progress,
 ) -> Result:
     """Write a DCP checkpoint in which each rank of the next job finds what it needs in one contiguous file.
 
@@ -85,7 +68,6 @@ def reshard(
         rules: What other axes shard. A dim that a data axis and an inner axis both shard is cut by the inner axis first, as
             FSDP2 over tensor parallelism does it.
         workers: Files that are written at the same time.
-        progress: Called with the number of bytes that were just written.
 
     Raises:
         CheckpointError: A rule names no axis, or a dim that a tensor does not have; and as :func:`labkit.checkpoint.migrate`.
@@ -106,7 +88,8 @@ def reshard(
     files = _files(contents, axes, rules)
     writer = DcpWriter(files, plain=_plain(contents))
     options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
-    return run(writer, checkpoint, destination, options, workers=workers, progress=progress, notes=tuple(contents.notes))
+    with task("reshard", checkpoint.size_bytes) as writing:
+        return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
 
 
 def _plain(contents: Contents) -> Mapping[str, object]:

@@ -11,7 +11,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.shards import to_cpu
 from labkit.checkpoint.state import Captured, capture
+from labkit.progress import task
 
 
 def save(
@@ -200,8 +201,10 @@ class _Save:
         return self.directory
 
     def _write_and_publish(self) -> None:
-        writer = DirectoryWriter(self.directory, threads=self.threads)
-        self._write(writer)
+        mine = sum(data.nbytes for leaf in self.captured.leaves.values() for _, _, data in leaf.shards)
+        with task(f"save step {self.step}", mine) as writing:
+            writer = DirectoryWriter(self.directory, threads=self.threads, progress=writing.advance)
+            self._write(writer)
         # The metadata file exists on rank 0 only after every rank has written, so this is a barrier too.
         sums = self.comm.everywhere(lambda: self._read_back(writer.sums), self.directory)
         self.comm.on_first(lambda: self._publish(sums), self.directory)
@@ -233,12 +236,17 @@ class _Save:
             ) from error
 
     def _read_back(self, sums: Mapping[str, FileSum]) -> dict[str, FileSum]:
+        with task(f"read back step {self.step}", sum(expected.size for expected in sums.values())) as reading:
+            self._check_files(sums, reading.advance)
+        return dict(sums)
+
+    def _check_files(self, sums: Mapping[str, FileSum], progress: Callable[[int], None]) -> None:
         for name, expected in sums.items():
             try:
                 manifest.check_file(self.directory, name, expected, drop_cache=True)
             except CheckpointError as error:
                 raise CheckpointWriteError(self.directory / name, f"what was just written does not read back ({error})") from None
-        return dict(sums)
+            progress(expected.size)
 
     def _publish(self, sums: list[dict[str, FileSum]]) -> None:
         files = {name: total for part in sums for name, total in part.items()}

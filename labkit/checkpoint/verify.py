@@ -11,7 +11,7 @@ from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint
-from labkit.checkpoint.verify_data import Progress, no_progress
+from labkit.progress import task
 
 
 def verify(
@@ -22,7 +22,6 @@ def verify(
     data: bool = True,
     finite: bool = False,
     workers: int = 2,
-    progress: Progress = no_progress,
 ) -> Report:
     """Verify a checkpoint of any kind.
 
@@ -33,7 +32,6 @@ def verify(
         data: Whether to read the data: hashes or checksums, declared dtypes, copies in other rank files.
         finite: Whether NaN and inf are errors.
         workers: Threads that read.
-        progress: Called with the number of bytes that were just done, from any thread.
 
     Returns:
         What was looked at and what is wrong. A checkpoint that cannot even be opened gives one finding.
@@ -56,18 +54,21 @@ def verify(
     _check_index(checkpoint, report, built)
     found = verify_index.check_manifest(checkpoint, report)
     missing = any(finding.code in ("missing-file", "short-file") for finding in report.findings)
-    if data and not missing:
-        if found is not None:
-            verify_data.check_hashes(checkpoint, found, report, workers, progress)
-        else:
-            verify_data.check_archives(checkpoint, report, workers, progress)
-        entries = list(checkpoint.tensors.values())
-        verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers)
-        verify_data.check_moments(checkpoint, report, workers)
-    if built is not None:
-        verify_against.check_model(checkpoint, built, report)
-    if against is not None and not missing:
-        verify_against.check_against(checkpoint, open_checkpoint(against, unknown="opaque"), report, workers, progress)
+    to_read = data * sum(checkpoint.files.values()) + (against is not None) * checkpoint.size_bytes
+    with task("verify", to_read) as reading:
+        if data and not missing:
+            if found is not None:
+                verify_data.check_hashes(checkpoint, found, report, workers, reading.advance)
+            else:
+                verify_data.check_archives(checkpoint, report, workers, reading.advance)
+            entries = list(checkpoint.tensors.values())
+            verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers)
+            verify_data.check_moments(checkpoint, report, workers)
+        if built is not None:
+            verify_against.check_model(checkpoint, built, report)
+        if against is not None and not missing:
+            other = open_checkpoint(against, unknown="opaque")
+            verify_against.check_against(checkpoint, other, report, workers, reading.advance)
     report.findings.sort(key=lambda finding: (finding.severity != "error", finding.code, finding.where))
     return report
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -17,26 +14,21 @@ from labkit.checkpoint.names import canonical_fqn, match_names
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.verify_data import Progress, each
+from labkit.lookup import FunctionNotFoundError, find_function
 
 
 def build_model(spec: str) -> nn.Module:
-    """Build the model that ``MODULE:FUNCTION`` names, on the meta device.
+    """Build the model that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names, on the meta device.
 
     This imports and runs the user's own module, found from the current directory; nothing of a checkpoint is run.
 
     Raises:
         CheckpointError: The module or function is not there, or does not return a module.
     """
-    module_name, _, function = spec.partition(":")
-    if not module_name or not function:
-        raise CheckpointError(f"{spec!r} names no model. Write it as MODULE:FUNCTION, for example my_project.models:build.")
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
     try:
-        builder = getattr(importlib.import_module(module_name), function)
-    except (ImportError, AttributeError) as error:
-        raise CheckpointError(f"{spec!r} names no model: {error}") from None
+        builder = find_function(spec)
+    except FunctionNotFoundError as error:
+        raise CheckpointError(str(error)) from None
     with torch.device("meta"):
         model = builder()
     if not isinstance(model, nn.Module):

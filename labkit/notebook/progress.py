@@ -1,4 +1,4 @@
-"""Says what a cell waits for when it takes longer than two seconds: the start of a pool, or ranks that still run.
+"""Says what a cell waits for when it takes longer than two seconds: a pool's start, ranks that still run, a checkpoint on its way.
 
 Only where a person watches. A frontend that can ask for input has one; papermill and nbclient have none, and their notebooks
 stay as the cells made them. The display is empty again when the cell has ended.
@@ -15,8 +15,9 @@ from typing import Any
 from labkit.controller.current import num_starting, open_pool
 from labkit.controller.launchers import fork_server
 from labkit.notebook.live import Place, person_watches
+from labkit.progress import SHOWN_AFTER_S, Task, running
 
-FIRST_AFTER_S = 2.0
+MIB = 1 << 20
 EVERY_S = 0.5
 
 
@@ -26,7 +27,7 @@ class Stage:
 
     Attributes:
         what: In words.
-        done: How many ranks are done, None where nothing counts.
+        done: How many ranks or bytes are done, None where nothing counts.
         total: Of how many.
     """
 
@@ -36,11 +37,13 @@ class Stage:
 
 
 def present_stage() -> Stage | None:
-    """What the notebook waits for: a pool's start, or a run; None for anything else."""
+    """What the notebook waits for: a pool's start, a run, or a task of this process; None for anything else."""
     if starting := num_starting():
         ranks = f"{starting} rank{'s' if starting > 1 else ''}"
         cold = fork_server.available() and not fork_server.shared().warm
         return Stage(f"Starting {ranks}" + (". torch is imported first, once for this kernel" if cold else ""))
+    if (task := running()) is not None:
+        return _stage_of(task)
     pool = open_pool()
     diagnosis = pool.look() if pool is not None else None
     if diagnosis is None:
@@ -48,6 +51,15 @@ def present_stage() -> Stage | None:
     ours = [state for state in diagnosis.states if state.state != "idle"]
     done = sum(state.state in ("finished", "failed", "dead") for state in ours)
     return Stage(f"{done} of {len(ours)} ranks have finished", done, len(ours))
+
+
+def _stage_of(task: Task) -> Stage:
+    done = f"{task.done_bytes / MIB:,.1f}"
+    if not task.total_bytes:
+        return Stage(f"{task.title}: {done} MiB")
+    return Stage(
+        f"{task.title}: {done} of {task.total_bytes / MIB:,.1f} MiB", min(task.done_bytes, task.total_bytes), task.total_bytes
+    )
 
 
 class CellProgress:
@@ -70,7 +82,7 @@ class CellProgress:
             self._place.clear()
 
     def _watch(self) -> None:
-        wait_s = FIRST_AFTER_S
+        wait_s = SHOWN_AFTER_S
         while not self._end.wait(wait_s):
             wait_s = EVERY_S
             stage = present_stage()

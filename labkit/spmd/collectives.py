@@ -102,7 +102,8 @@ class CollectiveMode(TorchDispatchMode):
         arguments = (*args, *(kwargs or {}).values())
         size_bytes = max((_num_bytes(part) for part in (*arguments, result)), default=0)
         duration_s = self._clock() - self._start - began_s
-        self._record(Collective(kind, size_bytes, _group_size(arguments), began_s, duration_s))
+        group = _group(arguments)
+        self._record(Collective(kind, size_bytes, group.size(), began_s, duration_s, group.group_name))
         return result
 
 
@@ -123,16 +124,16 @@ def _num_bytes(value: Any) -> int:
     return 0
 
 
-def _group_size(arguments: tuple[Any, ...]) -> int:
+def _group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
     for value in arguments:
         if isinstance(value, torch.ScriptObject):
             try:
-                return int(dist.ProcessGroup.unbox(value).size())
+                return dist.ProcessGroup.unbox(value)
             except (RuntimeError, TypeError):
                 continue  # a reduce operation is such an object too
         if isinstance(value, dist.ProcessGroup):
-            return int(value.size())
+            return value
     # Functional collectives name their group; the name is the last text among the arguments.
     names = [value for value in arguments if isinstance(value, str)]
-    resolve: Any = dist.distributed_c10d._resolve_process_group
-    return int(resolve(names[-1]).size()) if names else dist.get_world_size()
+    of_name: Any = dist.distributed_c10d
+    return of_name._resolve_process_group(names[-1]) if names else of_name._get_default_group()  # type: ignore[no-any-return]

@@ -30,6 +30,7 @@ class Collective:
         group_size: Ranks in its process group.
         began_s: Seconds from the beginning of the recording to the call.
         duration_s: Seconds that the call took on the host. On a GPU it returns before the data has arrived.
+        group: torch's name of the process group, equal on all ranks; ``""`` where it was not recorded.
     """
 
     kind: str
@@ -37,6 +38,7 @@ class Collective:
     group_size: int
     began_s: float
     duration_s: float
+    group: str = ""
 
     @property
     def sent_bytes(self) -> int:

@@ -11,20 +11,22 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from labkit.spmd.model import ModelConfig, Transformer, rotary_tables
 
 
-def build_model(config: ModelConfig | None = None, *, seed: int = 0, device: torch.device | str = "cpu") -> Transformer:
+def build_model(config: ModelConfig | None = None, *, seed: int = 0, device: torch.device | str | None = None) -> Transformer:
     """Build the whole, unsharded model on a device.
 
     Args:
         config: Sizes; the default has 176,576 parameters.
         seed: Decides every parameter, see `init_weights`.
-        device: Where the model lives. With ``meta`` it has no values: shard it, call ``to_empty``, then `init_weights`.
+        device: Where the model lives, by default where torch makes new tensors, which is the CPU. With ``meta`` it has no
+            values: shard it, call ``to_empty``, then `init_weights`.
 
     Ranks: local.
     """
+    wanted = torch.get_default_device() if device is None else torch.device(device)
     with torch.device("meta"):
         model = Transformer(config or ModelConfig())
-    if torch.device(device).type != "meta":
-        model.to_empty(device=device)
+    if wanted.type != "meta":
+        model.to_empty(device=wanted)
         init_weights(model, seed)
     return model
 

@@ -12,6 +12,10 @@ _SHARD = re.compile(r"(_Strided)?Shard\(dim=(\d+)")
 _REPLICATE = re.compile(r"Replicate\(\)")
 
 
+# Names of an axis over which FSDP shards dim 0 of everything.
+DATA_AXES = ("dp", "fsdp", "shard", "dp_shard", "data")
+
+
 class Split(NamedTuple):
     """What one mesh axis does to a tensor.
 
@@ -68,6 +72,21 @@ class MeshRecord:
             place = self.coordinate(rank)
             found.setdefault((*place[:across], *place[across + 1 :]), []).append(rank)
         return [tuple(group) for group in found.values()]
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """Read ``dp=4,tp=2``: axis names and sizes, outermost first.
+
+    Raises:
+        ValueError: It cannot be read.
+    """
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if not name or not size.isdigit() or int(size) < 1 or name in mesh:
+            raise ValueError(f"cannot read the mesh {text!r} at {part!r}. Write it like dp=4,tp=2.")
+        mesh[name] = int(size)
+    return mesh
 
 
 def splits_of(placements: Sequence[str]) -> tuple[Split, ...]:

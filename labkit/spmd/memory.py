@@ -7,38 +7,26 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+from labkit.spmd.records import PARTS, MemoryParts
 
+__all__ = [
+    "PARTS",
+    "MemoryParts",
+    "allocation_curve",
+    "held_memory",
+    "measured_peak",
+    "predict_memory",
+    "storage_bytes",
+    "tracked_parts",
+    "tracked_peak",
+]
 
-@dataclass(frozen=True)
-class MemoryParts:
-    """Bytes on one rank at one moment.
-
-    Attributes:
-        parameters: Parameters and buffers: a rank's shard, or whole where FSDP has gathered them.
-        gradients: Their gradients.
-        optimizer: The optimizer's state.
-        activations: What autograd keeps for backward.
-        temporary: The rest: results and gradients that live for a moment, buffers of collectives.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-    temporary: int = 0
-
-    @property
-    def total(self) -> int:
-        """All parts together."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
 def predict_memory(

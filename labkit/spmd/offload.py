@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -26,6 +27,8 @@ from labkit.spmd.offload_moves import Move, OffloadCounts, OffloadError, View
 from labkit.spmd.offload_transfer import Transfer, transfer_for
 
 MIB = 1 << 20
+# A fake tensor, which has no data, is planned with as if it were a plain one; other subclasses hold more than one storage.
+_PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 __all__ = ["MIB", "ActivationOffload", "OffloadCounts", "OffloadError"]
 
@@ -119,7 +122,9 @@ class ActivationOffload:
         self.counts.saved_bytes += tensor.nbytes
         # An output that is saved knows its own node: to hold it as it is would be a cycle that nobody collects.
         tensor = tensor.detach()
-        if self._stays(tensor):
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
+            self.counts.other_bytes += tensor.nbytes
             return tensor
         storage = tensor.untyped_storage()
         move = self._known(storage, tensor._version)
@@ -131,19 +136,20 @@ class ActivationOffload:
         elif self._is_weight(storage):
             self.counts.weight_bytes += tensor.nbytes
             return tensor
+        elif not self._is_here(tensor.device):
+            self.counts.other_bytes += tensor.nbytes
+            return tensor
         else:
             move = self._send(storage, tensor)
         return View(move, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def _stays(self, tensor: Tensor) -> bool:
-        plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta or self._device not in (None, tensor.device):
-            self.counts.other_bytes += tensor.nbytes
-            return True
+    def _is_here(self, device: torch.device) -> bool:
+        # The first storage that is large enough to move decides, and no smaller one: torch.utils.checkpoint saves an empty
+        # tensor on the CPU before the inputs of a block on a GPU.
         if self._device is None:
-            self._device = tensor.device
-            self._transfer = self._transfer or transfer_for(tensor.device)
-        return False
+            self._device = device
+            self._transfer = self._transfer or transfer_for(device)
+        return self._device == device
 
     def _known(self, storage: torch.UntypedStorage, version: int) -> Move | None:
         reference = self._by_storage.get(storage)
@@ -156,12 +162,12 @@ class ActivationOffload:
         for module in self._entered[-1][1]:
             held: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
             for value in chain.from_iterable(values.values() for values in held):
-                if type(value) in (Tensor, nn.Parameter) and value.untyped_storage() is storage:
+                if type(value) in _PLAIN and value.untyped_storage() is storage:
                     return True
         return False
 
     def _send(self, storage: torch.UntypedStorage, tensor: Tensor) -> Move:
-        assert self._transfer is not None  # _stays has seen to it
+        assert self._transfer is not None  # _is_here has seen to it
         size_bytes = storage.nbytes()
         self._make_room(size_bytes)
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)

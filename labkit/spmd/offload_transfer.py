@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,7 +94,8 @@ class CudaTransfer:
 
     Device memory is always taken from and returned to the stream that computes, after that stream has been told to wait for
     the copy. So the allocator may reuse it at once, without ``record_stream``, which would hold it back for an unknown time.
-    Host memory is kept from step to step: pinning is slow and would stop the device. A smaller tensor may use it too.
+    Host memory is kept from step to step: pinning is slow and would stop the device. torch pins powers of two, so that is what
+    is taken here too, and whatever fits into one may use it: batches of changing length do not pin anew.
 
     Args:
         device: A CUDA device with an index.
@@ -104,7 +105,7 @@ class CudaTransfer:
     is_alias: bool = False
     _out: Any = field(init=False)
     _back: Any = field(init=False)
-    _free: list[Copy] = field(init=False, default_factory=list)  # by size, and the longest unused first among equals
+    _free: dict[int, deque[Copy]] = field(init=False, default_factory=lambda: defaultdict(deque))  # by size; longest unused first
     _host_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -143,25 +144,21 @@ class CudaTransfer:
 
     def recycle(self, copy: Copy) -> None:
         """See `Transfer`."""
-        insort(self._free, copy, key=_capacity)
+        self._free[copy.memory.numel()].append(copy)
 
     def host_bytes(self) -> int:
         """See `Transfer`."""
         return self._host_bytes
 
     def _host_memory(self, size_bytes: int) -> Copy:
-        place = bisect_left(self._free, size_bytes, key=_capacity)
-        # Batches of changing length would otherwise pin memory anew for each length.
-        if place < len(self._free) and _capacity(self._free[place]) <= 2 * size_bytes:
-            copy = self._free.pop(place)
-            copy.host = copy.memory[:size_bytes]
-            return copy
-        self._host_bytes += size_bytes
-        return Copy(torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
-
-
-def _capacity(copy: Copy) -> int:
-    return copy.memory.numel()
+        capacity = 1 << (size_bytes - 1).bit_length()
+        if waiting := self._free[capacity]:
+            copy = waiting.popleft()
+        else:
+            self._host_bytes += capacity
+            copy = Copy(torch.empty(capacity, dtype=torch.uint8, pin_memory=True))
+        copy.host = copy.memory[:size_bytes]
+        return copy
 
 
 def transfer_for(device: torch.device) -> Transfer:

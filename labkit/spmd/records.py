@@ -56,6 +56,33 @@ class ShardRecord:
         return bool(self.placements)
 
 
+PARTS = ("parameters", "gradients", "optimizer", "activations", "temporary")
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Bytes on one rank at one moment.
+
+    Attributes:
+        parameters: Parameters and buffers: a rank's shard, or whole where FSDP has gathered them.
+        gradients: Their gradients.
+        optimizer: The optimizer's state.
+        activations: What autograd keeps for backward.
+        temporary: The rest: results and gradients that live for a moment, buffers of collectives.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    temporary: int = 0
+
+    @property
+    def total(self) -> int:
+        """All parts together."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
+
+
 @dataclass(frozen=True)
 class FlatShare:
     """How much of one parameter lies in this rank's piece of a flat parameter.

@@ -78,6 +78,14 @@ def test_a_call_of_the_pool_counts_too(kernel: Kernel) -> None:
     assert "0 of 2 ranks have finished" in shown[0]["text/plain"]
 
 
+def test_a_task_of_the_notebook_itself_says_how_many_bytes_are_done(kernel: Kernel) -> None:
+    code = "import time\nfrom labkit.progress import task\nwith task('migrate', 4 << 20) as moving:\n    moving.advance(1 << 20)\n"
+    *shown, last = kernel.displays(code + "    time.sleep(3)", person=True)
+    assert shown[0]["text/plain"].startswith("migrate: 1.0 of 4.0 MiB, ")
+    assert '<progress value="1048576" max="4194304"' in shown[0]["text/html"]
+    assert last == {"text/plain": "", "text/html": ""}
+
+
 def test_a_start_is_named_while_the_pool_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     from labkit import WorkerPool
     from labkit.controller.members import Members

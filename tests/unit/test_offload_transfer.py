@@ -120,22 +120,27 @@ def test_host_memory_is_written_again_after_its_last_reader(streams: Streams, tr
     assert transfer.host_bytes() == 16
 
 
-def test_host_memory_serves_smaller_tensors_too_but_not_much_smaller_ones(streams: Streams, transfer: CudaTransfer) -> None:
+def test_host_memory_is_counted_as_it_is_taken_in_powers_of_two_and_serves_what_fits(
+    streams: Streams, transfer: CudaTransfer
+) -> None:
     large = transfer.send(data(100))
+    assert transfer.host_bytes() == 128
     transfer.recycle(large)
-    half = transfer.send(data(50))
-    assert half is large
-    assert half.host.tolist() == list(range(50))
-    transfer.recycle(half)
-    assert transfer.send(data(49)) is not large
-    assert transfer.send(data(100)) is large
-    assert transfer.host_bytes() == 149
+    smaller = transfer.send(data(65))
+    assert smaller is large
+    assert smaller.host.tolist() == list(range(65))
+    transfer.recycle(smaller)
+    assert transfer.send(data(64)) is not large
+    larger = transfer.send(data(128))
+    assert larger is large
+    assert larger.host.tolist() == list(range(128))
+    assert transfer.host_bytes() == 128 + 64
 
 
 def test_lengths_that_change_from_step_to_step_pin_a_bounded_amount(streams: Streams, transfer: CudaTransfer) -> None:
     for length in (random.Random(1).sample(range(1, 1000), 999)) * 3:
         transfer.recycle(transfer.send(data(8).repeat(length)))
-    assert transfer.host_bytes() < 8 * 1000 * 12
+    assert transfer.host_bytes() == 8 * (1024 + 512 + 256 + 128 + 64 + 32 + 16 + 8 + 4 + 2 + 1)
 
 
 def test_a_stream_that_computes_elsewhere_is_the_one_that_waits(streams: Streams, transfer: CudaTransfer) -> None:

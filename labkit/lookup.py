@@ -1,0 +1,59 @@
+"""Find the function that a text such as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from labkit.errors import LabkitError
+
+
+class FunctionNotFoundError(LabkitError, ValueError):
+    """A text names no function that can be called."""
+
+
+def find_function(reference: str) -> Callable[..., Any]:
+    """Import what a text names and return it. The user's own module is run.
+
+    Args:
+        reference: ``MODULE:FUNCTION``, looked for from the current directory too, or ``PATH/FILE.py:FUNCTION``.
+
+    Raises:
+        FunctionNotFoundError: It is not written like that, or there is no such module, file or function.
+    """
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise FunctionNotFoundError(f"{reference!r} names no function. Write MODULE:FUNCTION or FILE.py:FUNCTION.")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+        found = getattr(module, name)
+    except (ImportError, AttributeError, OSError) as error:
+        raise FunctionNotFoundError(f"{reference!r} names no function: {error}") from None
+    if not callable(found):
+        raise FunctionNotFoundError(f"{reference!r} is {type(found).__name__} and no function")
+    return found  # type: ignore[no-any-return]
+
+
+def _load_module(name: str) -> Any:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.import_module(name)
+
+
+def _load_file(path: Path) -> Any:
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # So that what the file imports from its own folder is found, as when it is run.
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,37 @@
+"""The process that makes one plan: ``python -m labkit.plan.child`` reads a job from stdin and writes the answer to stdout."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+
+from labkit.plan.records import JobError
+
+
+def main() -> None:
+    """Answer one job: a pickled `Plan`, or the text of a `JobError`."""
+    # What the reader's own functions print must not get into the answer.
+    with os.fdopen(os.dup(1), "wb") as answer:
+        os.dup2(2, 1)
+        # A function that travels by its name is found where the parent finds it.
+        sys.path[:] = pickle.load(sys.stdin.buffer)
+        job = pickle.load(sys.stdin.buffer)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        from labkit.plan.compute import compute_plan
+
+        try:
+            found: object = compute_plan(job)
+        except JobError as error:
+            found = str(error)
+        pickle.dump(found, answer)
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

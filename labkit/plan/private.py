@@ -1,0 +1,166 @@
+"""Everything of torch that a plan needs and that torch does not promise to keep.
+
+`self_test` uses each of them in earnest; the test suite runs it on every supported torch.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _split_by_size_and_type, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from labkit.checkpoint.layout import Placement, ShardDim
+
+__all__ = [
+    "FakeTensor",
+    "fake_world",
+    "files_of",
+    "metadata_bytes",
+    "placement_of",
+    "self_test",
+    "with_data",
+    "without_data",
+    "written",
+]
+
+
+@contextmanager
+def fake_world(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group in which this process is one of many ranks, and nobody else is there.
+
+    Collectives return at once and move nothing. Ranks: local, in a process without a default group.
+
+    Raises:
+        RuntimeError: There is a default group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend as well
+
+    if dist.is_initialized():
+        raise RuntimeError("a default process group exists in this process")
+    # DTensor remembers which shard an operation gives by the mesh, without this process's place on it.
+    _clear_sharding_prop_cache()
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        _clear_sharding_prop_cache()
+
+
+def without_data() -> FakeTensorMode:
+    """A mode in which tensors have shape, dtype, device and storage size, and no data. Tensors on meta may be used in it."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def with_data() -> AbstractContextManager[Any]:
+    """Inside of `without_data`, a block in which tensors are real again."""
+    return unset_fake_temporarily()
+
+
+def placement_of(placement: Any) -> Placement:
+    """A DTensor placement for `labkit.checkpoint.layout.local_box`.
+
+    Raises:
+        TypeError: It is neither a shard nor a replica.
+    """
+    if isinstance(placement, _StridedShard):
+        return ShardDim(placement.dim, strided=True)
+    if isinstance(placement, Shard):
+        return ShardDim(placement.dim)
+    if isinstance(placement, Replicate):
+        return None
+    raise TypeError(f"{placement} does not say which part of a tensor a rank holds")
+
+
+def files_of(items: Sequence[WriteItem], threads: int) -> list[list[WriteItem]]:
+    """How ``FileSystemWriter`` divides a rank's items over its files."""
+    return _split_by_size_and_type(threads, list(items))
+
+
+def written(item: WriteItem, file: str, start: int, length: int) -> WriteResult:
+    """What ``FileSystemWriter`` reports of an item that it has written."""
+    return WriteResult(item.index, length, _StorageInfo(file, start, length))
+
+
+def metadata_bytes(metadata: Metadata, results: list[list[WriteResult]], directory: str) -> int:
+    """The size of the file ``.metadata`` that ``FileSystemWriter`` writes for a directory. Nothing is written there."""
+    writer = _MetadataOnly(directory)
+    writer.finish(metadata, results)
+    return len(writer.fs.content)
+
+
+class _MetadataOnly(FileSystemWriter):
+    def __init__(self, directory: str) -> None:
+        super().__init__(directory, sync_files=False)
+        self.fs: Any = _InMemory()
+
+
+class _InMemory:
+    """A file system with one file, which is not kept on disk."""
+
+    def __init__(self) -> None:
+        self.content = b""
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[io.BytesIO]:
+        stream = io.BytesIO()
+        yield stream
+        self.content = stream.getvalue()
+
+    def concat_path(self, path: Any, suffix: str) -> Path:
+        return Path(path) / suffix
+
+    def exists(self, path: Any) -> bool:
+        return False
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        pass
+
+
+def self_test() -> None:
+    """Shard a linear layer on two of three ranks in turn, run a step, and compare with what is known of it.
+
+    Raises:
+        AssertionError: This torch is not as expected.
+
+    Ranks: local, in a process without a default group.
+    """
+    for rank, rows in ((0, 2), (2, 0)):
+        with fake_world(rank, 3):
+            mesh = init_device_mesh("cpu", (3,))
+            with without_data():
+                layer = nn.Linear(4, 4, bias=False)
+                fully_shard(layer, mesh=mesh)
+                loss = layer(torch.ones(2, 4)).sum()
+                loss.backward()
+                with with_data():
+                    assert int(torch.ones(2).sum()) == 2
+            weight = layer.weight
+            assert isinstance(weight, DTensor)
+            local = weight.to_local()
+            assert isinstance(local, FakeTensor)
+            assert isinstance(loss, FakeTensor)
+            assert tuple(local.shape) == (rows, 4), f"rank {rank} of 3 holds {tuple(local.shape)} of 4 rows"
+            assert local.untyped_storage().nbytes() == 2 * 4 * 4, "uneven shards are not padded"
+            assert [placement_of(place) for place in weight.placements] == [ShardDim(0)]
+    item = WriteItem(MetadataIndex("a", torch.Size([0])), WriteItemType.BYTE_IO)
+    assert files_of([item], 2) == [[item], []]
+    empty, one = (metadata_bytes(Metadata({}), [[written(item, "f", 0, 9)] * count], "d") for count in (0, 1))
+    assert 0 < empty < one
