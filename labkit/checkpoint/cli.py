@@ -101,8 +101,8 @@ def verify_command(
 @click.option(
     "--copies", type=click.Choice(["refuse", "first"]), default="refuse", show_default=True, help="When rank files disagree."
 )
-@click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 1 GiB for DCP, 5 GB for safetensors.")
-@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Files written at the same time.")
+@click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 512 MiB for DCP, 5 GB for safetensors.")
+@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def migrate_command(
     source: Path,
     destination: Path,
@@ -147,7 +147,7 @@ def migrate_command(
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the next job shards over, as fully_shard does.")
 @click.option("--mesh", help="Mesh of the next job, outermost axis first, such as dp=4,tp=2.")
 @click.option("--shard", "shards", multiple=True, metavar="AXIS:PATTERN=DIM", help="What an inner axis shards: 'tp:*.w1.weight=0'.")
-@click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Files written at the same time.")
+@click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def reshard_command(
     source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
 ) -> None:

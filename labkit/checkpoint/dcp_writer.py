@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, cast
 
 import torch
-import xxhash
 from torch.distributed.checkpoint import DefaultSavePlanner, StorageWriter
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties
@@ -26,62 +25,12 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from labkit.checkpoint.dcp_format import METADATA_FILE
+from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.manifest import FileSum
 from labkit.checkpoint.model import Path_
 from labkit.checkpoint.shards import to_cpu
 
 DCP_VERSION = "1.0.0"
-
-
-class HashedFile(io.RawIOBase):
-    """A new file that hashes what is written to it. Refuses to replace a file; syncs to disk on close."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb", buffering=1 << 20)
-        self._digest, self._size = xxhash.xxh3_128(), 0
-        self._error: OSError | None = None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # torch's zip writer buries a failed write under a complaint of its own ("unexpected pos 704 vs 598").
-        try:
-            super().__exit__(kind, error, trace)
-        except OSError as late:
-            self._error = self._error or late
-        if self._error is not None:
-            raise self._error
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        try:
-            self._file.write(view)
-        except OSError as error:
-            self._error = self._error or error
-            raise
-        self._digest.update(view)
-        self._size += len(view)
-        return len(view)
-
-    def tell(self) -> int:
-        return self._size
-
-    def flush(self) -> None:
-        """Nothing: the file is flushed and synced once, on close."""
-
-    def close(self) -> None:
-        if not self.closed:
-            try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-            finally:
-                self._file.close()
-                super().close()
-
-    def total(self) -> FileSum:
-        """The size and hash of what was written so far."""
-        return FileSum(self._size, self._digest.hexdigest())
 
 
 @dataclass(frozen=True, slots=True)

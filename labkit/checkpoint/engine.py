@@ -121,13 +121,14 @@ def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, work
             progress(file.size_bytes)
     todo = sorted((file for file in writer.files if file.name not in area.done), key=lambda file: -file.size_bytes)
     stop = threading.Event()
+    base = Reader(checkpoint, checksums=True)
 
     def work(file: OutFile) -> None:
         if stop.is_set():
             return
         temporary = area.temporary(file.name)
         temporary.unlink(missing_ok=True)
-        with Reader(checkpoint, checksums=True) as reader:
+        with base.fork() as reader:
             area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, progress))
 
     with ThreadPoolExecutor(max(1, min(workers, len(todo))), thread_name_prefix="labkit-migrate") as pool:

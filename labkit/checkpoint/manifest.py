@@ -17,6 +17,7 @@ from typing import Any
 
 import xxhash
 
+from labkit.checkpoint import direct_io
 from labkit.checkpoint.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
@@ -28,7 +29,6 @@ MANIFEST_FILE = "manifest.json"
 FORMAT = "labkit-checkpoint"
 VERSION = 1
 _STEP = re.compile(r"^step_(\d{8,})$")
-_BLOCK = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,35 @@ def hash_bytes(data: Any) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def hash_file(path: Path, *, drop_cache: bool = False) -> FileSum:
+def hash_file(path: Path, *, from_disk: bool = False) -> FileSum:
     """Hash a file's content.
 
     Args:
         path: The file.
-        drop_cache: Ask the kernel to forget its cached pages first, so that the disk is read (Linux; a hint elsewhere).
+        from_disk: Read past the page cache; where the file system does not offer that, ask the kernel to forget the pages
+            first (a hint).
 
     Ranks: local. Blocks for one read of the file.
     """
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
-        if drop_cache and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        buffer = bytearray(_BLOCK)
-        while count := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:count])
+        fd = file.fileno()
+        direct = from_disk and direct_io.set_direct(fd, on=True)
+        if from_disk and not direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        block = direct_io.aligned_block()
+        while True:
+            try:
+                count = os.readv(fd, [block])
+            except OSError as error:
+                if not (direct and direct_io.is_misaligned(error)):
+                    raise
+                direct = direct_io.set_direct(fd, on=False)
+                continue
+            if not count:
+                return FileSum(size, digest.hexdigest())
+            digest.update(block[:count])
             size += count
-    return FileSum(size, digest.hexdigest())
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
@@ -150,7 +161,7 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def check_file(directory: Path, name: str, expected: FileSum, *, content: bool = True, drop_cache: bool = False) -> None:
+def check_file(directory: Path, name: str, expected: FileSum, *, content: bool = True, from_disk: bool = False) -> None:
     """Compare a file with what the manifest says.
 
     Raises:
@@ -164,7 +175,7 @@ def check_file(directory: Path, name: str, expected: FileSum, *, content: bool =
         raise IncompleteCheckpointError(path, "the manifest lists this file, and it is missing. Use an earlier step.") from None
     if size != expected.size:
         raise IncompleteCheckpointError(path, f"it has {size} bytes, and {expected.size} were written. Use an earlier step.")
-    if content and hash_file(path, drop_cache=drop_cache).hash != expected.hash:
+    if content and hash_file(path, from_disk=from_disk).hash != expected.hash:
         raise CorruptCheckpointError(
             path,
             "its bytes are not the ones that were written (a damaged disk, an overwrite, or a file of another checkpoint). "

@@ -21,7 +21,7 @@ from labkit.checkpoint.writers import DcpWriter, OutFile, SafetensorsWriter, Tor
 from labkit.progress import task
 
 Format = Literal["dcp", "safetensors", "torch"]
-DEFAULT_FILE_BYTES = 1 << 30
+DEFAULT_FILE_BYTES = 1 << 29
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 _DROP_ADVICE = "Leave it out with --drop, or save it as plain data."
@@ -39,7 +39,7 @@ def migrate(
     dtypes: Mapping[str, torch.dtype] | None = None,
     copies: Copies = "refuse",
     shard_bytes: int | None = None,
-    workers: int = 2,
+    workers: int = 4,
 ) -> Result:
     """Migrate a checkpoint into another format, streaming.
 
@@ -61,7 +61,7 @@ def migrate(
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.
         copies: See :func:`labkit.checkpoint.contents.contents_of`.
-        shard_bytes: How large a file may get; 1 GiB for DCP, 5 GB for safetensors. A killed run resumes by file.
+        shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors. A killed run resumes by file.
         workers: Files that are written at the same time.
 
     Returns:
@@ -74,7 +74,8 @@ def migrate(
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
         CheckpointWriteError: The destination cannot be written, or does not read back.
 
-    Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB.
+    Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB. What only moves is copied in blocks of
+    4 MiB a worker.
     """
     if to is not None and to not in get_args(Format):
         raise CheckpointError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import zlib
+import threading
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import prod
@@ -15,13 +14,11 @@ import torch
 
 from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.archive import RecordRange, TorchArchive
+from labkit.checkpoint.checksums import crc32, file_crc, read_into
 from labkit.checkpoint.errors import CheckpointFormatError, CorruptCheckpointError, IncompleteCheckpointError
 from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.safe_pickle import TensorRef
-
-_CRC_BYTES = 1 << 23
-_READ_BYTES = 1 << 28  # the kernel moves at most 2 GiB a call
 
 
 class Reader:
@@ -40,9 +37,17 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint, *, checksums: bool = False) -> None:
         self.checkpoint, self._checksums = checkpoint, checksums
-        self._sound: set[tuple[str, int]] = set()
         self._files: dict[str, Any] = {}
+        # By file and place, shared between forks; threads only add to them.
+        self._sound: set[tuple[str, int]] = set()
+        self._checking: dict[tuple[str, int], threading.Lock] = {}
         self._resolved: dict[tuple[str, int], tuple[RecordRange, TensorRef]] = {}
+
+    def fork(self) -> Reader:
+        """Another reader for another thread, which does not repeat the checks that this one and its other forks have made."""
+        other = Reader(self.checkpoint, checksums=self._checksums)
+        other._sound, other._checking, other._resolved = self._sound, self._checking, self._resolved
+        return other
 
     def __enter__(self) -> Reader:
         return self
@@ -132,7 +137,7 @@ class Reader:
         if strides is not None or not sizes or list(sizes[1:]) != list(chunk.sizes[1:]) or not target.is_contiguous():
             return False
         row = prod(chunk.sizes[1:]) * entry.dtype.itemsize
-        self._check_sum(entry, chunk)
+        self.check_record(entry, chunk)
         self._read_to(chunk.file, start + (offsets[0] - chunk.offsets[0]) * row, target.reshape(-1).view(torch.uint8), entry)
         return True
 
@@ -143,7 +148,7 @@ class Reader:
         itemsize = entry.dtype.itemsize
         whole = tuple(sizes) == chunk.sizes and strides is None
         if not whole:
-            self._check_sum(entry, chunk)
+            self.check_record(entry, chunk)
         if strides is not None:
             storage = self._read(chunk.file, start, span(chunk.sizes, strides) * itemsize, entry)
             return storage.view(entry.dtype).as_strided(chunk.sizes, strides)[inner]
@@ -151,32 +156,44 @@ class Reader:
         first = inner[0] if inner else slice(0, 1)
         data = self._read(chunk.file, start + first.start * row, (first.stop - first.start) * row, entry)
         if whole:
-            self._check_sum(entry, chunk, data)
+            record = self.record(chunk) if self._checksums else None
+            at_hand = record is not None and record.length == data.numel()
+            self.check_record(entry, chunk, crc32(data.numpy().data) if at_hand and data.numel() else None)
         if not inner:
             return data.view(entry.dtype).reshape(())
         shaped = data.view(entry.dtype).reshape(first.stop - first.start, *chunk.sizes[1:])
         return shaped[(slice(None), *inner[1:])]
 
-    def _check_sum(self, entry: TensorEntry, chunk: Chunk, data: torch.Tensor | None = None) -> None:
-        """Compare a storage's CRC-32, with its bytes at hand or by reading it; once per storage."""
-        if not self._checksums:
-            return
-        record = self._record(chunk)
-        if record is None or (chunk.file, record.start) in self._sound:
-            return
-        if data is not None and data.numel() == record.length:
-            crc = zlib.crc32(data.numpy().data) if record.length else 0
-        else:
-            crc = file_crc(self.open(chunk.file).fileno(), record.start, record.length)
-        if crc != record.crc:
-            raise CorruptCheckpointError(
-                self.checkpoint.root / chunk.file,
-                f"the bytes of {entry.key!r} at {record.start} do not match the checksum that was written with them. "
-                "Use another copy or an earlier checkpoint.",
-            )
-        self._sound.add((chunk.file, record.start))
+    def check_record(self, entry: TensorEntry, chunk: Chunk, crc: int | None = None) -> None:
+        """Compare the CRC-32 of the storage that a chunk is in, where this reader looks at checksums and there is one.
 
-    def _record(self, chunk: Chunk) -> RecordRange | None:
+        Args:
+            entry: Whose storage, for messages.
+            chunk: The chunk.
+            crc: That of the whole storage as it was just read. Without it the storage is read, once for all forks.
+
+        Raises:
+            CorruptCheckpointError: It is another than was noted.
+        """
+        record = self.record(chunk) if self._checksums else None
+        if record is None:
+            return
+        key = (chunk.file, record.start)
+        with self._checking.setdefault(key, threading.Lock()):
+            if crc is None and key in self._sound:
+                return
+            if crc is None:
+                crc = file_crc(self.open(chunk.file).fileno(), record.start, record.length)
+            if crc != record.crc:
+                raise CorruptCheckpointError(
+                    self.checkpoint.root / chunk.file,
+                    f"the bytes of {entry.key!r} at {record.start} do not match the checksum that was written with them. "
+                    "Use another copy or an earlier checkpoint.",
+                )
+            self._sound.add(key)
+
+    def record(self, chunk: Chunk) -> RecordRange | None:
+        """The storage that a chunk is in; None in formats without."""
         if chunk.archive:
             return self._resolve(chunk)[0]
         records = self.checkpoint.records.get(chunk.file, [])
@@ -249,32 +266,14 @@ class Reader:
         length = target.numel()
         got = read_into(self.open(file).fileno(), target.numpy().data, start) if length else 0
         if got != length:
-            raise IncompleteCheckpointError(
-                self.checkpoint.root / file,
-                f"{entry.key!r} needs the bytes from {start} to {start + length}, and the file ends at {start + got}",
-            )
+            raise self.too_short(file, entry, start, length, got)
 
-
-def read_into(fd: int, buffer: memoryview, start: int) -> int:
-    """Fill a buffer from a file position; returns the bytes read, fewer only at the file's end."""
-    done = 0
-    while done < len(buffer):
-        got = os.preadv(fd, [buffer[done : done + _READ_BYTES]], start + done)
-        if got == 0:
-            break
-        done += got
-    return done
-
-
-def file_crc(fd: int, start: int, length: int) -> int:
-    """The CRC-32 of a byte range of a file."""
-    crc = 0
-    buffer = memoryview(bytearray(min(_CRC_BYTES, length) or 1))
-    for at in range(0, length, _CRC_BYTES):
-        part = buffer[: min(_CRC_BYTES, length - at)]
-        read_into(fd, part, start + at)
-        crc = zlib.crc32(part, crc)
-    return crc
+    def too_short(self, file: str, entry: TensorEntry | ValueEntry, start: int, length: int, got: int) -> IncompleteCheckpointError:
+        """The error for a file that ends inside what an entry needs of it."""
+        return IncompleteCheckpointError(
+            self.checkpoint.root / file,
+            f"{entry.key!r} needs the bytes from {start} to {start + length}, and the file ends at {start + got}",
+        )
 
 
 def _covers(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> bool:

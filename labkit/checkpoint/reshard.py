@@ -53,7 +53,7 @@ def reshard(
     mesh: int | Mapping[str, int],
     *,
     rules: Sequence[ShardRule] = (),
-    workers: int = 2,
+    workers: int = 4,
 ) -> Result:
     """Write a DCP checkpoint in which each rank of the next job finds what it needs in one contiguous file.
 

@@ -243,7 +243,7 @@ class _Save:
     def _check_files(self, sums: Mapping[str, FileSum], progress: Callable[[int], None]) -> None:
         for name, expected in sums.items():
             try:
-                manifest.check_file(self.directory, name, expected, drop_cache=True)
+                manifest.check_file(self.directory, name, expected, from_disk=True)
             except CheckpointError as error:
                 raise CheckpointWriteError(self.directory / name, f"what was just written does not read back ({error})") from None
             progress(expected.size)

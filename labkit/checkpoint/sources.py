@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from labkit.checkpoint.byte_ranges import ByteRange, byte_ranges
 from labkit.checkpoint.dtypes import convert
 from labkit.checkpoint.errors import DtypeNarrowingError
 from labkit.checkpoint.model import ChunkTable, TensorEntry
@@ -32,6 +33,9 @@ class Source(Protocol):
 
     def read(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box, as a new C-contiguous CPU tensor."""
+
+    def ranges(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> list[ByteRange] | None:
+        """The byte ranges that are the box as it is; None where it has to be read and put together."""
 
     def cost(self, numel: int) -> int:
         """Bytes of memory that reading this many elements takes at its peak."""
@@ -61,6 +65,9 @@ class EntrySource:
     def read(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         return reader.box(self.entry, offsets, sizes, self.chunks)
 
+    def ranges(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> list[ByteRange] | None:
+        return byte_ranges(reader, self.entry, offsets, sizes, self.chunks)
+
     def cost(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
@@ -89,6 +96,13 @@ class FlatSource:
         inner = tuple(slice(o, o + n) for o, n in zip(offsets[1:], sizes[1:], strict=True))
         return rows[(slice(None), *inner)].contiguous()
 
+    def ranges(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> list[ByteRange] | None:
+        if tuple(sizes[1:]) != self.shape[1:]:
+            return None
+        row = prod(self.shape[1:])
+        first, count = (offsets[0] * row, sizes[0] * row) if sizes else (0, 1)
+        return byte_ranges(reader, self.flat, (self.start + first,), (count,))
+
     def cost(self, numel: int) -> int:
         return numel * self.dtype.itemsize
 
@@ -115,6 +129,9 @@ class CastSource:
         if lost is not None:
             raise DtypeNarrowingError(self.path, [f"{self.key}: {lost}"], advice="Choose a dtype with a larger range for it.")
         return converted
+
+    def ranges(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> list[ByteRange] | None:
+        return None
 
     def cost(self, numel: int) -> int:
         return self.inner.cost(numel) + numel * self.dtype.itemsize

@@ -126,7 +126,7 @@ class StagingArea:
         """
         temporary = self.temporary(name)
         try:
-            manifest.check_file(self.folder, temporary.name, written.total, drop_cache=True)
+            manifest.check_file(self.folder, temporary.name, written.total, from_disk=True)
         except CheckpointError as error:
             raise CheckpointWriteError(temporary, f"what was just written does not read back ({error})") from None
         temporary.rename(self.folder / name)

@@ -9,25 +9,27 @@ from __future__ import annotations
 
 import io
 import pickle
-import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import PurePath
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from labkit.checkpoint.dcp_writer import HashedFile
-from labkit.checkpoint.read import Reader, bits
+from labkit.checkpoint.hashed_file import HashedFile
+from labkit.checkpoint.read import Reader
 from labkit.checkpoint.safe_pickle import STORAGES
+from labkit.checkpoint.zip_writer import StoredZip
 
 if TYPE_CHECKING:
     from labkit.checkpoint.contents import OutValue
     from labkit.checkpoint.writers import Piece
 
-_ALIGN = 64
+_ALIGN = 64  # as torch aligns storages for mmap=True
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items() if dtype is not None}
 
 
@@ -71,7 +73,7 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v3, (*arguments, item.storage.dtype)
 
 
-def write_torch_archive(
+def write_state(
     out: HashedFile,
     name: str,
     pieces: Sequence[Piece],
@@ -81,43 +83,46 @@ def write_torch_archive(
     reserve: Callable[[int], AbstractContextManager[None]],
     progress: Callable[[int], None],
 ) -> None:
-    """Write a whole state. Tensors with equal sources share one storage, so ties survive."""
+    """Write a whole state as one archive. Tensors with equal sources share one storage, so ties survive."""
     storages: dict[str, tuple[_Storage, Piece]] = {}
     leaves: dict[tuple[str | int, ...], Any] = {}
     for piece in pieces:
-        source = piece.tensor.source
-        storage = _Storage(str(len(storages)), source.dtype, piece.size_bytes // source.dtype.itemsize)
-        known, _ = storages.setdefault(source.label, (storage, piece))
-        leaves[piece.tensor.path] = _Tensor(known, source.shape)
+        known, _ = storages.setdefault(piece.tensor.source.label, (_storage(piece, len(storages)), piece))
+        leaves[piece.tensor.path] = _Tensor(known, piece.tensor.source.shape)
     leaves |= {value.path: plain[value.key] for value in values}
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(nested(leaves))
     stem = PurePath(name.removesuffix(".tmp")).stem or "archive"
-    with zipfile.ZipFile(cast(IO[bytes], out), "w", zipfile.ZIP_STORED) as archive:
-        _record(archive, out, f"{stem}/data.pkl", buffer.getvalue())
-        _record(archive, out, f"{stem}/byteorder", b"little")
-        for storage, piece in storages.values():
-            with reserve(piece.cost):
-                data = bits(piece.read(reader))
-                _record(archive, out, f"{stem}/data/{storage.key}", data.numpy().data if data.numel() else b"")
-                del data
-            progress(piece.size_bytes)
-        _record(archive, out, f"{stem}/version", b"3\n")
+    _write(out, stem, nested(leaves), list(storages.values()), reader, reserve, progress)
 
 
-def _record(archive: zipfile.ZipFile, out: HashedFile, name: str, data: Any) -> None:
-    """Append a record whose data begin at a multiple of 64 bytes, as torch aligns them for ``mmap=True``."""
-    info = zipfile.ZipInfo(name)
-    size = len(data)
-    large = size > 0x7FFFFFFF
-    header = 30 + len(name.encode()) + (20 if large else 0)
-    padding = -(out.tell() + header + 4) % _ALIGN
-    info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-    info.file_size = size
-    with archive.open(info, "w", force_zip64=large) as record:
-        step = 1 << 24
-        for at in range(0, size, step):
-            record.write(data[at : at + step])
+def write_tensor(out: HashedFile, piece: Piece, reader: Reader, reserve: Callable[[int], AbstractContextManager[None]]) -> None:
+    """Write one piece as an archive of its own, as DCP stores it."""
+    storage = _storage(piece, 0)
+    _write(out, "archive", _Tensor(storage, piece.box[1]), [(storage, piece)], reader, reserve, lambda _: None)
+
+
+def _storage(piece: Piece, number: int) -> _Storage:
+    return _Storage(str(number), piece.tensor.source.dtype, prod(piece.box[1]))
+
+
+def _write(
+    out: HashedFile,
+    stem: str,
+    state: Any,
+    storages: Sequence[tuple[_Storage, Piece]],
+    reader: Reader,
+    reserve: Callable[[int], AbstractContextManager[None]],
+    progress: Callable[[int], None],
+) -> None:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(state)
+    archive = StoredZip(out, _ALIGN)
+    archive.add(f"{stem}/data.pkl", buffer.getbuffer())
+    archive.add(f"{stem}/byteorder", b"little")
+    for storage, piece in storages:
+        archive.add_stream(f"{stem}/data/{storage.key}", piece.size_bytes, partial(piece.write, out, reader, reserve))
+        progress(piece.size_bytes)
+    archive.add(f"{stem}/version", b"3\n")
+    archive.close()
 
 
 def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:

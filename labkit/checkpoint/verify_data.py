@@ -11,11 +11,12 @@ import torch
 
 from labkit.checkpoint import manifest
 from labkit.checkpoint.archive import TorchArchive
+from labkit.checkpoint.checksums import file_crc
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
-from labkit.checkpoint.read import Reader, file_crc, same_bits
+from labkit.checkpoint.read import Reader, same_bits
 
 Progress = Callable[[int], None]
 T = TypeVar("T")

@@ -24,16 +24,19 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from labkit.checkpoint.byte_ranges import copy_ranges
+from labkit.checkpoint.checksums import crc32, read_into
 from labkit.checkpoint.contents import OutTensor, OutValue
 from labkit.checkpoint.dcp_format import METADATA_FILE
-from labkit.checkpoint.dcp_writer import DCP_VERSION, HashedFile, write_item, write_metadata
+from labkit.checkpoint.dcp_writer import DCP_VERSION, write_item, write_metadata
 from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.layout import Box
 from labkit.checkpoint.manifest import FileSum
-from labkit.checkpoint.read import Reader, bits, read_into
+from labkit.checkpoint.read import Reader, bits
 from labkit.checkpoint.safetensors_format import NAMES
 from labkit.checkpoint.staging_area import Written
-from labkit.checkpoint.torch_writer import write_torch_archive
+from labkit.checkpoint.torch_writer import write_state, write_tensor
 
 Reserve = Callable[[int], AbstractContextManager[None]]
 
@@ -49,13 +52,20 @@ class Piece:
     def size_bytes(self) -> int:
         return prod(self.box[1]) * self.tensor.source.dtype.itemsize
 
-    def read(self, reader: Reader) -> torch.Tensor:
-        """The box's data."""
-        return self.tensor.source.read(reader, *self.box)
+    def write(self, out: HashedFile, reader: Reader, reserve: Reserve) -> int:
+        """Append the box's bytes to a file, in C order; returns their CRC-32."""
+        ranges = self.tensor.source.ranges(reader, *self.box)
+        if ranges is not None:
+            return copy_ranges(reader, ranges, out)
+        with reserve(self.cost):
+            data = bits(self.tensor.source.read(reader, *self.box))
+            view = data.numpy().data if data.numel() else b""
+            out.write(view)
+            return crc32(view)
 
     @property
     def cost(self) -> int:
-        """Bytes of memory that reading it takes."""
+        """Bytes of memory that reading it takes, where its bytes cannot be copied as they are."""
         return self.tensor.source.cost(prod(self.box[1]))
 
 
@@ -110,8 +120,7 @@ class DcpWriter:
                 items.append([value.key, None, None, start, out.tell() - start])
             for piece in file.pieces:
                 start = out.tell()
-                with reserve(piece.cost):
-                    write_item(out, piece.read(reader))
+                write_tensor(out, piece, reader, reserve)
                 items.append([piece.tensor.key, list(piece.box[0]), list(piece.box[1]), start, out.tell() - start])
                 progress(piece.size_bytes)
         return Written(out.total(), items)
@@ -170,11 +179,7 @@ class SafetensorsWriter:
         with HashedFile(path) as out:
             out.write(_header(pieces))
             for piece in pieces:
-                with reserve(piece.cost):
-                    data = bits(piece.read(reader))
-                    if data.numel():
-                        out.write(data.numpy().data)
-                    del data
+                piece.write(out, reader, reserve)
                 progress(piece.size_bytes)
         return Written(out.total())
 
@@ -219,7 +224,7 @@ class TorchWriter:
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         with HashedFile(path) as out:
-            write_torch_archive(out, path.name, file.pieces, file.values, self.plain, reader, reserve, progress)
+            write_state(out, path.name, file.pieces, file.values, self.plain, reader, reserve, progress)
         return Written(out.total())
 
     def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
