@@ -26,6 +26,7 @@ ELSEWHERE = {
     "checkpoint": ("labkit.checkpoint.cli:checkpoint", "Look into checkpoints, verify, migrate and reshard them."),
     "plan": ("labkit.plan.cli:plan", "Plan a training job on up to 16,384 ranks: bytes on a rank, traffic of a step, checkpoint."),
     "handouts": ("labkit.course.handouts.cli:handouts", "Make handouts of notebooks, for students and for the instructor."),
+    "nbgrader": ("labkit.course.nbgrader:nbgrader", "Write notebooks as assignments of nbgrader."),
 }
 
 

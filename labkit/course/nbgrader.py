@@ -1,0 +1,77 @@
+"""Turn notebooks into assignments that nbgrader releases, collects and grades: ``labkit nbgrader``.
+
+nbgrader keeps what a cell is in its metadata; the notebooks keep it in tags. Exercises hold solutions between the markers that
+nbgrader knows, and each check raises when it is not met, which is how nbgrader takes points away.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import nbformat
+from nbformat import NotebookNode
+
+from labkit.course.handouts.cells import tags
+from labkit.errors import LabkitError
+
+BEGIN = "### BEGIN SOLUTION"
+_EXERCISE = re.compile(r"^### Exercise[^\n★]*(★*)", re.MULTILINE)
+
+
+class AssignmentError(LabkitError, ValueError):
+    """A notebook has nothing that could be graded."""
+
+
+def assignment_of(notebook: NotebookNode) -> NotebookNode:
+    """The notebook with nbgrader's metadata: exercises are solution cells, checks are locked and give a point per star.
+
+    Args:
+        notebook: It stays as it is.
+
+    Raises:
+        AssignmentError: It has no exercise or no check.
+    """
+    assignment: NotebookNode = nbformat.from_dict(notebook)
+    points, num_exercises, num_checks = 1, 0, 0
+    for cell in assignment.cells:
+        cell.metadata.pop("nbgrader", None)
+        if cell.cell_type == "markdown" and (found := _EXERCISE.findall(cell.source)):
+            points = max(1, len(found[-1]))
+        if BEGIN in cell.source:
+            cell.metadata["nbgrader"] = _metadata(f"exercise-{cell.id}", solution=True)
+            num_exercises += 1
+        elif "check" in tags(cell):
+            cell.metadata["nbgrader"] = _metadata(f"check-{cell.id}", grade=True, locked=True, points=points)
+            num_checks += 1
+    if not num_exercises or not num_checks:
+        raise AssignmentError(f"{num_exercises} exercises and {num_checks} checks: an assignment needs both. Take one of the labs.")
+    return assignment
+
+
+def _metadata(grade_id: str, *, points: int | None = None, **is_true: bool) -> dict[str, Any]:
+    kinds = {"grade": False, "solution": False, "locked": False, "task": False} | is_true
+    return {"schema_version": 3, "grade_id": grade_id, **kinds} | ({} if points is None else {"points": points})
+
+
+@click.command()
+@click.argument("notebooks", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/nbgrader"), show_default=True)
+def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
+    """Write notebooks as assignments of nbgrader.
+
+    Each of NOTEBOOKS goes to OUT/source/NAME/NAME.ipynb. In OUT, `nbgrader generate_assignment NAME --create` makes the release
+    without solutions, and `nbgrader autograde NAME` grades what came back. A check gives as many points as its exercise has
+    stars.
+    """
+    for path in notebooks:
+        target = out / "source" / path.stem / path.name
+        try:
+            assignment = assignment_of(nbformat.read(path, as_version=4))
+        except AssignmentError as error:
+            raise click.ClickException(f"{path}: {error}") from None
+        target.parent.mkdir(parents=True, exist_ok=True)
+        nbformat.write(assignment, target)
+        click.echo(f"made {target}")
