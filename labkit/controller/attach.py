@@ -67,10 +67,14 @@ class AttachedSite:
         key_file: Where the key file is written.
         caller: Brings the agents to life.
         keys: Those of an earlier notebook; None makes fresh ones.
+        outlives_notebook: Ranks wait for another notebook when this one is gone.
     """
 
-    def __init__(self, meeting: Meeting, key_file: Path, caller: Caller, keys: Keys | None = None) -> None:
+    def __init__(
+        self, meeting: Meeting, key_file: Path, caller: Caller, keys: Keys | None = None, *, outlives_notebook: bool = False
+    ) -> None:
         self.meeting, self._key_file, self._caller, self._keys = meeting, key_file, caller, keys
+        self.outlives_notebook = outlives_notebook
         self._nodes: Nodes | None = None
 
     @property
@@ -78,11 +82,6 @@ class AttachedSite:
         """The machines, once :meth:`prepare` has listened."""
         assert self._nodes is not None
         return self._nodes
-
-    @property
-    def outlives_notebook(self) -> bool:
-        """Whether ranks wait for another notebook when this one is gone."""
-        return self.meeting.linger_s is not None
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Listen, call the agents and wait for them; see :class:`labkit.controller.world.Site`."""
@@ -161,7 +160,7 @@ def earlier_site(key_file: Path) -> AttachedSite:
         meeting = Meeting(**content["meeting"])
     except (KeyError, TypeError, AttributeError):
         raise InvalidPoolError(f"{path} was not written by this version of labkit. Attach anew: WorkerPool.attach(...)") from None
-    return AttachedSite(meeting, key_file, ShownCommand(), keys)
+    return AttachedSite(meeting, key_file, ShownCommand(), keys, outlives_notebook=True)
 
 
 def notebook_half(key_file: Path) -> Path:
@@ -195,11 +194,15 @@ class ShownCommand:
         """Agents end by themselves."""
 
 
-def local_site() -> AttachedSite:
-    """One machine, this one: torchrun is started here and its agent comes through the loopback device."""
+# On this machine the notebook's end is noticed at once, and nobody comes back.
+_LOCAL_LINGER_S = 1.0
+
+
+def local_site(num_nodes: int, workers_per_node: int) -> AttachedSite:
+    """Machines in play, on this one: torchrun is started here for each, and their agents come through the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
-    meeting = Meeting(1, 0, "tcp://127.0.0.1:*", "127.0.0.1", "")
-    return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder))
+    meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", _LOCAL_LINGER_S)
+    return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder), outlives_notebook=False)
 
 
 def own_address() -> str:

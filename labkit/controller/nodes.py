@@ -61,6 +61,25 @@ class Node:
         return f"node {self.node_rank}" + (f" ({self.arrived.hostname})" if self.arrived is not None else "")
 
 
+@dataclass(frozen=True)
+class NodeStatus:
+    """One machine of an attached pool.
+
+    Attributes:
+        node_rank: Its place.
+        hostname: Its name.
+        ranks: The ranks that live there.
+        reachable: It answers.
+        agent_pid: The process that serves the ranks there.
+    """
+
+    node_rank: int
+    hostname: str
+    ranks: tuple[int, ...]
+    reachable: bool
+    agent_pid: int
+
+
 class Nodes:
     """The machines of an attached pool. Lives as long as the pool, over all its restarts.
 
@@ -90,6 +109,21 @@ class Nodes:
         self._stash: list[tuple[FromWorker, list[bytes]]] = []
         self._world_name = ""
         self.begun_anew = False
+
+    def statuses(self) -> tuple[NodeStatus, ...]:
+        """For people: the machines that have arrived."""
+        per_node = self.workers_per_node
+        return tuple(
+            NodeStatus(
+                node.node_rank,
+                node.arrived.hostname,
+                tuple(range(node.node_rank * per_node, (node.node_rank + 1) * per_node)),
+                node.reachable,
+                node.arrived.pid,
+            )
+            for node in self.nodes
+            if node.arrived is not None
+        )
 
     # ---- arrival -------------------------------------------------------------------------------------------------
 

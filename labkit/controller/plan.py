@@ -43,22 +43,30 @@ class PoolPlan:
         return f"{self.world_size} rank{'s' if self.world_size != 1 else ''}{where}, {backend}"
 
 
-def check_arguments(world_size: int | None, device: str, launcher: str = "local") -> None:
+def check_arguments(world_size: int | None, device: str, launcher: str = "local", num_nodes: int = 1) -> None:
     """Refuse what no machine can run.
 
     Raises:
         PoolStateError: This process is a rank of a pool itself.
-        InvalidPoolError: The world size is not a positive integer, or the device or the launcher is unknown.
+        InvalidPoolError: The world size or the number of machines is not a positive integer, the ranks cannot be shared out, or the
+            device or the launcher is unknown.
     """
     _refuse_in_rank()
     if launcher not in LAUNCHERS:
         raise InvalidPoolError(f"unknown launcher {launcher!r}. Write 'local' or 'torchrun'.")
+    _check_count("num_nodes", "machines", num_nodes)
+    if num_nodes > 1 and launcher != "torchrun":
+        raise InvalidPoolError(f"num_nodes={num_nodes} plays machines on this one, which needs launcher='torchrun'.")
     _check_device(device)
     if world_size is None:
+        if num_nodes > 1:
+            raise InvalidPoolError(f"with num_nodes={num_nodes} say how many ranks: world_size={2 * num_nodes}, for example.")
         return
     _check_count("world_size", "ranks", world_size)
     if world_size > MOST_WORKERS:
         raise InvalidPoolError(f"world_size={world_size}: one machine runs at most {MOST_WORKERS} workers.")
+    if world_size % num_nodes:
+        raise InvalidPoolError(f"world_size={world_size} ranks cannot be shared out equally to num_nodes={num_nodes}.")
 
 
 def check_attachment(num_nodes: int, workers_per_node: int, device: str, listen: str) -> None:

@@ -15,6 +15,7 @@ from labkit.controller.current import open_pool, refuse_second_pool, set_open_po
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import held_sigint
 from labkit.controller.members import Members
+from labkit.controller.nodes import NodeStatus
 from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
@@ -43,7 +44,8 @@ class WorkerPool:
         world_size: The number of ranks.
         device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` where there are enough GPUs.
         launcher: ``local`` starts the ranks from this process; ``torchrun`` has torchrun start them on this machine, over the same
-            way as :meth:`attach` on several.
+            way as :meth:`attach` on several machines.
+        num_nodes: With ``torchrun``: play that many machines on this one, each with the same number of ranks.
         start_timeout_s: The longest time that the start may take, in seconds.
         replace: Close an open pool first instead of refusing.
 
@@ -59,15 +61,16 @@ class WorkerPool:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         *,
         launcher: Literal["local", "torchrun"] = "local",
+        num_nodes: int = 1,
         start_timeout_s: float = 180.0,
         replace: bool = False,
     ) -> None:
         self._closed = True
-        plan.check_arguments(world_size, device, launcher)
+        plan.check_arguments(world_size, device, launcher, num_nodes)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
         if launcher == "torchrun":
-            self._attach(local_site(), device, start_timeout_s, world_size)
+            self._attach(local_site(num_nodes, (world_size or 0) // num_nodes), device, start_timeout_s, world_size)
             return
         self._plan = plan.make_plan(world_size, device, plan.launcher().count_gpus)
         self._begin(LocalSite(), start_timeout_s)
@@ -119,7 +122,7 @@ class WorkerPool:
         pool._closed = True
         address = host or own_address()
         meeting = Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", linger_s)
-        site = AttachedSite(meeting, Path(key_file).absolute(), ShownCommand())
+        site = AttachedSite(meeting, Path(key_file).absolute(), ShownCommand(), outlives_notebook=linger_s is not None)
         pool._attach(site, device, start_timeout_s)
         return pool
 
@@ -240,6 +243,14 @@ class WorkerPool:
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
         return {} if self._closed else dict(sorted(self._members.pids.items()))
+
+    @property
+    def nodes(self) -> tuple[NodeStatus, ...]:
+        """The machines of an attached pool, by place; empty for a pool on this machine."""
+        if self._closed or not isinstance(self._site, AttachedSite):
+            return ()
+        self._runner.look_around()
+        return self._site.nodes.statuses()
 
     @property
     def places(self) -> dict[int, str]:

@@ -28,7 +28,6 @@ __all__ = [
 ]
 
 
-
 def predict_memory(
     num_parameters: int, *, world_size: int = 1, bytes_each: int = 4, num_moments: int = 2, activation_bytes: int = 0
 ) -> MemoryParts:

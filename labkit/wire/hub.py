@@ -63,6 +63,7 @@ class Arrived(Record):
         num_nodes: How many machines torchrun has brought together.
         life: A random name of this agent process: another one means that it was started anew.
         hostname: The machine's name.
+        pid: The agent's process id there.
         num_gpus: GPUs that ranks started there would see.
         store: ``tcp://host:port`` of the key-value store that torchrun keeps for its workers.
         restarts: How often torchrun has started its workers anew.
@@ -74,6 +75,7 @@ class Arrived(Record):
     num_nodes: int
     life: str
     hostname: str
+    pid: int
     num_gpus: int
     store: str
     restarts: int

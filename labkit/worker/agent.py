@@ -115,7 +115,7 @@ class Agent:
         self._server, self._process = _start_fork_server()
         self._link = HubLink(address, keys, place.node_rank)
         self._num_gpus: int | None = None
-        self._silent_since = time.monotonic()
+        self._silent_s, self._looked_at = 0.0, time.monotonic()
         self._met = False
         self._wire: ControllerWire | None = None
         self._directory = ""
@@ -205,10 +205,11 @@ class Agent:
             return "it was asked to end (SIGTERM)"
         if self._link.refused:
             return f"the notebook at {self._address} knows another key. Copy its present key file to this machine"
-        if self._link.connected:
-            self._silent_since = now
+        # While this process is stopped, or its machine sleeps, it cannot hear anybody: that time does not count.
+        passed, self._looked_at = min(now - self._looked_at, 4 * LOOK_MS / 1000), now
+        self._silent_s = 0.0 if self._link.connected else self._silent_s + passed
         limit = self._linger_s if self._met else self._wait_s
-        if now - self._silent_since <= limit:
+        if self._silent_s <= limit:
             return None
         if self._met:
             return f"the notebook has been silent for {limit:g} s"
@@ -227,6 +228,7 @@ class Agent:
                 place.num_nodes,
                 self._life,
                 socket.gethostname(),
+                os.getpid(),
                 self._num_gpus,
                 place.store,
                 place.restarts,
@@ -302,11 +304,13 @@ class Agent:
 
     def _interface(self) -> str | None:
         """The network device on the way to the other machines."""
-        for address in (self._place.store, self._address):
-            host, _, port = address.removeprefix("tcp://").rpartition(":")
-            name = interface_towards(host, int(port))
-            if name is not None:
-                return name
+        host = _host(self._place.store)
+        if host in ("127.0.0.1", "localhost"):
+            return _device_of("127.0.0.1")  # machines that are simulated on one
+        for place in (host, _host(self._address)):
+            own = _own_address_towards(place)
+            if own is not None and not own.startswith("127."):  # some host names stand for the loopback device at home
+                return _device_of(own)
         return None
 
     def _close_world(self) -> None:
@@ -414,17 +418,22 @@ def _start_fork_server() -> tuple[Connection, subprocess.Popen[bytes]]:
     return Connection(ours.detach()), process
 
 
-def interface_towards(host: str, port: int) -> str | None:
-    """The network device through which this machine reaches a host; None for the loopback device and unknown hosts."""
+def _host(address: str) -> str:
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+
+
+def _own_address_towards(host: str) -> str | None:
+    """This machine's address on the way to a host; None where there is no way."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
-            own = probe.getsockname()[0]
+            return str(probe.getsockname()[0])
     except OSError:
         return None
-    if own.startswith("127.") or own == "::1":
-        return None
+
+
+def _device_of(own: str) -> str | None:
     for name, addresses in psutil.net_if_addrs().items():
         if any(item.address.partition("%")[0] == own for item in addresses):
             return name

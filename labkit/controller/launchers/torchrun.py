@@ -5,23 +5,23 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 from labkit.controller.launch_text import Launch
 from labkit.controller.nodes import Nodes
 from labkit.errors import WorkerStartError
 
-# The kernel's end is noticed at once here, and nobody comes back.
-LINGER_S = 0.5
 _END_S = 8.0
 _TAIL_LINES = 20
 
 
 class LocalTorchrun:
-    """One torchrun process, and with it one agent.
+    """One torchrun process for each machine, of which there may be several only in play, and with it one agent.
 
     Args:
         folder: For its files; removed when the process has ended, by the agent where this process is gone by then.
@@ -29,15 +29,20 @@ class LocalTorchrun:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._process: subprocess.Popen[bytes] | None = None
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def call(self, launch: Launch) -> None:
         """Start torchrun."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-        command += ["--log-dir", str(self._folder), "-m", "labkit.worker", "--connect", launch.connect]
-        command += ["--key-file", launch.key_file, "--linger", str(LINGER_S), "--remove", str(self._folder)]
-        self._process = subprocess.Popen(
+        port = _free_port()
+        for number in range(launch.num_nodes):
+            command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
+            command += ["--rdzv-conf", f"is_host={int(number == 0)}", "--log-dir", str(self._folder)]
+            command += [*launch.arguments(f"127.0.0.1:{port}"), "--remove", str(self._folder)]
+            self._processes.append(self._start(command))
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=self._output,
@@ -51,7 +56,7 @@ class LocalTorchrun:
         )
 
     def changed(self, nodes: Nodes) -> None:
-        """There is one machine, and the reader sits at it."""
+        """The reader sits at the machine and need not be told what to run."""
 
     def check(self) -> None:
         """Refuse to wait for a torchrun that has ended.
@@ -59,19 +64,28 @@ class LocalTorchrun:
         Raises:
             WorkerStartError: It has; with the end of its output.
         """
-        if self._process is not None and (code := self._process.poll()) is not None:
-            self._output.seek(0)
-            lines = self._output.read().decode("utf-8", "replace").splitlines()
-            raise WorkerStartError("torchrun has ended", exitcode=code, stderr_tail="\n".join(lines[-_TAIL_LINES:]))
+        for process in self._processes:
+            if (code := process.poll()) is not None:
+                self._output.seek(0)
+                lines = self._output.read().decode("utf-8", "replace").splitlines()
+                raise WorkerStartError("torchrun has ended", exitcode=code, stderr_tail="\n".join(lines[-_TAIL_LINES:]))
 
     def end(self) -> None:
-        """Wait for torchrun to end, which its agent has been told to; at most _END_S, then it is killed."""
-        process, self._process = self._process, None
-        if process is not None:
+        """Wait for torchrun to end, which its agents have been told to; at most _END_S, then it is killed."""
+        processes, self._processes = self._processes, []
+        deadline = time.monotonic() + _END_S
+        for process in processes:
             try:
-                process.wait(_END_S)
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        if processes:
             self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
