@@ -56,6 +56,7 @@ class RankFailure:
         traceback: Traceback lines as text, innermost last, without labkit's own frames; empty for ``died``.
         exitcode: For ``died``: the exit status as in :attr:`subprocess.Popen.returncode` (negative for a signal).
         last_output: For ``died``: the end of what the rank wrote, at most 20 lines.
+        where: The innermost of the reader's own lines, for example ``Cell In[7], line 5``; empty where there is none.
     """
 
     rank: int
@@ -65,6 +66,7 @@ class RankFailure:
     traceback: str = ""
     exitcode: int | None = None
     last_output: str = ""
+    where: str = ""
 
     def headline(self) -> str:
         """One line: the exception's type and the first line of its text."""

@@ -45,6 +45,16 @@ def format_error(error: BaseException, cell_number: CellNumber, *, own_lines_onl
     return "\n".join(_lines(told, cell_number))
 
 
+def own_place(error: BaseException, cell_number: CellNumber) -> str:
+    """The innermost of the reader's own lines on the error's stack, ``Cell In[7], line 5``; empty where there is none."""
+    own = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_library(frame.f_code.co_filename)]
+    if not own:
+        return ""
+    frame, line = own[-1]
+    number = cell_number(frame.f_code.co_filename)
+    return f"{f'Cell In[{number}]' if number is not None else frame.f_code.co_filename}, line {line}"
+
+
 def _lines(error: traceback.TracebackException, cell_number: CellNumber) -> Iterator[str]:
     if error.__cause__ is not None:
         yield from _lines(error.__cause__, cell_number)

@@ -24,11 +24,6 @@ from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_
 
 T = TypeVar("T")
 
-_BEGUN_ANEW = (
-    "torchrun has started its workers anew, so all ranks are fresh: every variable on them is gone. "
-    "Run the cells that made them again.\n"
-)
-
 _CLOSE_IT = "close it (pool.close()), or pass replace=True to close it and start this one"
 
 
@@ -434,8 +429,13 @@ class WorkerPool:
         if self._closed or len(chosen) == self.world_size:
             if self._closed:
                 refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
+            was_closed = self._closed
             self._end_ranks()
             self._start()
+            again = "the pool was closed and is open again; " if was_closed else ""
+            have = "is fresh and has" if self.world_size == 1 else "are fresh and have"
+            text = f"{again}{name_ranks(range(self.world_size))} {have} no variables.\n"
+            present_screen().text("stdout", text[0].upper() + text[1:])
             return
         self._runner.look_around()
         left = set(self._runner.dead_ranks) - set(chosen)
@@ -488,7 +488,7 @@ class WorkerPool:
         sending.check_limit(timeout_s)
         self._runner.look_around()
         if self._site.begun_anew:
+            present_screen().text("stderr", "torchrun has started its workers anew: make your variables again.\n")
             self.restart()
-            present_screen().text("stderr", _BEGUN_ANEW)
-        self._runner.refuse_dead()
+        self._runner.refuse_dead(chosen)
         return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from labkit.controller.run import Run
 from labkit.errors import RankFailedError, RunInterrupted, RunReport, RunTimeoutError, WorkerDiedError
+from labkit.ranks import name_ranks
 
 
 def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
@@ -23,7 +24,7 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     finished = sorted(run.results)
     notes = list(run.steps)
     judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
-    verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else ""
+    verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else _where_cut_off(run)
     report: RunReport
     if any(failure.kind == "died" for failure in failures):
         if run.stopped == "timeout":
@@ -36,3 +37,16 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     else:
         report = RankFailedError(failures, finished, notes, diagnosis=verdict)
     raise report
+
+
+def _where_cut_off(run: Run) -> str:
+    """Where the ranks were that another rank's end has freed from a collective, in a sentence."""
+    places: dict[str, list[int]] = {}
+    for rank in sorted(run.cut_off):
+        failure = run.failures.get(rank)
+        if failure is not None and failure.where:
+            places.setdefault(failure.where, []).append(rank)
+    if not places or not set(run.failures) - run.cut_off:
+        return ""
+    parts = [f"{name_ranks(tuple(ranks))} waited in a collective at {place}" for place, ranks in places.items()]
+    return "; ".join(parts) + "."

@@ -17,7 +17,7 @@ from labkit.controller.reports import raise_for
 from labkit.controller.run import Run, RunWait
 from labkit.controller.verdict import judge
 from labkit.errors import PoolStateError, WireError
-from labkit.ranks import RankResults, name_ranks
+from labkit.ranks import RankResults, format_ranks, name_ranks
 from labkit.wire.messages import Execute, Output, RankReport, Release, Result
 from labkit.wire.payload import Packed, unpack
 
@@ -73,17 +73,22 @@ class Runner:
         with contextlib.suppress(PoolStateError), self.alone():
             self._members.look()
 
-    def refuse_dead(self) -> None:
-        """Refuse work when a rank is dead.
+    def refuse_dead(self, ranks: Sequence[int]) -> None:
+        """Refuse work for a rank that is dead.
+
+        Args:
+            ranks: Who is to work.
 
         Raises:
-            PoolStateError: It names the dead ranks and the way back.
+            PoolStateError: It names the dead ranks and the ways back.
         """
         dead = self.dead_ranks
-        if dead:
+        if not set(dead).isdisjoint(ranks):
             are = "is" if len(dead) == 1 else "are"
             cause = self._members.deaths[dead[0]].message
-            raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). {self._ways_back(dead)}")
+            living = tuple(rank for rank in range(self._world_size) if rank not in dead)
+            look = f" What {name_ranks(living)} hold can be read before: --ranks {format_ranks(living)}." if living else ""
+            raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). {self._ways_back(dead)}{look}")
 
     def execute(
         self,
@@ -113,7 +118,7 @@ class Runner:
             PoolStateError: A run is in progress, or a rank is dead.
         """
         try:
-            self.refuse_dead()
+            self.refuse_dead(ranks)
             # From here to the end of the mending: what is broken off in between leaves ranks at work, or groups broken.
             with self.alone(), self._sigint_stops_the_run():
                 self._send_releases()

@@ -12,6 +12,7 @@ first, which after an abort would raise, and it keeps unsharded gradients. What 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -166,8 +167,10 @@ def flat_parameters(module: Any) -> list[Any]:
 
 
 def fsdp1_in_flight(module: Any) -> bool:
-    """Whether a forward or backward of this module has begun and not ended."""
+    """Whether a forward, a backward or a state_dict of this module has begun and not ended."""
     if module.training_state is not type(module.training_state).IDLE or getattr(module, "_post_backward_callback_queued", False):
+        return True
+    if module._unshard_params_ctx:
         return True
     handle = module._handle
     return handle is not None and handle._training_state is not type(handle._training_state).IDLE
@@ -175,6 +178,12 @@ def fsdp1_in_flight(module: Any) -> bool:
 
 def reset_fsdp1(modules: list[Any]) -> None:
     """Drop the iteration of all modules of one tree."""
+    for module in modules:
+        # state_dict's hooks enter this context and leave it; in between somebody may have raised.
+        while module._unshard_params_ctx:
+            _, context = module._unshard_params_ctx.popitem()
+            with contextlib.suppress(Exception):
+                context.__exit__(None, None, None)
     for module in modules:
         if module._handle is not None and hasattr(module._handle.flat_param, "_local_shard"):
             _reset_handle(module._handle)

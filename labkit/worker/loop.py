@@ -183,7 +183,8 @@ class Worker:
         # Nobody reads where an interrupted rank was interrupted (the diagnosis says it), and its interrupter waits.
         quiet = kind == "interrupted" or isinstance(error, WireError)
         trace = "" if quiet else tracebacks.format_error(error, self._shell.number_of, own_lines_only=kind == "exited")
-        return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace)
+        where = tracebacks.own_place(error, self._shell.number_of)
+        return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace, where=where)
 
 
 def _text(error: BaseException) -> str:

@@ -125,4 +125,6 @@ def test_case_14_rank_dies_in_a_run(pool: WorkerPool, tmp_path: Path, way: str, 
     assert error.finished == (survivors if others == "finished" else ())
     assert error.interrupted_ranks == (() if others == "finished" else survivors)
     assert "pool.restart()" in str(error)
+    if others == "in a collective":
+        assert f"waited in a collective at Cell In[1], line {cell.count(chr(10)) + 1}" in str(error) or error.diagnosis
     check_way_back(pool, before)

@@ -94,6 +94,29 @@ def test_groups_with_the_replaced_rank_are_named_and_refused_and_others_go_on(
     pool.run_cell("if rank < 2: dist.barrier(group=sound)", timeout_s=60)
 
 
+def test_what_living_ranks_hold_can_be_read_while_another_is_dead(pool: WorkerPool) -> None:
+    pool.run_cell("kept = rank + 10")
+    kill(pool, 1)
+    with pytest.raises(labkit.PoolStateError, match="What ranks 0, 2 hold can be read before: --ranks 0, 2"):
+        pool.pull("kept")
+    assert pool.pull("kept", ranks="0,2") == {0: 10, 2: 12}
+    with pytest.raises(labkit.RankFailedError, match="ranks 0, 2: ZeroDivisionError"):
+        pool.run_cell("1 / 0", ranks="0,2")
+    with pytest.raises(labkit.RankFailedError, match=r"Connection closed by peer|Connection reset by peer|Broken pipe"):
+        pool.run_cell("dist.barrier()", ranks="0,2", timeout_s=30)
+    pool.restart([1])
+    assert pool.pull("kept", ranks="0,2") == {0: 10, 2: 12}
+    assert sum_of_ranks(pool) == 3.0
+
+
+def test_restart_says_that_all_is_gone_and_that_a_closed_pool_is_open(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.restart()
+    assert capsys.readouterr().out == "Ranks 0-2 are fresh and have no variables.\n"
+    pool.close()
+    pool.restart()
+    assert capsys.readouterr().out == "The pool was closed and is open again; ranks 0-2 are fresh and have no variables.\n"
+
+
 def test_new_groups_can_be_made_after_a_replacement(pool: WorkerPool) -> None:
     pool.run_cell("first = dist.new_group([0, 1])")
     kill(pool, 2)
