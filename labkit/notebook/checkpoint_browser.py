@@ -34,19 +34,20 @@ class Node:
 
     Attributes:
         name: The part, as it stands between dots; several where nothing branches off between them.
-        nodes: What follows it, by the next part.
-        entries: The tensors that come next, by what is left of their names.
+        children: What follows it, nodes and tensors in the checkpoint's order: a tensor by what is left of its name, a node
+            by its name and a dot.
     """
 
     name: str
-    nodes: dict[str, Node] = field(default_factory=dict)
-    entries: dict[str, TensorEntry] = field(default_factory=dict)
+    children: dict[str, Any] = field(default_factory=dict)
 
-    def all_entries(self) -> Iterator[TensorEntry]:
+    def entries(self) -> Iterator[TensorEntry]:
         """Every tensor below."""
-        yield from self.entries.values()
-        for node in self.nodes.values():
-            yield from node.all_entries()
+        for child in self.children.values():
+            if isinstance(child, Node):
+                yield from child.entries()
+            else:
+                yield child
 
 
 def tree_of(entries: Sequence[TensorEntry]) -> Node:
@@ -56,23 +57,23 @@ def tree_of(entries: Sequence[TensorEntry]) -> Node:
         *parts, last = entry.key.split(".")
         node = root
         for part in parts:
-            node = node.nodes.setdefault(part, Node(part))
-        node.entries[last] = entry
+            # With the dot: a tensor may have the name that others begin with.
+            node = node.children.setdefault(f"{part}.", Node(part))
+        node.children[last] = entry
     return _joined(root)
 
 
 def _joined(node: Node) -> Node:
     """Where nothing branches off, nodes become one, and a node of one tensor becomes part of its name."""
-    joined = Node(node.name, entries=dict(node.entries))
-    for child in map(_joined, node.nodes.values()):
-        if not child.nodes and len(child.entries) == 1:
-            ((last, entry),) = child.entries.items()
-            joined.entries[f"{child.name}.{last}"] = entry
+    joined = Node(node.name)
+    for name, child in node.children.items():
+        below = _joined(child) if isinstance(child, Node) else child
+        if isinstance(below, Node) and len(below.children) == 1:
+            ((last, only),) = below.children.items()
+            below = Node(f"{below.name}.{only.name}", only.children) if isinstance(only, Node) else only
+            joined.children[f"{name}{last}"] = below
         else:
-            joined.nodes[child.name] = child
-    if node.name and len(joined.nodes) == 1 and not joined.entries:
-        (only,) = joined.nodes.values()
-        return Node(f"{node.name}.{only.name}", only.nodes, only.entries)
+            joined.children[name] = below
     return joined
 
 
@@ -142,12 +143,13 @@ def browse(checkpoint: Checkpoint, *, name: str = "", section: str = ALL) -> Non
 
 
 def _node_html(node: Node, *, unfold: bool, depth: int) -> str:
-    # What is numbered, such as layers, comes in the order of the numbers that the checkpoint has.
-    inner = "".join(_node_html(child, unfold=unfold, depth=depth + 1) for child in node.nodes.values())
-    inner += "".join(_entry_html(last, entry, unfold=unfold) for last, entry in node.entries.items())
+    inner = "".join(
+        _node_html(child, unfold=unfold, depth=depth + 1) if isinstance(child, Node) else _entry_html(name, child, unfold=unfold)
+        for name, child in node.children.items()
+    )
     if depth == 0:
         return inner
-    below = list(node.all_entries())
+    below = list(node.entries())
     size = _size(sum(entry.size_bytes for entry in below if entry.tied_to is None))
     summary = f"<b>{_text(node.name)}</b> <small>{len(below):,} tensor{'s' * (len(below) > 1)}, {size}</small>"
     return _details(summary, inner, unfold=unfold or depth == 1)

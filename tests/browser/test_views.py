@@ -36,6 +36,12 @@ CELLS = {
         "    return {'parameters': 2**24 // shards, 'activations': 2**20 if blocks == 'recompute' else 2**22}\n"
         "planner(predict, ranks=[1, 2, 4, 8], dtypes=['float32'], blocks=['keep', 'recompute'], limits_mib=[4, 8, 16])"
     ),
+    "checkpoint": (
+        "import torch\nfrom labkit.checkpoint import open_checkpoint, save\n"
+        "from labkit.notebook.checkpoint_browser import browse\n"
+        "layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))\n"
+        "browse(open_checkpoint(save('views-store', {'model': layers}, 1)))"
+    ),
 }
 AT = {name: index for index, name in enumerate(CELLS)}
 
@@ -154,6 +160,35 @@ def test_a_moved_slider_draws_another_picture_and_the_picture_alone_is_left_when
     expect(slider).to_have_count(0)
     expect(caption).to_contain_text("8 ranks as 2 x 4")
     assert all("widget-view" not in mime for output in tab.outputs(AT["planner"]) for mime in output["data"])
+
+
+def test_a_checkpoint_unfolds_by_keyboard_and_its_filter_narrows_it_down(
+    tab: LabPage, open_notebook: Open, server: LabServer, shots: Path
+) -> None:
+    tab.run(AT["checkpoint"])
+    cell = tab.cell(AT["checkpoint"])
+    tree = cell.get_by_role("group", name="Tensors of a checkpoint")
+    expect(tree).to_contain_text("12 of 12 tensors")
+    line = cell.get_by_role("textbox", name="name")
+    line.fill("3.weight")
+    line.press("Enter")
+    expect(tree).to_contain_text("1 of 12 tensors")
+    expect(tree.locator("table")).to_contain_text("__0_0.distcp")
+    line.fill("")
+    line.press("Enter")
+    expect(tree).to_contain_text("12 of 12 tensors")
+    tab.screenshot(shots / "checkpoint.png", AT["checkpoint"])
+    tab.run(AT["close"])
+    expect(line).to_have_count(0)
+    tab.save()
+
+    again = open_notebook(tab.name)
+    branch = again.cell(AT["checkpoint"]).locator("summary", has_text="3").last
+    expect(branch.locator("xpath=..").locator("table").first).to_be_hidden()
+    branch.focus()
+    again.page.keyboard.press("Enter")
+    expect(branch.locator("xpath=..").locator("table").first).to_be_visible()
+    assert again.errors() == []
 
 
 def _assert_tabs(tab: LabPage) -> None:

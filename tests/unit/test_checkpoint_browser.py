@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
 from labkit.notebook import checkpoint_browser as module
-from labkit.notebook.checkpoint_browser import CheckpointTree, box_of, browse, tree_of
+from labkit.notebook.checkpoint_browser import CheckpointTree, Node, box_of, browse, tree_of
 from labkit.notebook.explore import ControlError
 
 
@@ -39,17 +40,27 @@ STEP = entry("optimizer.state.step", (), 1, "optimizer")
 WHOLE = checkpoint(*LAYERS, entry("model.embed.weight"), STEP)
 
 
+def names_of(node: Node) -> Any:
+    """The tree as plain names; tensors side by side as a list."""
+    below = {name: names_of(child) if isinstance(child, Node) else None for name, child in node.children.items()}
+    return list(below) if all(names is None for names in below.values()) else below
+
+
 def test_names_that_do_not_branch_are_one_step_of_the_tree() -> None:
     tree = tree_of(list(WHOLE.tensors.values()))
-    (model,) = tree.nodes.values()
-    assert model.name == "model"
-    assert list(model.entries) == ["embed.weight"]
-    assert {name: list(node.entries) for name, node in model.nodes["layers"].nodes.items()} == {
-        "0": ["w1.weight", "w2.weight"],
-        "1": ["w1.weight", "w2.weight"],
+    assert names_of(tree) == {
+        "model.": {
+            "layers.": {"0.": ["w1.weight", "w2.weight"], "1.": ["w1.weight", "w2.weight"]},
+            "embed.weight": None,
+        },
+        "optimizer.state.step": None,
     }
-    assert list(tree.entries) == ["optimizer.state.step"]
-    assert [found.key for found in tree.all_entries()].count("model.layers.1.w2.weight") == 1
+    assert [found.key for found in tree.entries()] == list(WHOLE.tensors)
+
+
+def test_a_name_may_be_the_beginning_of_another() -> None:
+    tree = tree_of([entry("a.b"), entry("a.b.c"), entry("a.b.d")])
+    assert [found.key for found in tree.entries()] == ["a.b", "a.b.c", "a.b.d"]
 
 
 def test_a_tensor_unfolds_to_its_shards_with_rank_file_and_bytes() -> None:
