@@ -10,7 +10,8 @@ from pathlib import Path
 
 from labkit.errors import LabkitError
 from labkit.wire.key_file import KeyFile
-from labkit.worker.agent import Agent, Place
+from labkit.worker.agent import Agent
+from labkit.worker.place import Place
 
 
 def main() -> int:

@@ -19,16 +19,13 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
-import psutil
 import zmq
 
-from labkit.errors import WorkerStartError
 from labkit.wire.hub import (
     AreYouThere,
     Arrived,
@@ -45,55 +42,16 @@ from labkit.wire.hub import (
     StartRank,
     ToNode,
 )
-from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result, Stream
+from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
 from labkit.wire.payload import Packed, to_frames, to_memory
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import ControllerWire, Keys
 from labkit.wire.versions import versions
+from labkit.worker.backlog import Backlog
+from labkit.worker.place import Place, gloo_device
 
 LOOK_MS = 250
-# What ranks have written and the notebook has not taken: beyond this ranks wait in print, and what they write to a notebook
-# that is gone is thrown away, the oldest first.
-BACKLOG_BYTES = 4 << 20
 _END_S = 5.0
-
-
-@dataclass(frozen=True)
-class Place:
-    """This machine's place among those that torchrun has brought together.
-
-    Attributes:
-        node_rank: From 0.
-        num_nodes: How many machines there are.
-        store: ``tcp://host:port`` of torchrun's store.
-        restarts: How often torchrun has started its workers anew.
-    """
-
-    node_rank: int
-    num_nodes: int
-    store: str
-    restarts: int
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Place:
-        """Read what torchrun has set.
-
-        Raises:
-            WorkerStartError: This process was not started by torchrun, or not as the only one on its machine.
-        """
-        try:
-            num_nodes, restarts = int(environ["GROUP_WORLD_SIZE"]), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            place = cls(int(environ["GROUP_RANK"]), num_nodes, f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}", restarts)
-            num_here = int(environ["LOCAL_WORLD_SIZE"])
-        except KeyError as error:
-            raise WorkerStartError(
-                f"{error} is not set: start this with torchrun, by the command that WorkerPool.attach() shows"
-            ) from None
-        if num_here != 1:
-            raise WorkerStartError(
-                f"torchrun has started {num_here} of these on this machine. Start one (--nproc-per-node 1): it starts the ranks"
-            )
-        return place
 
 
 class Agent:
@@ -124,9 +82,7 @@ class Agent:
         self._ranks: dict[int, int] = {}
         self._generation = self._run_id = 0
         self._busy: set[int] = set()
-        self._backlog: deque[tuple[list[Any], int, Output | None]] = deque()
-        self._backlog_bytes = 0
-        self._dropped: dict[int, int] = {}
+        self._backlog = Backlog()
         self._held: Packed | None = None
         self._holders: set[int] = set()
         self._send_server("count_gpus", -1, dict(os.environ))
@@ -159,7 +115,7 @@ class Agent:
 
     @property
     def _hears_ranks(self) -> bool:
-        return not self._link.connected or self._backlog_bytes < BACKLOG_BYTES
+        return not self._link.connected or not self._backlog.full
 
     def _hear_server(self) -> str | None:
         while self._server.poll(0):
@@ -285,9 +241,9 @@ class Agent:
     def _spec(self, tag: StartRank) -> WorkerSpec:
         assert self._wire is not None
         environ = tag.defaults | dict(os.environ)
-        if tag.local_world_size < tag.group.world_size and (interface := self._interface()):
+        if tag.local_world_size < tag.group.world_size and (device := gloo_device(self._place.store, self._address)):
             # Without it gloo takes the address of the host name, which on many machines is the loopback device's.
-            environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+            environ.setdefault("GLOO_SOCKET_IFNAME", device)
         return WorkerSpec(
             rank=tag.rank,
             local_rank=tag.local_rank,
@@ -302,17 +258,6 @@ class Agent:
             joining=tag.joining,
         )
 
-    def _interface(self) -> str | None:
-        """The network device on the way to the other machines."""
-        host = _host(self._place.store)
-        if host in ("127.0.0.1", "localhost"):
-            return _device_of("127.0.0.1")  # machines that are simulated on one
-        for place in (host, _host(self._address)):
-            own = _own_address_towards(place)
-            if own is not None and not own.startswith("127."):  # some host names stand for the loopback device at home
-                return _device_of(own)
-        return None
-
     def _close_world(self) -> None:
         self._let_go()
         for pid in self._pids.values():
@@ -322,7 +267,6 @@ class Agent:
         self._busy.clear()
         self._world, self._generation, self._run_id = "", 0, 0
         self._backlog.clear()
-        self._backlog_bytes = 0
         if self._wire is not None:
             self._wire.close()
             self._wire = None
@@ -353,37 +297,13 @@ class Agent:
         self._tell(FromRank(), pickle.dumps(message, protocol=5), *frames, output=message if isinstance(message, Output) else None)
 
     def _tell(self, tag: FromNode, *parts: Any, output: Output | None = None) -> None:
-        size = sum(memoryview(part).nbytes for part in parts)
-        self._backlog.append(([pickle.dumps(tag, protocol=5), *parts], size, output))
-        self._backlog_bytes += size
-        if not self._link.connected and self._backlog_bytes > BACKLOG_BYTES:
-            self._drop_oldest_output()
-
-    def _drop_oldest_output(self) -> None:
-        for place, (_, size, output) in enumerate(self._backlog):
-            if output is not None:
-                del self._backlog[place]
-                self._backlog_bytes -= size
-                self._dropped[output.rank] = self._dropped.get(output.rank, 0) + size
-                return
-
-    def _own_up(self) -> None:
-        """Say how much was thrown away."""
-        while self._dropped:
-            rank, size = self._dropped.popitem()
-            text = f"... {size:,} bytes of output from before this line are lost: no notebook listened\n"
-            message = Output(rank, 0, (Stream("stderr", text),))
-            self._backlog.appendleft(([pickle.dumps(FromRank(), protocol=5), pickle.dumps(message, protocol=5)], 0, None))
+        self._backlog.add(tag, *parts, output=output)
+        if not self._link.connected:
+            self._backlog.forget_oldest_output()
 
     def _flush(self) -> None:
-        if self._link.connected:
-            self._own_up()
-        while self._backlog and self._link.connected:
-            parts, size, _ = self._backlog[0]
-            if not self._link.send(parts):
-                return
-            self._backlog.popleft()
-            self._backlog_bytes -= size
+        while self._link.connected and (parts := self._backlog.first()) is not None and self._link.send(parts):
+            self._backlog.taken()
 
     # ---- the fork server -----------------------------------------------------------------------------------------
 
@@ -416,25 +336,3 @@ def _start_fork_server() -> tuple[Connection, subprocess.Popen[bytes]]:
     )
     theirs.close()
     return Connection(ours.detach()), process
-
-
-def _host(address: str) -> str:
-    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-
-
-def _own_address_towards(host: str) -> str | None:
-    """This machine's address on the way to a host; None where there is no way."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # sends nothing
-            return str(probe.getsockname()[0])
-    except OSError:
-        return None
-
-
-def _device_of(own: str) -> str | None:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(item.address.partition("%")[0] == own for item in addresses):
-            return name
-    return None

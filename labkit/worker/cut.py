@@ -6,6 +6,7 @@ import array
 import contextlib
 import fcntl
 import gc
+import multiprocessing
 import os
 import socket
 import stat
@@ -108,6 +109,11 @@ def hurry_data_loaders(hurry: bool) -> None:
     loading = sys.modules.get("torch.utils.data._utils")
     if loading is not None:
         loading.MP_STATUS_CHECK_INTERVAL = 0.05 if hurry else 5.0  # type: ignore[attr-defined]
+
+
+def collect_children() -> None:
+    """Take note of child processes that have ended: a DataLoader ends workers that are slow to go, and does not wait for them."""
+    multiprocessing.active_children()
 
 
 def peer_sockets(hosts: Set[str] = frozenset(), *, except_port: int = 0) -> set[tuple[int, int]]:

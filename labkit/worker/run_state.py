@@ -63,6 +63,7 @@ class RunState:
         self.interrupt_requested = False
         self._holds, self._held_since, self._unwinding_since = 0, None, None
         cut.hurry_data_loaders(False)
+        cut.collect_children()
         self.board.begin(run_id)
         self.started = time.monotonic()
         with self._changing:

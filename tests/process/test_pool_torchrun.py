@@ -17,8 +17,11 @@ import torch
 
 from labkit import RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
 from labkit.errors import InvalidPoolError, WorkerStartError
-from labkit.worker import agent
+from labkit.worker.place import Place
 from tests.process.patience import until
+
+# Two imports of torch one after the other for each start.
+pytestmark = pytest.mark.timeout(300)
 
 SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\nfloat(ones)"
 
@@ -145,7 +148,7 @@ def test_an_unknown_launcher_is_refused() -> None:
 )
 def test_an_agent_that_is_started_otherwise_says_how(environ: dict[str, str], message: str) -> None:
     with pytest.raises(WorkerStartError) as caught:
-        agent.Place.from_environment(environ)
+        Place.from_environment(environ)
     assert message in str(caught.value)
 
 

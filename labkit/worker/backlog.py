@@ -1,0 +1,78 @@
+"""What ranks have said and the notebook has not taken yet, kept within bounds while there is no notebook."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from typing import Any
+
+from labkit.wire.hub import FromNode, FromRank
+from labkit.wire.messages import Output, Stream
+
+# Beyond this ranks wait in print, and what they write to a notebook that is gone is thrown away, the oldest first.
+LIMIT_BYTES = 4 << 20
+
+
+class Backlog:
+    """Messages in order.
+
+    Attributes:
+        size_bytes: Of all that is kept.
+    """
+
+    def __init__(self) -> None:
+        self._messages: deque[tuple[list[Any], int, Output | None]] = deque()
+        self._dropped: dict[int, int] = {}
+        self.size_bytes = 0
+
+    @property
+    def full(self) -> bool:
+        """Whether ranks should not be heard before the notebook has taken something."""
+        return self.size_bytes >= LIMIT_BYTES
+
+    def __len__(self) -> int:
+        """Number of messages."""
+        return len(self._messages)
+
+    def add(self, tag: FromNode, *parts: Any, output: Output | None = None) -> None:
+        """Keep a message.
+
+        Args:
+            tag: What it is.
+            *parts: Its further parts.
+            output: The message itself, where it is output, which can be thrown away.
+        """
+        size = sum(memoryview(part).nbytes for part in parts)
+        self._messages.append(([pickle.dumps(tag, protocol=5), *parts], size, output))
+        self.size_bytes += size
+
+    def forget_oldest_output(self) -> None:
+        """Throw output away until the rest is within bounds. Results and failures stay."""
+        kept: deque[tuple[list[Any], int, Output | None]] = deque()
+        while self.full and self._messages:
+            parts, size, output = self._messages.popleft()
+            if output is None:
+                kept.append((parts, size, output))
+            else:
+                self.size_bytes -= size
+                self._dropped[output.rank] = self._dropped.get(output.rank, 0) + size
+        self._messages.extendleft(reversed(kept))
+
+    def first(self) -> list[Any] | None:
+        """The parts of the oldest message; before it, how much was thrown away."""
+        while self._dropped:
+            rank, size = self._dropped.popitem()
+            text = f"... {size:,} bytes of output from before this line are lost: no notebook listened\n"
+            message = Output(rank, 0, (Stream("stderr", text),))
+            self._messages.appendleft(([pickle.dumps(FromRank(), protocol=5), pickle.dumps(message, protocol=5)], 0, None))
+        return self._messages[0][0] if self._messages else None
+
+    def taken(self) -> None:
+        """The oldest message has been sent."""
+        self.size_bytes -= self._messages.popleft()[1]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._messages.clear()
+        self._dropped.clear()
+        self.size_bytes = 0
