@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -61,10 +60,8 @@ def _guarded(path: Path, work: Callable[[], Checkpoint]) -> Checkpoint:
 
 
 def _read_columns(path: Path) -> Columns | None:
-    if path.stat().st_size == 0:
-        return None
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as view:
-        return large_metadata.read_large(view)
+    with path.open("rb", buffering=0) as file:
+        return large_metadata.read_large(file, path.stat().st_size)
 
 
 def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkpoint:

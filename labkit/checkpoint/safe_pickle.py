@@ -279,10 +279,10 @@ class _Reader(AllowList, pickle.Unpickler):
     """The restricted unpickler."""
 
 
-class SparseReader(AllowList, pickle._Unpickler):
-    """The same in Python, for a pickle with few items and large memo numbers: its memo is a dict that can be read."""
+class IndexReader(AllowList, pickle.Unpickler):
+    """The same for a part of a pickle, whose memo is looked at afterwards."""
 
-    memo: dict[int, Any]
+    memo: Any
 
 
 def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bool = False) -> tuple[Any, tuple[str, ...]]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.notebook.style import FAINT, INK, MUTED, Picture, figure, text_color_on
+from labkit.notebook.style import INK, MUTED, Picture, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,6 +22,7 @@ _KINDS = {
 _INSIDE, _BETWEEN = ("#009E73", ""), ("#D55E00", "xxx")
 _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "bytes"))
 _BAR_IN = 0.4
+_FAR = 3
 
 
 def draw_plans(plans: Mapping[str, Plan], *, caption: str, limit_bytes: int | None = None) -> Picture:
@@ -33,7 +34,7 @@ def draw_plans(plans: Mapping[str, Plan], *, caption: str, limit_bytes: int | No
     Args:
         plans: Plans by the name that they are drawn under.
         caption: The line under the picture.
-        limit_bytes: The memory of a device, drawn as a dashed line.
+        limit_bytes: The memory of a device: a dashed line, or only told where it is far beyond the bars.
 
     Returns:
         The picture, 6 inches wide, with the numbers in bytes as its table.
@@ -47,12 +48,12 @@ def draw_plans(plans: Mapping[str, Plan], *, caption: str, limit_bytes: int | No
         raise ValueError("there is no plan to draw")
     memory = {label: parts for name, plan in plans.items() for label, parts in _bars(name, plan).items()}
     sent = {name: (plan.inside_bytes, plan.between_bytes) for name, plan in plans.items()}
-    with figure(height_in=_BAR_IN * max(len(memory), len(sent)) + 1.25) as fig:
-        left, right = fig.subplots(1, 2, width_ratios=(1.25, 1))
+    with figure(height_in=_BAR_IN * len(memory) + 1.25) as fig:
+        left, right = fig.subplots(1, 2, sharey=True, width_ratios=(1.25, 1))
         _draw_memory(left, memory, limit_bytes)
-        _draw_sent(right, sent)
+        _draw_sent(right, [sent.get(label) for label in memory])
+        left.invert_yaxis()
         for ax in (left, right):
-            ax.invert_yaxis()
             ax.tick_params(axis="y", length=0)
             ax.grid(axis="x", color=MUTED, alpha=0.25, lw=0.6)
             ax.set_axisbelow(True)
@@ -86,42 +87,52 @@ def _sent_cells(label: str, sent: Mapping[str, tuple[int, int]]) -> tuple[str, s
 
 
 def _draw_memory(ax: Axes, bars: Mapping[str, Mapping[str, int]], limit_bytes: int | None) -> None:
-    largest = max([sum(parts.values()) for parts in bars.values()] + [limit_bytes or 0])
+    largest = max(sum(parts.values()) for parts in bars.values())
     scale, unit = _unit(largest)
     for place, parts in enumerate(bars.values()):
         begin = 0.0
         for kind, size in parts.items():
             color, hatch = _KINDS[kind]
-            ax.barh(place, size / scale, 0.62, begin, color=color, hatch=hatch, ec=INK, lw=0.6, label=kind if place == 0 else None)
+            label = kind if place == 0 else None
+            ax.barh(place, size / scale, 0.62, begin, color=color, hatch=hatch, ec=INK, lw=0.6, label=label)
             begin += size / scale
         _label_end(ax, place, begin, f"{begin:.3g}")
-    if limit_bytes is not None:
-        ax.axvline(limit_bytes / scale, color=INK, ls="--", lw=1.1, label="device")
     ax.set_yticks(range(len(bars)), list(bars))
-    ax.set_xlim(0, max(largest / scale, 1e-9) * 1.2)
     ax.set_xlabel(f"on one rank, {unit}")
+    # A limit far beyond the bars is told and not drawn: the bars would be too short to be read.
+    if limit_bytes is not None and limit_bytes <= _FAR * largest:
+        ax.axvline(limit_bytes / scale, color=INK, ls="--", lw=1.1, label="device")
+        largest = max(largest, limit_bytes)
+    elif limit_bytes is not None:
+        ax.set_xlabel(f"on one rank, {unit}; a device has {limit_bytes / scale:,.0f}")
+    ax.set_xlim(0, max(largest / scale, 1e-9) * 1.2)
 
 
-def _draw_sent(ax: Axes, sent: Mapping[str, tuple[int, int]]) -> None:
-    largest = max(sum(pair) for pair in sent.values())
+def _draw_sent(ax: Axes, rows: Sequence[tuple[int, int] | None]) -> None:
+    """A bar beside the first row of each plan, none beside its other rows."""
+    largest = max(sum(pair) for pair in rows if pair)
     scale, unit = _unit(largest)
-    for place, pair in enumerate(sent.values()):
+    for place, pair in enumerate(rows):
+        if pair is None:
+            continue
         begin = 0.0
         for what, (color, hatch), size in zip(("inside nodes", "between"), (_INSIDE, _BETWEEN), pair, strict=True):
             label = what if place == 0 else None
             ax.barh(place, size / scale, 0.62, begin, color=color, hatch=hatch, ec=INK, lw=0.6, label=label)
             begin += size / scale
         _label_end(ax, place, begin, f"{pair[1] / scale:.3g} between")
-    ax.set_yticks(range(len(sent)), list(sent))
-    ax.set_xlim(0, max(largest / scale, 1e-9) * 1.45)
+    ax.set_xlim(0, max(largest / scale, 1e-9) * 1.5)
     ax.set_xlabel(f"sent in a step by all ranks, {unit}")
-    ax.set_facecolor("none")
-    ax.spines["left"].set_color(FAINT)
 
 
 def _label_end(ax: Axes, place: int, end: float, text: str) -> None:
     ax.annotate(
-        text, (end, place), xytext=(3, 0), textcoords="offset points", va="center", fontsize=7.5, color=text_color_on("#FFFFFF")
+        text,
+        (end, place),
+        xytext=(3, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=7.5,
     )
 
 

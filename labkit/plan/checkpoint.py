@@ -1,9 +1,8 @@
 """Plan a checkpoint of all ranks with DCP's own planner, from the local plan of one rank and the layouts of its tensors.
 
 A rank's local plan differs from another's only in the boxes of its tensors. So every rank's plan is made from one, and the
-planner goes through all of them as it does on a coordinator. It takes some microseconds for each item of each rank. Where that
-would be too long it runs over one and two tensors of each layout: planner, metadata and files treat tensors one by one, so that
-what one more adds can be multiplied.
+planner goes through all of them as it does on a coordinator. Where that takes long, it is done for one tensor of each layout and
+for two: files, metadata and planner treat tensors one by one, so what the second one adds can be multiplied.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
@@ -29,7 +28,8 @@ from labkit.plan.records import CheckpointPlan, TrainingJob
 from labkit.plan.simulate import Simulation
 from labkit.spmd.layouts import MeshRecord
 
-MAX_ITEMS = 200_000
+MAX_PLANNING_S = 4.0
+_FEW_ITEMS = 20_000
 
 
 def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Simulation]) -> CheckpointPlan:
@@ -44,24 +44,24 @@ def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Si
     Raises:
         AssertionError: A simulated rank planned something else; labkit's arithmetic and this torch differ.
 
-    Ranks: local. Takes some seconds for `MAX_ITEMS` items, and for the three tensors of each layout as long as for so many.
+    Ranks: local. Runs the planner over all items where that takes up to `MAX_PLANNING_S`.
     """
-    first = simulations[0]
-    proposals = _Proposals(first, mesh)
+    proposals = _Proposals(simulations[0], mesh)
     for simulation in simulations:
         proposals.check(simulation)
-    items = {item.index.fqn: item for item in first.local_plan.items}
-    num_items = len(items) * len(mesh.ranks)
-    if num_items <= MAX_ITEMS:
-        return _planned(job, proposals, list(items), first.values, num_items)
-    return _extrapolated(job, proposals, list(items), first, num_items)
+    num_items = len(proposals.first.items) * len(mesh.ranks)
+    if num_items > _FEW_ITEMS:
+        plan = _extrapolated(job, proposals, num_items)
+        if plan.planning_s > MAX_PLANNING_S:
+            return plan
+    return _planned(job, proposals, num_items)
 
 
 class _Proposals:
     """What every rank proposes to write."""
 
     def __init__(self, first: Simulation, mesh: MeshRecord) -> None:
-        self.mesh, self.layouts = mesh, first.state
+        self.mesh, self.layouts, self.values = mesh, first.state, first.values
         # Plans reach the coordinator pickled: what is one object in a rank's plan stays one, and ranks share nothing. Metadata
         # take from the first rank and from the last, and from others what neither has, so three copies are as good as many.
         raw = pickle.dumps(first.local_plan)
@@ -124,52 +124,46 @@ def _with_box(item: WriteItem, box: Box) -> WriteItem:
     return WriteItem(MetadataIndex(item.index.fqn, offsets), item.type, tensor_data=data)
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What planning and writing some tensors gives."""
-
-    planning_s: float
-    num_shards: int
-    file_bytes: tuple[int, ...]
-    metadata_bytes: int
-
-
-def _planned(
-    job: TrainingJob, proposals: _Proposals, names: Sequence[str], values: Mapping[str, Any], num_items: int
-) -> CheckpointPlan:
-    outcome = _run_planner(job, proposals, names, values)
+def _planned(job: TrainingJob, proposals: _Proposals, num_items: int) -> CheckpointPlan:
+    plans, planner = proposals.of_all(list(proposals.first.items)), DefaultSavePlanner()
+    began_s = time.process_time()
+    global_plans, metadata = planner.create_global_plan(plans)
+    planning_s = time.process_time() - began_s
+    files, metadata_bytes = _written(job, proposals, global_plans, metadata)
+    num_shards = sum(len(plan.items) for plan in global_plans)
     return CheckpointPlan(
-        _tensor_bytes(proposals, names),
-        sum(outcome.file_bytes),
-        len(outcome.file_bytes),
-        outcome.file_bytes.count(0),
-        max(outcome.file_bytes),
-        outcome.num_shards,
+        _tensor_bytes(proposals),
+        sum(files),
+        len(files),
+        files.count(0),
+        max(files),
+        num_shards,
         num_items,
-        outcome.metadata_bytes,
-        outcome.planning_s,
+        metadata_bytes,
+        planning_s,
         exact=True,
     )
 
 
-def _extrapolated(
-    job: TrainingJob, proposals: _Proposals, names: Sequence[str], first: Simulation, num_items: int
-) -> CheckpointPlan:
+def _extrapolated(job: TrainingJob, proposals: _Proposals, num_items: int) -> CheckpointPlan:
     alike: dict[Any, list[str]] = {}
-    for name in names:
-        alike.setdefault(proposals.layouts[name] or type(first.values[name]), []).append(name)
-    nothing = _run_planner(job, proposals, [], first.values)
-    planning_s, num_shards, file_bytes, metadata_bytes = 0.0, 0, 0, nothing.metadata_bytes
+    for name in proposals.first.items:
+        alike.setdefault(proposals.layouts[name] or type(proposals.values[name]), []).append(name)
+    began_s = time.process_time()
+    # Without any item there is still the merging of the ranks' names.
+    global_plans, metadata = DefaultSavePlanner().create_global_plan(proposals.of_all([]))
+    planning_s = time.process_time() - began_s
+    _, empty_bytes = _written(job, proposals, global_plans, metadata)
+    num_shards, file_bytes, metadata_bytes = 0, 0, empty_bytes
     for group in alike.values():
-        one = _run_planner(job, proposals, group[:1], first.values)
-        # Only the first tensor brings the names of files and classes into the metadata.
-        two = _run_planner(job, proposals, group[:2], first.values)
-        planning_s += len(group) * two.planning_s / len(group[:2])
+        one, two = (_outcome(job, proposals, group[:count]) for count in (1, 2))
+        planning_s += len(group) * (two.planning_s / len(group[:2]) + one.checking_s)
         num_shards += len(group) * one.num_shards
-        file_bytes += len(group) * sum(one.file_bytes)
-        metadata_bytes += one.metadata_bytes - nothing.metadata_bytes + (len(group) - 1) * (two.metadata_bytes - one.metadata_bytes)
+        file_bytes += len(group) * one.file_bytes
+        # Only the first tensor brings the names of files and classes.
+        metadata_bytes += one.metadata_bytes - empty_bytes + (len(group) - 1) * (two.metadata_bytes - one.metadata_bytes)
     return CheckpointPlan(
-        _tensor_bytes(proposals, names),
+        _tensor_bytes(proposals),
         file_bytes,
         len(proposals.mesh.ranks) * job.checkpoint_threads,
         None,
@@ -182,19 +176,36 @@ def _extrapolated(
     )
 
 
-def _run_planner(job: TrainingJob, proposals: _Proposals, names: Sequence[str], values: Mapping[str, Any]) -> _Outcome:
-    plans, planner = proposals.of_all(names), DefaultSavePlanner()
-    began_s = time.perf_counter()
-    global_plans, metadata = planner.create_global_plan(plans)
-    planning_s = time.perf_counter() - began_s
-    file_bytes, results = [], []
-    for rank, plan in enumerate(global_plans):
-        sizes, written = _write(rank, plan, values, job.checkpoint_threads)
-        file_bytes += sizes
+@dataclass(frozen=True)
+class _Outcome:
+    """What planning and writing some tensors gives. ``checking_s`` is the part of the planner that checks the plan."""
+
+    planning_s: float
+    checking_s: float
+    num_shards: int
+    file_bytes: int
+    metadata_bytes: int
+
+
+def _outcome(job: TrainingJob, proposals: _Proposals, names: Sequence[str]) -> _Outcome:
+    plans = proposals.of_all(names)
+    began_s = time.process_time()
+    global_plans, metadata = private.unchecked_global_plan(plans)
+    planning_s = time.process_time() - began_s
+    checking_s = private.checking_seconds(metadata) if len(names) == 1 else 0.0
+    files, metadata_bytes = _written(job, proposals, global_plans, metadata)
+    return _Outcome(planning_s, checking_s, sum(len(plan.items) for plan in global_plans), sum(files), metadata_bytes)
+
+
+def _written(job: TrainingJob, proposals: _Proposals, plans: Sequence[SavePlan], metadata: Metadata) -> tuple[list[int], int]:
+    """The sizes of the files that the ranks write, and of ``.metadata``."""
+    files, results = [], []
+    for rank, plan in enumerate(plans):
+        sizes, written = _write(rank, plan, proposals.values, job.checkpoint_threads)
+        files += sizes
         # Each rank's results reach the coordinator pickled, so that no text is shared between ranks.
         results.append(pickle.loads(pickle.dumps(written)))
-    size_bytes = private.metadata_bytes(metadata, results, job.checkpoint_dir)
-    return _Outcome(planning_s, sum(len(plan.items) for plan in global_plans), tuple(file_bytes), size_bytes)
+    return files, private.metadata_bytes(metadata, results, job.checkpoint_dir)
 
 
 def _write(rank: int, plan: SavePlan, values: Mapping[str, Any], threads: int) -> tuple[list[int], list[Any]]:
@@ -251,6 +262,6 @@ def _saved_bytes(value: Any) -> int:
     return counter.size_bytes
 
 
-def _tensor_bytes(proposals: _Proposals, names: Sequence[str]) -> int:
-    layouts = [layout for name in names if (layout := proposals.layouts[name]) is not None]
+def _tensor_bytes(proposals: _Proposals) -> int:
+    layouts = [layout for name in proposals.first.items if (layout := proposals.layouts[name]) is not None]
     return sum(prod(layout.shape) * layout.dtype.itemsize for layout in layouts)

@@ -67,7 +67,7 @@ def plan(
         json.dump(found.as_dict(), sys.stdout, indent=1)
         sys.stdout.write("\n")
         return
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140, soft_wrap=not sys.stdout.isatty())
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, soft_wrap=not sys.stdout.isatty())
     console.print(render(found))
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from labkit.plan import private
 from labkit.plan.checkpoint import plan_checkpoint
 from labkit.plan.job import mesh_of
 from labkit.plan.layout import Int64s, held_elements
@@ -26,10 +27,12 @@ def compute_plan(job: TrainingJob) -> Plan:
 
     Raises:
         JobError: The job cannot be planned.
+        AssertionError: This torch is not as expected, see `labkit.plan.private.self_test`.
 
     Ranks: local, in a process of its own: it makes a default process group and destroys it.
     """
     mesh = mesh_of(job)
+    private.self_test()
     seconds: dict[str, float] = {}
     with _timed(seconds, "rank 0"):
         first = simulate(job, mesh, 0)

@@ -141,7 +141,7 @@ class CheckpointPlan:
         num_shards: Boxes of tensors, and values, each written once.
         num_items: What all ranks propose to write, copies included; planning goes through all of them.
         metadata_bytes: The file ``.metadata``.
-        planning_s: Seconds that the coordinator's planning takes, on this machine.
+        planning_s: Processor seconds that the coordinator's planning takes, on this machine. It works in one thread.
         exact: Whether the planner ran over all items. If not, it ran over some tensors of each layout, and ``planning_s`` and
             ``metadata_bytes`` are multiples of what that gave.
     """

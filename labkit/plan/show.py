@@ -11,7 +11,7 @@ from rich.text import Text
 
 from labkit.plan.records import CheckpointPlan, Plan, RankPlan, Traffic
 
-_WIDTH = 118
+_WIDTH = 140
 
 
 def render(plan: Plan) -> RenderableType:

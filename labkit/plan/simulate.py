@@ -66,7 +66,7 @@ def simulate(job: TrainingJob, mesh: MeshRecord, rank: int) -> Simulation:
 
     Ranks: local, in a process without a default group.
     """
-    with private.fake_world(rank, len(mesh.ranks)):
+    with private.fake_world(rank, len(mesh.ranks)), private.few_chunks():
         device_mesh = init_device_mesh("cpu", mesh.shape, mesh_dim_names=mesh.axes)
         model, blocks = _sharded(job, device_mesh)
         with private.without_data():

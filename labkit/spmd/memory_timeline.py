@@ -62,13 +62,13 @@ def record_memory(
     step: Callable[[], object],
     blocks: Mapping[str, nn.Module],
 ) -> MemoryTimeline:
-    """Follow the memory of one step. It works on any device, and without data under ``FakeTensorMode``.
+    """Follow the memory of one step on the device that holds the model.
 
     Args:
         model: A model whose root is sharded by FSDP2.
         optimizer: With state, or the step makes it and it counts as temporary.
         inputs: What the step feeds to the model.
-        step: Forward, backward and optimizer step. Each operation takes about 0.1 ms longer than without.
+        step: Forward, backward and optimizer step. Each operation takes 0.4 ms of processor time longer than without.
         blocks: The modules to mark, by the name that the figure is to show.
 
     Raises:

@@ -118,7 +118,8 @@ def test_every_rank_s_elements_add_up_to_the_tensor() -> None:
 def test_planner_over_some_tensors_of_each_layout_gives_what_it_gives_over_all(monkeypatch: pytest.MonkeyPatch) -> None:
     job = replace(JOB, model=lambda: Layers(8), optimizer="AdamW", mesh="replicate=2,shard=3", checkpoint_threads=2)
     whole = compute_plan(job).checkpoint
-    monkeypatch.setattr(checkpoint, "MAX_ITEMS", 10)
+    monkeypatch.setattr(checkpoint, "_FEW_ITEMS", 10)
+    monkeypatch.setattr(checkpoint, "MAX_PLANNING_S", 0.0)
     found = compute_plan(job)
     part = found.checkpoint
     assert whole is not None
@@ -215,6 +216,9 @@ def test_picture_shows_memory_against_a_limit_and_what_crosses_nodes(plan: Plan)
     assert [row[0] for row in picture.rows] == ["four", "four, rank 3", "again", "again, rank 3"]
     assert picture.rows[0][-1] == f"{plan.between_bytes:,}"
     assert "The device has 4,096 bytes" in picture.alt
+    far = draw_plans({"four": plan}, caption="A device with room.", limit_bytes=1 << 40)
+    assert "device" in far.alt
+    assert far.svg != picture.svg
     with pytest.raises(ValueError, match="no plan to draw"):
         draw_plans({}, caption="Nothing.")
 
