@@ -184,3 +184,15 @@ def test_notebook_01(figures: Figures, tmp_path: Path) -> None:
         )
     )
     figures.add("notebook 01 with 4 ranks, kernel start included", show_seconds(taken), "", "60 s")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+def test_empty_cell_on_64_ranks(figures: Figures, launcher: str) -> None:
+    began = time.perf_counter()
+    with labkit.WorkerPool(64, "cpu", launcher=launcher, replace=True) as pool:  # type: ignore[arg-type]
+        start_s = time.perf_counter() - began
+        taken = seconds(lambda: pool.run_cell("pass"), 50)
+    figures.add(
+        f"empty cell on 64 ranks, {launcher}", show_seconds(taken), f"start of that pool: {show_seconds(start_s)}", "100 ms"
+    )
