@@ -14,7 +14,8 @@ _CELL = 'style="text-align:left;padding:2px 14px 2px 0"'
 def arrival_text(launch: Launch, nodes: Sequence[Node]) -> str:
     """Command and table for terminals and saved notebooks."""
     there = sum(node.reachable for node in nodes)
-    head = [f"{there} of {len(nodes)} machines are here. Run on each:", "", f"  {launch.torchrun()}", ""]
+    head = [f"{there} of {len(nodes)} machines are here. Run on each, with a copy of the key file (mode 0600):"]
+    head += ["", f"  {launch.torchrun()}", ""]
     return "\n".join(head + [f"  {node.name}: {_state(node)}" for node in nodes])
 
 
@@ -27,7 +28,7 @@ def arrival_html(launch: Launch, nodes: Sequence[Node]) -> str:
         f'<tr><th scope="row" {_CELL}>{html.escape(node.name)}</th><td {_CELL}>{_state(node)}</td></tr>' for node in nodes
     )
     return (
-        f"<div><div>{there} of {len(nodes)} machines are here. Run on each:</div>"
+        f"<div><div>{there} of {len(nodes)} machines are here. Run on each, with a copy of the key file (mode 0600):</div>"
         f'<div style="display:flex;gap:8px;align-items:start;margin:6px 0"><code style="white-space:pre-wrap">{command}</code>'
         f'<button type="button" style="flex:none" onclick="{copy}">Copy</button></div><table>{rows}</table></div>'
     )
