@@ -4,11 +4,14 @@
 # One folder of tests:    make test ARGS="tests/unit -x"
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run handouts lint bench soak strip clean
+.PHONY: help lab test run handouts lint bench gpu soak strip clean
 
 BIN := .venv/bin
 READY := .venv/.installed
 ARGS ?=
+# A GPU machine without network that has torch: wheels of what else is needed, for its own Python. make gpu WHEELS=folder PYTHON=python3
+WHEELS ?=
+SITE := build/site
 SOAK_ROUNDS ?= 10
 # Tests wait much and compute little, so two run at a time. 0: one after the other, in one process.
 WORKERS ?= 2
@@ -48,6 +51,18 @@ lint: $(READY) ## ruff, mypy, import-linter, codespell
 
 bench: $(READY) ## run the benchmarks in tests/benchmarks
 	$(BIN)/python -m pytest -o python_files='bench_*.py' -s tests/benchmarks $(ARGS)
+
+gpu: $(if $(WHEELS),$(SITE)/.installed,$(READY)) ## run tests/gpu and the GPU benchmarks; the figures go to tests/gpu/RESULTS.md
+	$(GPU_PYTHON) -m tests.gpu.record -s tests/gpu $(ARGS); tests=$$?; \
+	$(GPU_PYTHON) -m tests.gpu.record -s -o 'python_files=bench_gpu_*.py' tests/benchmarks $(ARGS) && exit $$tests
+
+GPU_PYTHON := $(if $(WHEELS),env PYTHONPATH=$(CURDIR)/$(SITE):$(CURDIR) PATH=$(CURDIR)/$(SITE)/bin:$$PATH \
+	JUPYTER_PATH=$(CURDIR)/$(SITE)/share/jupyter $(PYTHON),$(BIN)/python)
+
+$(SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target $(SITE) $^
+	PYTHONPATH=$(SITE) $(PYTHON) -m ipykernel install --prefix $(SITE) --name python3
+	@touch $@
 
 soak: $(READY) ## run the slow tests, then the process tests SOAK_ROUNDS times
 	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ] # 5: there are no slow tests

@@ -17,10 +17,12 @@ from labkit.checkpoint.engine import Result
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.names import counted
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.show import DEFAULT_ROWS, bytes_text, describe, printable, render
 
 PATH = click.Path(path_type=Path)
+TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.group()
@@ -92,8 +94,8 @@ def verify_command(
 @click.argument("destination", type=PATH)
 @click.option("--to", type=click.Choice(["dcp", "safetensors", "torch"]), help="Default: by DESTINATION's suffix, else dcp.")
 @click.option("--model", help="MODULE:FUNCTION that builds the model: for FSDP1 LOCAL, numbered optimizer state, tied names.")
-@click.option("--order", type=PATH, help="File with the optimizer's parameter names in its order, one a line.")
-@click.option("--rename", type=PATH, help="Rename table: 'old.* -> new.*' a line; an empty right side drops.")
+@click.option("--order", type=TEXT_FILE, help="File with the optimizer's parameter names in its order, one a line.")
+@click.option("--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line; an empty right side drops.")
 @click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out keys such as 'scheduler.*'. May be repeated.")
 @click.option(
     "--dtype", "dtypes", multiple=True, metavar="PATTERN=DTYPE", help="Change dtypes, such as '*=bfloat16'; overflow is refused."
@@ -186,9 +188,10 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
     for note in result.notes:
         click.echo(f"note: {printable(note).plain}")
     if result.resumed:
-        click.echo(f"took over {result.resumed} finished files of an earlier run")
+        click.echo(f"took over {counted(result.resumed, 'finished file')} of an earlier run")
     click.echo(
-        f"{result.path}: {result.num_tensors:,} tensors, {bytes_text(result.size_bytes)}, in {result.num_files:,} files, verified"
+        f"{result.path}: {counted(result.num_tensors, 'tensor')}, {bytes_text(result.size_bytes)}, in "
+        f"{counted(result.num_files, 'file')}, verified"
     )
 
 
@@ -197,7 +200,7 @@ def _print_report(report: Report) -> None:
         click.echo(printable(finding.line()).plain)
     for text in report.unchecked:
         click.echo(f"not checked: {text}")
-    looked = ", ".join(f"{number:,} {name}" for name, number in report.checked.items())
+    looked = ", ".join(f"{number:,} {name.removesuffix('s') if number == 1 else name}" for name, number in report.checked.items())
     errors = sum(finding.severity == "error" for finding in report.findings)
-    verdict = "ok" if report.ok else f"{errors} error{'s' if errors != 1 else ''}"
-    click.echo(f"{report.path}: {verdict} ({looked})")
+    verdict = "ok" if report.ok else counted(errors, "error")
+    click.echo(f"{report.path}: {verdict}" + (f" ({looked})" if looked else ""))

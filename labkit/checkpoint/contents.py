@@ -13,6 +13,7 @@ from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError, RankDivergenceError
 from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
 from labkit.checkpoint.read import Reader, same_bits
+from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.sources import EntrySource, Source
 
 Copies = Literal["refuse", "first"]
@@ -128,7 +129,7 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
     differing: list[str] = []
     with Reader(checkpoint, checksums=True) as reader:
         for entry in checkpoint.tensors.values():
-            if entry.replicas and not _is_piece(entry) and not _copies_agree(reader, entry):
+            if entry.replicas and not is_moment_piece(entry) and not _copies_agree(reader, entry):
                 if entry.section == "other":
                     roots.add(str(entry.path[0]))
                 else:
@@ -144,17 +145,11 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
         raise RankDivergenceError(
             checkpoint.path,
             [f"{key} differs between the rank files" for key in differing],
-            advice="Pass copies='first' (--copies first) to take the first rank's, if they are meant to be equal.",
+            advice="To take the first rank's, if they are meant to be equal, pass copies='first' (--copies first).",
         )
     notes.extend(f"{key} differs between the rank files; the first rank's is taken" for key in differing)
     notes.extend(f"{root} differs between the rank files and is keyed by rank" for root in sorted(roots))
     return roots
-
-
-def _is_piece(entry: TensorEntry) -> bool:
-    """Whether each file may hold another stretch of a flattened moment: 1-D, of a parameter that has only a number."""
-    keys = [str(part) for part in entry.path]
-    return entry.section == "optimizer" and len(entry.shape) == 1 and any(key.isdigit() for key in keys[-2:-1])
 
 
 def _copies_agree(reader: Reader, entry: TensorEntry) -> bool:

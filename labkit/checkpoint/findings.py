@@ -28,7 +28,7 @@ class Finding:
 
     def line(self) -> str:
         """The finding in one line."""
-        return f"{self.severity}: {self.where}: {self.what}. Silently: {self.consequence} [{self.code}]"
+        return f"{self.severity}: {self.where}: {self.what.removesuffix('.')}. Silently: {self.consequence} [{self.code}]"
 
 
 @dataclass

@@ -116,7 +116,7 @@ def _one_unit(flat: TensorEntry, names: Sequence[str], parameters: ParameterList
         raise CheckpointMismatchError(
             path,
             [f"{flat.key} has {flat.numel} elements, and the model's parameters there ({', '.join(names[:4])}, ...) have {total}"],
-            advice="Name the model that this checkpoint was saved from, and keep the files of all ranks together.",
+            advice="Name the model that this checkpoint was saved from, and the directory with the files of all ranks together.",
         )
     if len(fitting) > 1:
         raise CheckpointMismatchError(

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
 from labkit.checkpoint.engine import Result, run
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
 from labkit.checkpoint.flat import ParameterList
-from labkit.checkpoint.transform import Options, Rule, split_model, transform
-from labkit.checkpoint.verify_against import build_model
+from labkit.checkpoint.transform import DROP_ADVICE, Options, Rule, split_model, transform
+from labkit.checkpoint.verify_against import ModelSource, build_model
 from labkit.checkpoint.writers import DcpWriter, OutFile, SafetensorsWriter, TorchWriter, Writer, whole
 from labkit.progress import task
 
@@ -24,7 +23,6 @@ Format = Literal["dcp", "safetensors", "torch"]
 DEFAULT_FILE_BYTES = 1 << 29
 DEFAULT_SHARD_BYTES = 5 * 10**9
 _TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-_DROP_ADVICE = "Leave it out with --drop, or save it as plain data."
 
 
 def migrate(
@@ -32,7 +30,7 @@ def migrate(
     destination: str | Path,
     *,
     to: Format | None = None,
-    model: str | nn.Module | None = None,
+    model: ModelSource | None = None,
     order: Sequence[str] | None = None,
     rules: Sequence[Rule] = (),
     drop: Sequence[str] = (),
@@ -53,8 +51,8 @@ def migrate(
             finished is in ``destination.partial``, and the same call goes on from there.
         to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, else ``dcp``. Safetensors
             hold the model's tensors only: without a suffix, a directory of shards with an index.
-        model: The model or ``MODULE:FUNCTION`` that builds it; needed for LOCAL flat parameters and for optimizer state
-            that is numbered by position. It also completes tied names.
+        model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
+            parameters and for optimizer state that is numbered by position. It also completes tied names.
         order: The optimizer's parameter names in its order, where the model's order is not the optimizer's.
         rules: Rename rules, from :func:`labkit.checkpoint.transform.read_rules`.
         drop: Patterns of keys to leave out.
@@ -85,7 +83,7 @@ def migrate(
     if destination.exists():
         raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
     checkpoint = open_checkpoint(source)
-    built = build_model(model) if isinstance(model, str) else model
+    built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, drop, dtypes or {}))
     chosen = to or _format_of(destination)
@@ -108,14 +106,16 @@ def _format_of(destination: Path) -> Format:
 
 def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int | None) -> Writer:
     if not contents.tensors:
-        raise CheckpointError(f"{contents.checkpoint.path}: there is no tensor to write. Look with `labkit checkpoint show`.")
+        raise CheckpointError(
+            f"{contents.checkpoint.path}: there is no tensor to write. See what is in it with show, and what drop leaves."
+        )
     if to == "dcp":
         files = bins(contents.tensors, shard_bytes or DEFAULT_FILE_BYTES)
         outs = [OutFile(f"__0_{index}.distcp", [whole(tensor) for tensor in part]) for index, part in enumerate(files)]
         outs[0].values = list(contents.values)
-        return DcpWriter(outs, plain=read_values(contents, contents.values, drop_advice=_DROP_ADVICE))
+        return DcpWriter(outs, plain=read_values(contents, contents.values, drop_advice=DROP_ADVICE))
     if to == "torch":
-        plain = read_values(contents, contents.values, drop_advice=_DROP_ADVICE)
+        plain = read_values(contents, contents.values, drop_advice=DROP_ADVICE)
         file = OutFile(destination.name, [whole(tensor) for tensor in contents.tensors], list(contents.values))
         return TorchWriter([file], destination.name, plain)
     return _safetensors(contents, destination, shard_bytes)

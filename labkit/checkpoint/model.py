@@ -199,7 +199,7 @@ class ValueEntry:
     replicas: Mapping[int, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(repr=False)
 class Checkpoint:
     """What is in a checkpoint. Made by :func:`labkit.checkpoint.open_checkpoint`, which reads only its indices.
 
@@ -240,6 +240,9 @@ class Checkpoint:
     @property
     def num_chunks(self) -> int:
         return sum(len(entry.chunks) for entry in self.tensors.values())
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {self.path}: {self.kind}, {len(self.tensors):,} tensors, {self.size_bytes:,} bytes>"
 
     def _repr_html_(self) -> str:
         from labkit.checkpoint.picture import checkpoint_html

@@ -7,6 +7,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 from labkit.checkpoint.model import Checkpoint, Section
+from labkit.checkpoint.names import counted
 from labkit.checkpoint.show import KINDS, bytes_text, printable, totals
 
 # Okabe and Ito's colours; the patterns keep the parts apart in black and white.
@@ -44,7 +45,8 @@ def checkpoint_svg(checkpoint: Checkpoint) -> str:
     for row, name in enumerate(names):
         lines += _bar(name, shares[name], largest, 28 + row * _ROW)
     if len(shares) > len(names):
-        lines.append(f'<text x="0" y="{height - 4}" fill="currentColor">and {len(shares) - len(names):,} more files</text>')
+        more = counted(len(shares) - len(names), "more file")
+        lines.append(f'<text x="0" y="{height - 4}" fill="currentColor">and {more}</text>')
     return "\n".join([*lines, "</svg>"])
 
 
@@ -87,15 +89,15 @@ def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
     numbers = totals(checkpoint)
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     head = (
-        f"{KINDS[checkpoint.kind]}{step}: {numbers['num_tensors']:,} tensors, {bytes_text(numbers['size_bytes'])}, "
-        f"{numbers['num_chunks']:,} chunks in {numbers['num_files']:,} files"
+        f"{KINDS[checkpoint.kind]}{step}: {counted(numbers['num_tensors'], 'tensor')}, {bytes_text(numbers['size_bytes'])}, "
+        f"{counted(numbers['num_chunks'], 'chunk')} in {counted(numbers['num_files'], 'file')}"
     )
     entries = list(checkpoint.tensors.values())
     body = [
         _row([entry.key, _shape(entry.shape), str(entry.dtype), bytes_text(entry.size_bytes), str(len(entry.chunks))])
         for entry in entries[:rows]
     ]
-    more = f"<p>and {len(entries) - rows:,} more tensors</p>" if len(entries) > rows else ""
+    more = f"<p>and {counted(len(entries) - rows, 'more tensor')}</p>" if len(entries) > rows else ""
     table = f"<table>{_row(['name', 'shape', 'dtype', 'size', 'shards'], tag='th')}{''.join(body)}</table>"
     # An image, because JupyterLab takes inline SVG out of notebooks that it does not trust.
     data = base64.b64encode(checkpoint_svg(checkpoint).encode()).decode()

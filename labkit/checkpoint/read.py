@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,7 @@ import torch
 from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.archive import RecordRange, TorchArchive
 from labkit.checkpoint.checksums import crc32, file_crc, read_into
-from labkit.checkpoint.errors import CheckpointFormatError, CorruptCheckpointError, IncompleteCheckpointError
+from labkit.checkpoint.errors import CheckpointFormatError, CorruptCheckpointError, FQNMismatchError, IncompleteCheckpointError
 from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.safe_pickle import TensorRef
@@ -64,10 +65,13 @@ class Reader:
         """A whole tensor, on the CPU.
 
         Raises:
+            FQNMismatchError: The checkpoint has no tensor of this name.
             IncompleteCheckpointError: A region of it is in no chunk, or a file is missing or too short.
             CheckpointFormatError: The bytes are not what the index says.
         """
-        entry = self.checkpoint.tensors[key]
+        entry = self.checkpoint.tensors.get(key)
+        if entry is None:
+            raise self._unknown(key, self.checkpoint.tensors, self.checkpoint.values, "value()")
         return self.box(entry, (0,) * len(entry.shape), entry.shape)
 
     def box(
@@ -94,7 +98,8 @@ class Reader:
             raise IncompleteCheckpointError(
                 self.checkpoint.path,
                 f"the chunks of {entry.key!r} give {filled} of the {result.numel()} elements "
-                f"at {tuple(offsets)}, size {tuple(sizes)}",
+                f"at {tuple(offsets)}, size {tuple(sizes)}. If each rank wrote a file of its own, name the directory "
+                "that holds all of them.",
             )
         return result
 
@@ -106,16 +111,26 @@ class Reader:
         """A value that is not a tensor, as plain Python data; tensors inside it are read.
 
         Raises:
+            FQNMismatchError: The checkpoint has no value of this name.
             UnsafeCheckpointError: Its pickle names something outside the allow-list.
             CheckpointFormatError: It holds something that is no plain data.
         """
-        entry = self.checkpoint.values[key]
+        entry = self.checkpoint.values.get(key)
+        if entry is None:
+            raise self._unknown(key, self.checkpoint.values, self.checkpoint.tensors, "tensor()")
         path = self.checkpoint.root / entry.file
         if not entry.length:
             return safe_pickle.plain(entry.inline, path)
         archive = self._archive(entry.file, entry.start, entry.length)
         raw, _ = archive.load()
         return safe_pickle.plain(raw, path, tensor=lambda ref: self._referenced(archive, ref, entry))
+
+    def _unknown(self, key: str, names: Iterable[str], others: Iterable[str], method: str) -> FQNMismatchError:
+        close = get_close_matches(key, names, n=3)
+        advice = f"Read it with {method}." if key in others else "Checkpoint.tensors and Checkpoint.values list what there is."
+        if close and key not in others:
+            advice = f"Close to it: {', '.join(close)}."
+        return FQNMismatchError(self.checkpoint.path, missing=[key], advice=advice)
 
     def _referenced(self, archive: TorchArchive, ref: TensorRef, entry: ValueEntry) -> torch.Tensor:
         where = archive.storage(ref.storage.key)

@@ -16,7 +16,7 @@ from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_b
 from labkit.checkpoint.transform import split_model, split_state
 from labkit.checkpoint.writers import DcpWriter, OutFile, Piece
 from labkit.progress import task
-from labkit.spmd.layouts import DATA_AXES
+from labkit.spmd.layouts import DATA_AXES, parse_mesh
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def parse_rule(text: str) -> ShardRule:
 def reshard(
     source: str | Path,
     destination: str | Path,
-    mesh: int | Mapping[str, int],
+    mesh: int | str | Mapping[str, int],
     *,
     rules: Sequence[ShardRule] = (),
     workers: int = 4,
@@ -63,25 +63,29 @@ def reshard(
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
         destination: Must not exist; it appears complete, by one rename. A killed run resumes by file.
-        mesh: The number of ranks, or the axes and sizes of a mesh, outermost first. Axes called dp, fsdp, shard, dp_shard
-            or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, but for ``rules``.
+        mesh: The number of ranks, or the axes and sizes of a mesh, outermost first, also as ``dp=4,tp=2``. Axes called dp,
+            fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, but for
+            ``rules``.
         rules: What other axes shard. A dim that a data axis and an inner axis both shard is cut by the inner axis first, as
             FSDP2 over tensor parallelism does it.
         workers: Files that are written at the same time.
 
     Raises:
-        CheckpointError: A rule names no axis, or a dim that a tensor does not have; and as :func:`labkit.checkpoint.migrate`.
+        CheckpointError: The mesh cannot be read, a rule names no axis, or a dim that a tensor does not have; and as
+            :func:`labkit.checkpoint.migrate`.
 
     Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB.
     """
     source, destination = Path(source), Path(destination)
-    axes = {"dp": mesh} if isinstance(mesh, int) else dict(mesh)
+    axes = _axes(mesh)
     if destination.exists():
         raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
     strange = [rule.axis for rule in rules if rule.axis not in axes or rule.axis in DATA_AXES]
     if strange or prod(axes.values()) < 1:
         raise CheckpointError(
-            f"the mesh {axes} has no axis {strange[0]!r} for a rule" if strange else f"the mesh {axes} has no ranks"
+            f"a rule names the axis {strange[0]!r}. It may name an axis of the mesh ({', '.join(axes)}) that does not shard data."
+            if strange
+            else f"the mesh {axes} has no ranks. Every axis has at least 1."
         )
     checkpoint = open_checkpoint(source)
     contents = contents_of(checkpoint)
@@ -92,10 +96,19 @@ def reshard(
         return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
 
 
+def _axes(mesh: int | str | Mapping[str, int]) -> dict[str, int]:
+    if isinstance(mesh, int):
+        return {"dp": mesh}
+    try:
+        return parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
 def _plain(contents: Contents) -> Mapping[str, object]:
     # Values in a DCP directory are copied byte for byte; from elsewhere they are read and pickled.
     wanted = [value for value in contents.values if value.entry is None or not value.entry.length]
-    return read_values(contents, wanted, drop_advice="Migrate it first, with --drop.")
+    return read_values(contents, wanted, drop_advice="Migrate it first, with drop=[...] (--drop).")
 
 
 def _files(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> list[OutFile]:

@@ -59,6 +59,12 @@ def _section(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> Section:
     return "model"
 
 
+def is_moment_piece(entry: TensorEntry) -> bool:
+    """Whether each rank's file may hold another stretch of a flattened moment: 1-D, of a parameter that has only a number."""
+    keys = [str(part) for part in entry.path]
+    return entry.section == "optimizer" and len(entry.shape) == 1 and any(key.isdigit() for key in keys[-2:-1])
+
+
 def model_prefix(checkpoint: Checkpoint) -> str:
     """What stands before every parameter name: ``"model."`` in ``{"model": ..., "optim": ...}``, else nothing.
 

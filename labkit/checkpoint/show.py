@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry, ValueEntry, writer_rank
-from labkit.checkpoint.names import wrappers_in
+from labkit.checkpoint.names import counted, wrappers_in
 from labkit.ranks import format_ranks
 
 KINDS = {
@@ -80,7 +82,7 @@ def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bo
 
 
 def totals(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Counts and bytes, in all and per section."""
+    """Counts and bytes, in all and per section; a tied tensor is counted under each name, its elements and bytes once."""
     result: dict[str, Any] = {
         "num_tensors": len(checkpoint.tensors),
         "num_values": len(checkpoint.values),
@@ -90,9 +92,10 @@ def totals(checkpoint: Checkpoint) -> dict[str, Any]:
         "file_bytes": sum(size for size in checkpoint.files.values() if size > 0),
     }
     for section in SECTIONS:
-        entries = [entry for entry in checkpoint.section(section) if entry.tied_to is None]
+        every = list(checkpoint.section(section))
+        entries = [entry for entry in every if entry.tied_to is None]
         result[section] = {
-            "num_tensors": len(entries),
+            "num_tensors": len(every),
             "num_elements": sum(entry.numel for entry in entries),
             "size_bytes": sum(entry.size_bytes for entry in entries),
         }
@@ -182,7 +185,7 @@ def render(
                 table.add_row(*map(printable, _chunk_row(chunk)), style="dim")
     parts: list[RenderableType] = [_summary(checkpoint), table]
     if len(shown) < len(entries):
-        parts.append(Text(f"and {len(entries) - len(shown):,} more tensors (--all lists them)", style="italic"))
+        parts.append(Text(f"and {counted(len(entries) - len(shown), 'more tensor')} (rows=None, --all: every one)", style="italic"))
     parts.extend(_values_table(checkpoint.values.values(), patterns, rows))
     return Group(*parts)
 
@@ -247,14 +250,16 @@ def _summary(checkpoint: Checkpoint) -> Text:
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     lines = [
         f"{checkpoint.path}: {KINDS[checkpoint.kind]}{step}",
-        f"{numbers['num_tensors']:,} tensors, {bytes_text(numbers['size_bytes'])}, in {numbers['num_chunks']:,} chunks; "
-        f"{numbers['num_values']:,} other values; {numbers['num_files']:,} files, {bytes_text(numbers['file_bytes'])}",
+        f"{counted(numbers['num_tensors'], 'tensor')}, {bytes_text(numbers['size_bytes'])}, in "
+        f"{counted(numbers['num_chunks'], 'chunk')}; {counted(numbers['num_values'], 'other value')}; "
+        f"{counted(numbers['num_files'], 'file')}, {bytes_text(numbers['file_bytes'])}",
     ]
     for section in SECTIONS:
         part = numbers[section]
         if part["num_tensors"]:
             lines.append(
-                f"  {section}: {part['num_tensors']:,} tensors, {part['num_elements']:,} elements, {bytes_text(part['size_bytes'])}"
+                f"  {section}: {counted(part['num_tensors'], 'tensor')}, {counted(part['num_elements'], 'element')}, "
+                f"{bytes_text(part['size_bytes'])}"
             )
     writers = sorted({rank for file in checkpoint.files for rank in [writer_rank(file)] if rank is not None})
     if writers:
@@ -279,10 +284,10 @@ def _values_table(values: Iterable[ValueEntry], patterns: Sequence[str], rows: i
         table.add_column(column, overflow="fold")
     shown = chosen if rows is None else chosen[:rows]
     for value in shown:
-        content = f"{value.length} bytes, not read" if value.length else _short(value.inline)
+        content = f"{counted(value.length, 'byte')}, not read" if value.length else _short(value.inline)
         table.add_row(*map(printable, (value.key, content, value.file, value.section)))
     rest: list[RenderableType] = (
-        [Text(f"and {len(chosen) - len(shown):,} more values", style="italic")] if len(shown) < len(chosen) else []
+        [Text(f"and {counted(len(chosen) - len(shown), 'more value')}", style="italic")] if len(shown) < len(chosen) else []
     )
     return [Text(""), table, *rest]
 
@@ -291,8 +296,22 @@ def _values_table(values: Iterable[ValueEntry], patterns: Sequence[str], rows: i
 NOTEBOOK_COLUMNS = 96
 
 
-def show(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False) -> None:
-    """Write a checkpoint's table to the terminal or the notebook cell."""
+def show(
+    checkpoint: Checkpoint | str | Path, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False
+) -> None:
+    """Write a checkpoint's table to the terminal or the notebook cell.
+
+    Args:
+        checkpoint: An opened checkpoint, or where one is.
+        patterns: Only tensors and values whose name matches.
+        rows: At most this many rows; None for all.
+        chunks: Whether to list each chunk under its tensor.
+
+    Raises:
+        CheckpointError: As :func:`labkit.checkpoint.open_checkpoint`.
+    """
+    if not isinstance(checkpoint, Checkpoint):
+        checkpoint = open_checkpoint(checkpoint)
     console = Console()
     if console.is_jupyter:
         console.width = min(console.width, NOTEBOOK_COLUMNS)

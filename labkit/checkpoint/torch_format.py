@@ -16,7 +16,7 @@ from labkit.checkpoint.archive import RecordRange, TorchArchive
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
-from labkit.checkpoint.names import FLAT_PARAMETER
+from labkit.checkpoint.names import FLAT_PARAMETER, counted
 from labkit.checkpoint.safe_pickle import Record, TensorRef, Unknown
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".distcp.pt")
@@ -239,7 +239,7 @@ def _drop_flat_views(file: _File, notes: list[str]) -> None:
     for key in views:
         del file.tensors[key]
     if views:
-        notes.append(f"{file.name}: {len(views)} views of its flat parameters are left out ({views[0]}, ...)")
+        notes.append(f"{file.name}: {counted(len(views), 'view')} of its flat parameters left out ({views[0]}, ...)")
 
 
 def _merge(key: str, files: Sequence[_File], root: Path) -> TensorEntry:
@@ -273,6 +273,7 @@ def _tie(entries: Iterable[TensorEntry]) -> None:
     first: dict[tuple[Any, ...], str] = {}
     for entry in entries:
         place = tuple((chunk.file, chunk.start, chunk.length, chunk.sizes, chunk.strides) for chunk in entry.chunks)
-        if entry.numel and place:
+        # A moment's step counts are often one scalar for all parameters: equal on purpose, and no tie.
+        if entry.shape and entry.numel and place:
             owner = first.setdefault((entry.shape, place), entry.key)
             entry.tied_to = owner if owner != entry.key else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -15,11 +15,11 @@ from labkit.checkpoint.contents import Contents, OutTensor, OutValue, read_value
 from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.flat import ParameterList, Stretch, layout, units_of
 from labkit.checkpoint.model import Chunk, ChunkTable, Path_, TensorEntry
-from labkit.checkpoint.names import canonical_fqn
+from labkit.checkpoint.names import canonical_fqn, counted
 from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.sources import CastSource, EntrySource, FlatSource
 
-_DROP_ADVICE = "Leave it out with --drop, or save it as plain data."
+DROP_ADVICE = "Leave it out with drop=[...] (--drop), or save it as plain data."
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,14 @@ def read_rules(path: Path) -> list[Rule]:
     """Read a rename table: one ``old -> new`` a line, ``#`` begins a comment, the first match wins.
 
     Raises:
-        CheckpointError: A line cannot be read, or its replacement has more ``*`` than its pattern.
+        CheckpointError: The file or a line cannot be read, or its replacement has more ``*`` than its pattern.
     """
     rules = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
+    try:
+        text_lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: the rename table cannot be read ({error})") from None
+    for number, line in enumerate(text_lines, start=1):
         text = line.split("#", 1)[0].strip()
         if not text:
             continue
@@ -101,7 +105,15 @@ def transform(contents: Contents, options: Options) -> Contents:
     return contents
 
 
+def _note_idle(contents: Contents, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
+    """A pattern that matches nothing is mostly a slip of the pen."""
+    contents.notes.extend(f"the {kind} pattern {pattern!r} matches nothing" for pattern in patterns if not matches(pattern))
+
+
 def _drop(contents: Contents, patterns: Sequence[str]) -> None:
+    keys = [*(item.key for item in contents.tensors), *(item.key for item in contents.values)]
+    _note_idle(contents, "drop", patterns, lambda pattern: bool(fnmatch.filter(keys, pattern)))
+
     def kept(key: str) -> bool:
         return not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
@@ -159,7 +171,7 @@ def _is_group_parameters(item: OutValue) -> bool:
 
 def _map_group_names(contents: Contents, change: Callable[[str], str]) -> None:
     wanted = [item for item in contents.values if _is_group_parameters(item)]
-    values = read_values(contents, wanted, drop_advice=_DROP_ADVICE)
+    values = read_values(contents, wanted, drop_advice=DROP_ADVICE)
     for index, item in enumerate(contents.values):
         if _is_group_parameters(item) and any(isinstance(name, str) for name in values[item.key]):
             names = [change(name) for name in values[item.key]]
@@ -179,7 +191,8 @@ def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Str
         raise FQNMismatchError(
             checkpoint.path,
             unexpected=[f"the flat parameter {entry.key}" for entry in units.values()],
-            advice="A LOCAL state dict does not say which parameters are in it. Name the model: --model MODULE:FUNCTION.",
+            advice="A LOCAL state dict does not say which parameters are in it. Name the model that it was saved from: "
+            "model=... (--model FILE.py:FUNCTION).",
         )
     flat_keys = {entry.key for entry in units.values()}
     plain = [item for item in contents.tensors if not (isinstance(item.source, EntrySource) and item.source.entry.key in flat_keys)]
@@ -193,7 +206,7 @@ def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Str
         for stretch in stretches
     }
     contents.tensors = [made[name] for name in options.parameters.shapes if name in made] + plain
-    contents.notes.append(f"{len(units)} flat parameters were taken apart into {len(made)} parameters")
+    contents.notes.append(f"{counted(len(units), 'flat parameter')} became {counted(len(made), 'parameter')}")
     return where
 
 
@@ -202,7 +215,7 @@ def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Str
 
 def _name_numbers(contents: Contents, options: Options, where: Mapping[str, list[Stretch]]) -> None:
     groups = [item for item in contents.values if _is_group_parameters(item)]
-    ids = read_values(contents, groups, drop_advice=_DROP_ADVICE)
+    ids = read_values(contents, groups, drop_advice=DROP_ADVICE)
     numbered = [item for item in groups if ids[item.key] and all(isinstance(number, int) for number in ids[item.key])]
     if not numbered:
         return
@@ -257,7 +270,7 @@ def _names_by_number(contents: Contents, groups: Sequence[Sequence[int]], option
                 path,
                 unexpected=[f"optimizer state numbered over {len(groups)} parameter groups"],
                 advice="The model's order does not say how its parameters were divided into groups. List the names in the "
-                "optimizer's order, one a line: --order FILE.",
+                "optimizer's order: order=[...] (--order FILE, one a line).",
             )
         every = list(options.parameters.shapes)
         trainable = [name for name in every if name in options.parameters.trainable]
@@ -266,11 +279,14 @@ def _names_by_number(contents: Contents, groups: Sequence[Sequence[int]], option
         raise FQNMismatchError(
             path,
             unexpected=["optimizer state that is numbered by position"],
-            advice="Name the parameters: --model MODULE:FUNCTION, or --order FILE with one name a line in the optimizer's order.",
+            advice="Name the parameters: model=... (--model FILE.py:FUNCTION), or order=[...] in the optimizer's order "
+            "(--order FILE, one name a line).",
         )
     if len(order) != len(numbers):
         raise FQNMismatchError(
-            path, unexpected=[f"optimizer state of {len(numbers)} parameters, and {len(order)} names were given"]
+            path,
+            unexpected=[f"optimizer state of {len(numbers)} parameters, and {len(order)} names were given"],
+            advice="Give the names of the parameters that the optimizer had, in its order: order=[...] (--order FILE).",
         )
     return dict(zip(sorted(numbers), (canonical_fqn(name) for name in order), strict=True))
 
@@ -317,7 +333,9 @@ def _check_moments(contents: Contents, parameters: ParameterList) -> None:
             wrong.append(f"{item.key} has shape {item.source.shape}, and the parameter has {shape}")
     if wrong:
         raise CheckpointMismatchError(
-            contents.checkpoint.path, wrong, advice="The names are in another order than the optimizer's. Give them with --order."
+            contents.checkpoint.path,
+            wrong,
+            advice="The names are in another order than the optimizer's. Give them with order=[...] (--order FILE).",
         )
 
 
@@ -327,6 +345,11 @@ def _check_moments(contents: Contents, parameters: ParameterList) -> None:
 def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
     if not rules:
         return
+
+    names = [split_model(contents, item.path)[1] for item in contents.tensors if item.section == "model"]
+    names += [split[1] for item in contents.tensors if (split := split_state(item.path)) is not None]
+    by_pattern = {rule.pattern: rule for rule in rules}
+    _note_idle(contents, "rename", by_pattern, lambda pattern: any(by_pattern[pattern].apply(name) is not None for name in names))
 
     def change(name: str) -> str:
         return next((new for rule in rules if (new := rule.apply(name)) is not None), name)
@@ -358,6 +381,11 @@ def _add_tied(contents: Contents, parameters: ParameterList | None) -> None:
 
 
 def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:
+    names = [split_model(contents, item.path)[1] for item in contents.tensors if item.section == "model"]
+    for pattern, given in dtypes.items():
+        if not isinstance(given, torch.dtype):
+            raise CheckpointError(f"dtypes[{pattern!r}]={given!r} is no torch.dtype. Write torch.bfloat16, for example.")
+    _note_idle(contents, "dtype", dtypes, lambda pattern: bool(fnmatch.filter(names, pattern)))
     for index, item in enumerate(contents.tensors):
         if item.section != "model" or not item.source.dtype.is_floating_point:
             continue

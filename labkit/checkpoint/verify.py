@@ -11,6 +11,7 @@ from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.verify_against import ModelSource
 from labkit.progress import task
 
 
@@ -18,7 +19,7 @@ def verify(
     path: str | Path,
     *,
     against: str | Path | None = None,
-    model: str | nn.Module | None = None,
+    model: ModelSource | None = None,
     data: bool = True,
     finite: bool = False,
     workers: int = 2,
@@ -28,7 +29,8 @@ def verify(
     Args:
         path: As for :func:`open_checkpoint`.
         against: Another checkpoint, of any kind and sharding, that must hold the same bits under the same names.
-        model: A model, or ``MODULE:FUNCTION`` that builds one, whose names and shapes the checkpoint must have.
+        model: A model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds one, whose names and shapes the
+            checkpoint must have.
         data: Whether to read the data: hashes or checksums, declared dtypes, copies in other rank files.
         finite: Whether NaN and inf are errors.
         workers: Threads that read.
@@ -50,7 +52,7 @@ def verify(
     except CheckpointError as error:
         report.error("unreadable", path, str(error).removeprefix(f"{path}: "), "a load fails, or is not safe")
         return report
-    built = verify_against.build_model(model) if isinstance(model, str) else model
+    built = verify_against.build_model(model)
     _check_index(checkpoint, report, built)
     found = verify_index.check_manifest(checkpoint, report)
     missing = any(finding.code in ("missing-file", "short-file") for finding in report.findings)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -16,24 +16,41 @@ from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.verify_data import Progress, each
 from labkit.lookup import FunctionNotFoundError, find_function
 
+ModelSource = nn.Module | str | Callable[[], nn.Module]
 
-def build_model(spec: str) -> nn.Module:
-    """Build the model that ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names, on the meta device.
 
-    This imports and runs the user's own module, found from the current directory; nothing of a checkpoint is run.
+def build_model(model: ModelSource | None) -> nn.Module | None:
+    """A model as it is given: itself, or built on the meta device.
+
+    Args:
+        model: A module, a function that builds one, or the text ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, which is imported from
+            the current directory. The user's own code is run, nothing of a checkpoint.
 
     Raises:
-        CheckpointError: The module or function is not there, or does not return a module.
+        CheckpointError: The module or function is not there, fails, or does not return a module.
     """
+    if model is None or isinstance(model, nn.Module):
+        return model
     try:
-        builder = find_function(spec)
+        builder = find_function(model) if isinstance(model, str) else model
     except FunctionNotFoundError as error:
         raise CheckpointError(str(error)) from None
-    with torch.device("meta"):
-        model = builder()
-    if not isinstance(model, nn.Module):
-        raise CheckpointError(f"{spec} returned {type(model).__name__}, not a torch.nn.Module")
-    return model
+    name = model if isinstance(model, str) else getattr(model, "__qualname__", type(model).__name__)
+    if not callable(builder):
+        raise CheckpointError(
+            f"model={model!r} is no model. Pass a torch.nn.Module, a function that builds one, or 'FILE.py:FUNCTION'."
+        )
+    try:
+        with torch.device("meta"):
+            built = builder()
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} raised {type(error).__name__}: {error}. It is called without arguments, on torch's meta device: "
+            "it should only build the model, and load no weights."
+        ) from error
+    if not isinstance(built, nn.Module):
+        raise CheckpointError(f"{name} returned {type(built).__name__}, not a torch.nn.Module")
+    return built
 
 
 def model_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:

@@ -16,7 +16,7 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry
-from labkit.checkpoint.names import wrappers_in
+from labkit.checkpoint.names import counted, wrappers_in
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.sections import optimizer_roots, parts
 
@@ -69,7 +69,7 @@ def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> No
         report.warning(
             "late-file",
             checkpoint.root / late[0],
-            f"it and {len(late) - 1} others are newer than .metadata, which a save writes last",
+            f"newer than .metadata, which a save writes last, are {counted(len(late), 'file')}, this one among them",
             "an overwrite that stopped half way loads as a mixture of two steps",
         )
 
@@ -108,7 +108,10 @@ def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
             )
         if found.outside:
             report.error(
-                "outside", entry.key, f"{len(found.outside)} chunks reach outside the shape {entry.shape}", "the index is damaged"
+                "outside",
+                entry.key,
+                f"{counted(len(found.outside), 'chunk')} outside the shape {entry.shape}",
+                "the index is damaged",
             )
 
 

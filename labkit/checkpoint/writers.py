@@ -202,7 +202,9 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     for piece in pieces:
         source = piece.tensor.source
         if source.dtype not in NAMES:
-            raise CheckpointError(f"{piece.tensor.key}: safetensors has no {source.dtype}. Change it with --dtype, or write DCP.")
+            raise CheckpointError(
+                f"{piece.tensor.key}: safetensors has no {source.dtype}. Change it with dtypes=... (--dtype), or write DCP."
+            )
         header[piece.tensor.key] = {
             "dtype": NAMES[source.dtype],
             "shape": list(source.shape),

@@ -134,7 +134,7 @@ def browse(checkpoint: Checkpoint, *, name: str = "", section: str = ALL) -> Non
     sections = [ALL, *dict.fromkeys(entry.section for entry in checkpoint.tensors.values())]
     explore(
         lambda name, part: CheckpointTree(checkpoint, name, part),
-        {"name": FreeText("part of a name, or a pattern such as *.weight"), "part": sections},
+        {"name": FreeText("part of a name, or *.weight"), "part": sections},
         {"name": name, "part": section},
     )
 

@@ -28,8 +28,8 @@ from labkit.plan.records import CheckpointPlan, TrainingJob
 from labkit.plan.simulate import Simulation
 from labkit.spmd.layouts import MeshRecord
 
-MAX_PLANNING_S = 4.0
-_FEW_ITEMS = 20_000
+# Beyond these the planner runs over a part. Either is a few seconds of planning.
+MAX_ITEMS, MAX_PAIRS = 150_000, 2_000_000
 
 
 def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Simulation]) -> CheckpointPlan:
@@ -44,16 +44,15 @@ def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Si
     Raises:
         AssertionError: A simulated rank planned something else; labkit's arithmetic and this torch differ.
 
-    Ranks: local. Runs the planner over all items where that takes up to `MAX_PLANNING_S`.
+    Ranks: local. Runs the planner over all items where there are no more than `MAX_ITEMS`, and no more pairs of shards to compare
+    than `MAX_PAIRS`.
     """
     proposals = _Proposals(simulations[0], mesh)
     for simulation in simulations:
         proposals.check(simulation)
     num_items = len(proposals.first.items) * len(mesh.ranks)
-    if num_items > _FEW_ITEMS:
-        plan = _extrapolated(job, proposals, num_items)
-        if plan.planning_s > MAX_PLANNING_S:
-            return plan
+    if num_items > MAX_ITEMS or proposals.num_pairs() > MAX_PAIRS:
+        return _extrapolated(job, proposals, num_items)
     return _planned(job, proposals, num_items)
 
 
@@ -74,9 +73,18 @@ class _Proposals:
         if layout is None or not layout.axes:
             return None
         if layout not in self._boxes:
-            boxes, which = layout.boxes(self.mesh)
-            self._boxes[layout] = (boxes, which.tolist())
+            self._boxes[layout] = _listed(layout, self.mesh)
         return self._boxes[layout]
+
+    def num_pairs(self) -> int:
+        """Pairs of shards that the planner compares to find overlaps, see `labkit.plan.private.checking_seconds`."""
+        by_layout: dict[Layout | None, int] = {}
+        for name in self.first.items:
+            layout, found = self.layouts[name], self.boxes(name)
+            if layout not in by_layout and layout is not None and found is not None:
+                longest = max(range(len(layout.shape)), key=layout.shape.__getitem__)
+                by_layout[layout] = len(found[0]) ** 2 // (2 * len({offsets[longest] for offsets, _ in found[0]}))
+        return sum(by_layout.get(self.layouts[name], 0) for name in self.first.items)
 
     def of_all(self, names: Sequence[str]) -> list[SavePlan]:
         """The local plans of all ranks, for some tensors."""
@@ -107,6 +115,11 @@ class _Proposals:
         assert [item.index.fqn for item in planned] == names, f"rank {simulation.rank} saves other tensors than rank 0"
         for made_up, item in zip(self._of(self.first, names, simulation.rank).items, planned, strict=True):
             assert made_up == item, f"rank {simulation.rank}: made up {made_up}, planned {item}"
+
+
+def _listed(layout: Layout, mesh: MeshRecord) -> tuple[list[Box], list[int]]:
+    boxes, which = layout.boxes(mesh)
+    return boxes, which.tolist()
 
 
 class _Template:

@@ -82,7 +82,8 @@ class RankPlan:
         node: Its node.
         num_elements: Elements of its shards of the parameters, without padding.
         memory: Bytes when the step's backward has ended and the optimizer has its state; ``activations`` as they were when
-            forward had ended. Uneven shards are padded by FSDP2: parameters and gradients take their padded size.
+            forward had ended. Uneven shards are padded by FSDP2: parameters and gradients take their padded size. Activations are
+            those that torch's kernels for the CPU save; an attention kernel of a GPU may save a little more or less.
         host_bytes: Activations that wait on the host.
         peak: The most that the step takes at once, by torch's ``FSDPMemTracker``; None where it was not asked for.
     """

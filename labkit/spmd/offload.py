@@ -14,6 +14,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -70,7 +72,7 @@ class ActivationOffload:
         self.counts = OffloadCounts()
         self._transfer = transfer
         self._device: torch.device | None = None
-        self._entered: list[tuple[AbstractContextManager[Any], list[nn.Module]]] = []
+        self._entered: list[_Entered] = []
         self._by_storage: Any = WeakIdKeyDictionary()
         self._moves: dict[int, weakref.ref[Move]] = {}
         self._numbers: list[int] = []  # the keys of _moves, in the order of forward
@@ -111,15 +113,18 @@ class ActivationOffload:
         in_backward = torch._C._current_graph_task_id() != -1
         hooks: AbstractContextManager[Any] = nullcontext() if in_backward else saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
-        self._entered.append((hooks, list(block.modules())))
+        self._entered.append(_Entered(block, hooks))
 
     def _leave(self, *_: Any) -> None:
         # The hook is also called when something failed, possibly before `_enter`.
         if self._entered:
-            self._entered.pop()[0].__exit__(None, None, None)
+            self._entered.pop().hooks.__exit__(None, None, None)
 
     def _pack(self, tensor: Tensor) -> Any:
         self.counts.saved_bytes += tensor.nbytes
+        # What an operation of this graph made is no weight. FSDP1's weights are views of a leaf.
+        root = tensor._base if tensor._is_view() else tensor
+        is_made = root is not None and not root.is_leaf
         # An output that is saved knows its own node: to hold it as it is would be a cycle that nobody collects.
         tensor = tensor.detach()
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
@@ -133,7 +138,7 @@ class ActivationOffload:
         elif storage.nbytes() < self.min_bytes:
             self.counts.small_bytes += tensor.nbytes
             return tensor
-        elif self._is_weight(storage):
+        elif not is_made and self._is_weight(storage):
             self.counts.weight_bytes += tensor.nbytes
             return tensor
         elif not self._is_here(tensor.device):
@@ -159,7 +164,7 @@ class ActivationOffload:
     def _is_weight(self, storage: torch.UntypedStorage) -> bool:
         # Looked up at every save: FSDP puts other tensors into the modules whenever it gathers and frees. FSDP1 with
         # use_orig_params=False leaves its views of the flat parameter as plain attributes.
-        for module in self._entered[-1][1]:
+        for module in self._entered[-1].modules:
             held: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
             for value in chain.from_iterable(values.values() for values in held):
                 if type(value) in _PLAIN and value.untyped_storage() is storage:
@@ -224,6 +229,18 @@ class ActivationOffload:
         """A `Move` has died. For `Move` only."""
         del self._moves[number]
         del self._numbers[bisect_left(self._numbers, number)]
+
+
+@dataclass
+class _Entered:
+    """A block whose forward runs."""
+
+    block: nn.Module
+    hooks: AbstractContextManager[Any]
+
+    @cached_property
+    def modules(self) -> list[nn.Module]:
+        return list(self.block.modules())
 
 
 def _check_blocks(blocks: list[nn.Module]) -> None:

@@ -78,6 +78,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
         path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
+    # Else every opened page lets yarn look for something to build.
+    (home / "config" / "labconfig").mkdir(parents=True)
+    (home / "config" / "labconfig" / "page_config.json").write_text(json.dumps({"buildAvailable": False, "buildCheck": False}))
     port, token = _free_port(), secrets.token_hex(16)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser", *_QUIET]
     command += [f"--ServerApp.root_dir={root}", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]

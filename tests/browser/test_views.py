@@ -20,15 +20,16 @@ CELLS = {
     "start": "%load_ext labkit\nimport labkit\npool = labkit.WorkerPool(2, device='cpu', replace=True)\npool",
     "status": "%pool",
     "work": (
-        "%%spmd\nimport time\nimport torch.distributed as dist\nuntil = time.monotonic() + 6\n"
-        "while rank == 0 and time.monotonic() < until:\n    sum(range(10**5))\ndist.barrier()"
+        "%%spmd --timeout 60\nimport pathlib\nimport torch.distributed as dist\n"
+        "while rank == 0 and not pathlib.Path('followed').exists():\n    sum(range(10**5))\ndist.barrier()"
     ),
     "close": "pool.close()",
     "names": "%%spmd\nonly_on_ranks = 1",
     "typed": "%%spmd\ndef f(only_o",
     "tabs": (
-        "%%spmd --tabs\nimport time\nfor step in range(16):\n    print('step', step, 'of the last' if rank == 1 else '')\n"
-        "    time.sleep(0.1)\ntime.sleep(6)"
+        "%%spmd --tabs --timeout 60\nimport pathlib\nimport time\nfor step in range(16):\n"
+        "    print('step', step, 'of the last' if rank == 1 else '')\n    time.sleep(0.05)\n"
+        "while not pathlib.Path('read').exists():\n    time.sleep(0.05)"
     ),
     "planner": (
         "from labkit.notebook.planner import planner\n"
@@ -58,7 +59,7 @@ def tab(opened: LabPage) -> LabPage:
     return opened
 
 
-def test_the_pools_status_follows_a_running_cell_and_stays_as_a_table(tab: LabPage, shots: Path) -> None:
+def test_the_pools_status_follows_a_running_cell_and_stays_as_a_table(tab: LabPage, server: LabServer, shots: Path) -> None:
     tab.run(AT["status"])
     cell = tab.cell(AT["status"])
     table = cell.locator("table")
@@ -78,6 +79,7 @@ def test_the_pools_status_follows_a_running_cell_and_stays_as_a_table(tab: LabPa
     # What the cell itself says while it runs for long.
     tab.cell(AT["work"]).locator("progress").wait_for(timeout=20_000)
     tab.screenshot(shots / "pool-status.png", AT["status"])
+    (server.root / "followed").touch()
     tab.wait_done()
     assert tab.cell(AT["work"]).locator("progress").count() == 0
     cell.locator("table", has_text="idle").wait_for(timeout=20_000)
@@ -122,6 +124,7 @@ def test_output_in_tabs_is_live_takes_the_keyboard_and_is_there_again_after_reop
     live.click()
     cell.locator(".widget-html", has_text="step 15 of the last").wait_for(timeout=20_000)
     tab.screenshot(shots / "tabs-live.png", AT["tabs"])
+    (server.root / "read").touch()
     tab.wait_done()
     _assert_tabs(tab)
     assert cell.get_by_role("tab").count() == 0
@@ -183,11 +186,15 @@ def test_a_checkpoint_unfolds_by_keyboard_and_its_filter_narrows_it_down(
     tab.save()
 
     again = open_notebook(tab.name)
-    branch = again.cell(AT["checkpoint"]).locator("summary", has_text="3").last
-    expect(branch.locator("xpath=..").locator("table").first).to_be_hidden()
+    branch = again.cell(AT["checkpoint"]).locator("summary", has=again.page.locator("b", has_text=re.compile("^3$")))
+    tensor = branch.locator("xpath=..").locator("summary", has_text="weight")
+    expect(tensor).to_be_hidden()
     branch.focus()
     again.page.keyboard.press("Enter")
-    expect(branch.locator("xpath=..").locator("table").first).to_be_visible()
+    expect(tensor).to_be_visible()
+    tensor.focus()
+    again.page.keyboard.press("Space")
+    expect(tensor.locator("xpath=..").locator("table")).to_be_visible()
     assert again.errors() == []
 
 

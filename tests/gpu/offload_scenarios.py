@@ -1,9 +1,10 @@
-"""What tests/gpu/test_offload.py runs on the ranks: a model of 12 wide blocks trained in several ways, timed and weighed."""
+"""What tests/gpu/test_offload.py runs on the ranks: a model of wide blocks trained in several ways, timed and weighed."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -12,18 +13,23 @@ from torch import Tensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from labkit.spmd.initialize import build_model
 from labkit.spmd.model import ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload import MIB, ActivationOffload
-from labkit.spmd.offload_measure import measure_bus
-from labkit.spmd.offload_plan import Bus
+from labkit.spmd.offload_measure import apply_plan, measure_blocks, measure_bus
+from labkit.spmd.offload_plan import Bus, Plan, Setting, plan_blocks
+from tests.benchmarks.gpu_steps import DEVICE, Context, Timed, random_model, random_tokens, time_steps, wide
 
-WIDE = ModelConfig(dim=2048, num_layers=12, num_heads=16, hidden_dim=5632, max_seq_len=2048)
 NARROW = ModelConfig(dim=256, num_layers=4, num_heads=4, hidden_dim=512, max_seq_len=256)
-BATCH, WARM_UP, TIMED = 4, 3, 5
-WAYS = ("keep", "offload_wrapper", "recompute", "labkit", "labkit, 128 MiB", "labkit, inputs and recompute")
+WARM_UP, TIMED = 3, 5
+WAYS = ("keep", "offload_wrapper", "recompute", "labkit", "labkit, half in flight", "labkit, inputs and recompute")
+#: The streaming offload that came from torchtune, where trl is installed.
+TRL = "OffloadActivations of trl"
+PLANNED = "labkit, planned"
+REHEARSED = Bus(1e9, 1e9)  # a CPU has no bus to measure
 
 
 @dataclass(frozen=True)
@@ -31,96 +37,148 @@ class Measured:
     """One way to train, on one rank.
 
     Attributes:
-        forward_s, backward_s, step_s: The fastest of the timed steps; the optimizer's step is in ``step_s`` only.
-        peak_bytes: ``max_memory_allocated`` over all timed steps.
+        timed: Times, and the peak over all timed steps.
         moved_bytes, fetched_bytes: Of one step, by labkit's offload.
         num_late: Storages of one step that backward had to wait for without having asked ahead.
-        host_bytes: Pinned memory.
+        host_bytes: Pinned memory as labkit counts it.
+        pinned_bytes: Pinned memory that torch's allocator holds.
+        plan: What was planned.
     """
 
-    forward_s: float
-    backward_s: float
-    step_s: float
-    peak_bytes: int
+    timed: Timed
     moved_bytes: int = 0
     fetched_bytes: int = 0
     num_late: int = 0
     host_bytes: int = 0
+    pinned_bytes: int = 0
+    plan: Plan | None = None
 
 
-def prepared(way: str, config: ModelConfig, dtype: torch.dtype) -> tuple[Transformer, ActivationOffload | None]:
-    """The model, wrapped, sharded by FSDP2, and offloaded."""
-    model = build_model(config, seed=1, device="cuda").to(dtype)
+def wrap_blocks(model: Transformer, way: str) -> None:
+    """With torch's own wrappers, where the way is one of theirs."""
     wrap = offload_wrapper if way == "offload_wrapper" else checkpoint_wrapper if way.endswith("recompute") else None
     for place, block in enumerate(model.layers):
         model.layers[place] = wrap(block) if wrap else block
-    mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+
+
+def shard(model: Transformer) -> None:
+    """FSDP2 over all ranks."""
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     for module in (*model.layers, model):
         fully_shard(module, mesh=mesh)
+
+
+def in_flight_bytes(config: ModelConfig) -> int:
+    """Three of the largest storages of a block, of which a product uses two at a time: 256 MiB for a width of 2,048."""
+    return 256 * MIB * config.dim // 2048
+
+
+def offloaded(model: Transformer, way: str) -> ActivationOffload | None:
+    """labkit's offload on the blocks, where the way is one of its."""
     if not way.startswith("labkit"):
-        return model, None
-    limit = 128 * MIB if "128" in way else 256 * MIB
-    # The last block's activations are needed first; its inputs may as well go with the others'.
-    blocks = list(model.layers) if "inputs" in way else list(model.layers[:-1])
-    return model, ActivationOffload(blocks, max_in_flight_bytes=limit)
+        return None
+    limit = in_flight_bytes(model.config)
+    if "inputs" in way:
+        # An input is small, and a block's computation long beside its copy: two on their way are enough.
+        return ActivationOffload(model.layers, max_in_flight_bytes=limit // 4)
+    # The last block's activations are needed first.
+    return ActivationOffload(model.layers[:-1], max_in_flight_bytes=limit // 2 if "half" in way else limit)
 
 
-def tokens(config: ModelConfig) -> Tensor:
-    """The same random bytes in every run, others on every rank."""
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    return torch.randint(256, (BATCH, config.max_seq_len + 1), generator=generator).cuda()
+def measure(
+    way: str, config: ModelConfig | None = None, *, micro_batches: int = 1, limit_bytes: int = 0, keep_peak_bytes: int = 0
+) -> Measured:
+    """Train a model in bfloat16 for some steps.
 
-
-def measure(way: str) -> Measured:
-    """Train the wide model in bfloat16 for some steps."""
+    Args:
+        way: One of `WAYS`, `TRL` or `PLANNED`.
+        config: The model; the one with a width of 2,048 by default.
+        micro_batches: Forwards and backwards whose gradients add up in a step.
+        limit_bytes: For a plan: the most device memory.
+        keep_peak_bytes: For a plan: the most that was in use before the optimizer's step when everything was kept.
+    """
     gc.collect()
-    torch.cuda.empty_cache()
-    model, offload = prepared(way, WIDE, torch.bfloat16)
-    optimizer, batch = torch.optim.Adam(model.parameters(), lr=1e-4), tokens(WIDE)
-    times = [_timed_step(model, optimizer, batch) for _ in range(WARM_UP)]
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+    config = config or wide(2048)
+    model = random_model(config, torch.bfloat16)
+    wrap_blocks(model, way)
+    shard(model)
+    optimizer, batch = torch.optim.Adam(model.parameters(), lr=1e-4), random_tokens(config)
+    plan = None
+    if way == PLANNED:
+        plan = _planned(model, batch, limit_bytes, keep_peak_bytes)
+        offload = apply_plan(model.layers, plan, max_in_flight_bytes=in_flight_bytes(config))
+    else:
+        offload = offloaded(model, way)
+    around: Context = _trl(model) if way == TRL else nullcontext
+    time_steps(model, optimizer, batch, WARM_UP, around=around, micro_batches=micro_batches)
     if offload:
         offload.reset_counts()
-    torch.cuda.reset_peak_memory_stats()
-    times = [_timed_step(model, optimizer, batch) for _ in range(TIMED)]
-    forward_s, backward_s, step_s = (min(column) for column in zip(*times, strict=True))
-    peak = torch.cuda.max_memory_allocated()
+    timed = time_steps(model, optimizer, batch, TIMED, around=around, micro_batches=micro_batches)
+    pinned = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0) if DEVICE == "cuda" else 0
     if offload is None:
-        return Measured(forward_s, backward_s, step_s, peak)
+        return Measured(timed, pinned_bytes=pinned, plan=plan)
     counts, host = offload.counts, offload.host_bytes
     offload.close()
-    return Measured(
-        forward_s,
-        backward_s,
-        step_s,
-        peak,
-        counts.moved_bytes // TIMED,
-        counts.fetched_bytes // TIMED,
-        counts.num_late // TIMED,
-        host,
+    moved = counts.moved_bytes // TIMED, counts.fetched_bytes // TIMED, counts.num_late // TIMED
+    return Measured(timed, *moved, host, pinned, plan)
+
+
+def _planned(model: Transformer, batch: Tensor, limit_bytes: int, keep_peak_bytes: int) -> Plan:
+    def step() -> None:
+        next_token_loss(model, batch).backward()
+        model.zero_grad()
+
+    costs = measure_blocks(model.layers, step, repeats=3)
+    # Keeping everything peaks when backward begins, before there are gradients; other choices may peak when all are there.
+    gradients = sum(parameter.numel() * parameter.element_size() for parameter in map(_local, model.parameters()))
+    fixed = keep_peak_bytes - sum(cost.saved_bytes for cost in costs) + gradients
+    return plan_blocks(
+        costs, Setting(bandwidth(), fixed, max_in_flight_bytes=in_flight_bytes(model.config)), limit_bytes=limit_bytes
     )
 
 
-def _timed_step(model: Transformer, optimizer: torch.optim.Optimizer, batch: Tensor) -> tuple[float, float, float]:
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-    dist.barrier()
-    torch.cuda.synchronize()
-    marks[0].record()
-    loss = next_token_loss(model, batch)
-    marks[1].record()
-    loss.backward()
-    marks[2].record()
-    optimizer.step()
-    optimizer.zero_grad()
-    marks[3].record()
-    torch.cuda.synchronize()
-    seconds = [begin.elapsed_time(end) / 1000 for begin, end in ((marks[0], marks[1]), (marks[1], marks[2]), (marks[0], marks[3]))]
-    return seconds[0], seconds[1], seconds[2]
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _trl(model: Transformer) -> Context:
+    from trl.models.activation_offloading import get_act_offloading_ctx_manager
+
+    context = get_act_offloading_ctx_manager(model, warn_if_no_head=False)
+    return lambda: context
 
 
 def bandwidth() -> Bus:
     """Of this rank's bus while all ranks use theirs, both ways."""
+    if DEVICE == "cpu":
+        return REHEARSED
     dist.barrier()
     return measure_bus(torch.device("cuda", torch.cuda.current_device()), size_bytes=1 << 30, repeats=5)
+
+
+def one_way() -> Bus:
+    """Of this rank's bus while all ranks use theirs, one way at a time, as forward and backward do."""
+    if DEVICE == "cpu":
+        return REHEARSED
+    dist.barrier()
+    device = torch.device("cuda", torch.cuda.current_device())
+    on_device = torch.ones(1 << 30, dtype=torch.uint8, device=device)
+    host = torch.ones(1 << 30, dtype=torch.uint8, pin_memory=True)
+    return Bus(*(_copy_rate(target, source) for target, source in ((host, on_device), (on_device, host))))
+
+
+def _copy_rate(target: Tensor, source: Tensor) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    rates = []
+    for _ in range(4):
+        begin.record()
+        target.copy_(source, non_blocking=True)
+        end.record()
+        end.synchronize()
+        rates.append(source.numel() / (begin.elapsed_time(end) / 1000))
+    return max(rates)
 
 
 def exact(way: str, num_steps: int = 3) -> tuple[bool, int]:
@@ -137,11 +195,14 @@ def exact(way: str, num_steps: int = 3) -> tuple[bool, int]:
 
 
 def _trained(way: str, num_steps: int) -> tuple[list[Tensor], int]:
-    model, offload = prepared(way, NARROW, torch.float32)
+    model = build_model(NARROW, seed=1, device="cuda")
+    wrap_blocks(model, way)
+    shard(model)
+    offload = offloaded(model, way)
     if offload:
         # So small that every tensor has to wait for others, and with storages that travel alone.
         offload.max_in_flight_bytes, offload.min_bytes = 3 * MIB, 1
-    optimizer, batch = torch.optim.SGD(model.parameters(), lr=1e-2), tokens(NARROW)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=1e-2), random_tokens(NARROW)
     found: list[Tensor] = []
     for _ in range(num_steps):
         next_token_loss(model, batch).backward()

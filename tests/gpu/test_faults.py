@@ -85,13 +85,6 @@ def test_long_kernel_is_no_hang(pool: WorkerPool) -> None:
     assert_goes_on(pool)
 
 
-def test_out_of_memory_on_one_rank_is_an_error_of_that_rank(pool: WorkerPool) -> None:
-    with pytest.raises(RankFailedError, match="OutOfMemoryError") as caught:
-        pool.run_cell("if rank == 0: torch.empty(10**13, device=device)\ndist.all_reduce(big)")
-    assert caught.value.failed_ranks == (0,)
-    assert_goes_on(pool)
-
-
 @pytest.mark.parametrize("name", DEATHS)
 def test_death_frees_the_other_rank_and_the_dead_one_can_be_replaced(pool: WorkerPool, name: str) -> None:
     source, exitcode = DEATHS[name]
@@ -106,27 +99,15 @@ def test_death_frees_the_other_rank_and_the_dead_one_can_be_replaced(pool: Worke
     assert_goes_on(pool)
 
 
-def test_memory_on_the_gpus_is_back_after_close() -> None:
-    import subprocess
-
-    def in_use() -> list[int]:
-        query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        return [int(line) for line in subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()][:2]
-
-    before = in_use()
-    pool = WorkerPool(2, device="cuda", replace=True)
-    pool.run_cell("import torch\nbig = torch.empty(1 << 30, device=device)")
-    assert all(now > then + 900 for now, then in zip(in_use(), before, strict=True))
-    pool.close()
-    deadline = time.monotonic() + 5.0
-    while any(now > then + 100 for now, then in zip(in_use(), before, strict=True)) and time.monotonic() < deadline:
-        pass
-    assert all(now <= then + 100 for now, then in zip(in_use(), before, strict=True))
+@pytest.fixture(scope="module")
+def theirs() -> torch.Tensor:
+    """A tensor of this process, whose CUDA context stays open; set up before the leak guard looks."""
+    return torch.ones(4, device="cuda:0")
 
 
-def test_case_1_notebook_that_uses_cuda_itself_can_start_ranks_that_do() -> None:
-    theirs = torch.ones(4, device="cuda:0")
-    with WorkerPool(2, device="cuda", replace=True) as pool:
+@pytest.mark.gpu(1)
+def test_case_1_notebook_that_uses_cuda_itself_can_start_ranks_that_do(theirs: torch.Tensor, num_ranks: int) -> None:
+    with WorkerPool(num_ranks, device="cuda", replace=True) as pool:
         pool.run_cell("import torch, torch.distributed as dist\ntotal = torch.ones(4, device=device)\ndist.all_reduce(total)")
-        assert pool.pull("total.sum().item()") == {0: 8.0, 1: 8.0}
+        assert pool.pull("total.sum().item()") == dict.fromkeys(range(num_ranks), 4.0 * num_ranks)
     assert theirs.sum().item() == 4.0

@@ -23,6 +23,7 @@ DIFFERENT = {
     "L2-57": "plans that are chosen by measured times",
     "L3-32": "a table as wide as its page",
     "L4-15": "times of a clock",
+    "L7-21": "bytes on sockets, of which some are headers",
 }
 # Notebooks that measure memory and time all the way: their words are compared, their numbers are not.
 MEASURING = ("02",)

@@ -1,0 +1,129 @@
+"""Exercise 2 of notebook 07: an all-reduce that sends as little as possible between nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.course.checks import Pool, from_cell, refuse, require_on_ranks
+from labkit.errors import ExerciseError
+
+_NUMBERS_PER_PIECE = 6
+_RINGS = ("all_gather", "reduce_scatter", "all_reduce")
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What one rank saw.
+
+    Attributes:
+        result: What the learner's function returned, as numbers; None where it was no tensor.
+        target: The sum over all ranks.
+        node_sum: The sum over this rank's node.
+        between_bytes: What this rank sent to other nodes.
+        strange: Whether it called a group that is not the mesh's.
+        size_bytes: Bytes of the tensor.
+    """
+
+    result: list[float] | None
+    target: list[float]
+    node_sum: list[float]
+    between_bytes: float
+    strange: bool
+    size_bytes: int
+
+
+def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
+    """Exercise 2: ``all_reduce_by_node(tensor, mesh)`` gives the sum over all ranks and sends little between nodes.
+
+    Args:
+        pool: The pool; ``all_reduce_by_node`` is defined on its ranks.
+        num_nodes: Nodes that the ranks are on, or are thought to be on, equally many on each.
+
+    Returns:
+        A line with the bytes.
+
+    Raises:
+        ExerciseError: A rank gets another result, or too much goes between nodes; the message says by how much.
+
+    Ranks: controller.
+    """
+    require_on_ranks(pool, "all_reduce_by_node")
+    seen = pool.run(_try, num_nodes, timeout_s=60)
+    for rank, tried in seen.items():
+        if tried.result is None:
+            raise ExerciseError(f"all_reduce_by_node returned no tensor on rank {rank}. It has to return the sum.")
+        if tried.result != tried.target:
+            _refuse_result(rank, tried)
+    if any(tried.strange for tried in seen.values()):
+        raise ExerciseError("all_reduce_by_node uses a process group that is not the mesh's, so its bytes cannot be counted.")
+    size = seen[0].size_bytes
+    # Each of the pieces is reduced by one rank of every node, in a ring over the nodes.
+    target = 2 * size * (num_nodes - 1)
+    between = round(sum(tried.between_bytes for tried in seen.values()))
+    if between > target:
+        per_node = pool.world_size // num_nodes
+        whole = between >= target * per_node and per_node > 1
+        refuse(
+            f"The sum is right, and {between:,} bytes go between nodes for a tensor of {size:,}: {between - target:,} too many.",
+            f"at most {target:,} bytes.",
+            "Every rank of a node sends the whole sum to the other nodes. Let each take care of a piece of it."
+            if whole
+            else "A ring over all ranks knows no nodes. Reduce inside first, so that each rank has one piece of its node's sum.",
+        )
+    return f"Solved: the sum is right on every rank, and {between:,} bytes went between nodes for a tensor of {size:,}."
+
+
+def _refuse_result(rank: int, tried: Tried) -> None:
+    result = tried.result or []
+    if len(result) != len(tried.target):
+        refuse(
+            f"all_reduce_by_node returned {len(result)} numbers on rank {rank}.",
+            f"{len(tried.target)}, the sum of whole tensors.",
+            "A rank has its piece only. The pieces of a node have to be put together again: which collective does that?",
+        )
+    wrong = sum(one != other for one, other in zip(result, tried.target, strict=True))
+    hint = "Add up inside of the node, between the nodes, and put the pieces together, each exactly once."
+    if result == tried.node_sum:
+        hint = "This is the sum of this node. The other nodes are missing."
+    elif sorted(result) == sorted(tried.target):
+        hint = "All numbers are there, in another order: whose piece comes first?"
+    refuse(f"{wrong} of {len(result)} numbers are wrong on rank {rank}.", "the sum over all ranks.", hint)
+
+
+def _try(num_nodes: int) -> Tried:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from labkit.spmd.collectives import count_collectives
+
+    rank, world_size, device = dist.get_rank(), dist.get_world_size(), from_cell("device")
+    per_node = world_size // num_nodes
+    mesh = init_device_mesh(device.type, (num_nodes, per_node), mesh_dim_names=("node", "local"))
+    numbers = torch.arange(1.0, 1 + _NUMBERS_PER_PIECE * per_node)
+    shares = [numbers * (other + 1) for other in range(world_size)]
+    first = rank // per_node * per_node
+    known: list[Any] = [mesh.get_group("node"), mesh.get_group("local"), dist.group.WORLD]
+    members = {group.group_name: dist.get_process_group_ranks(group) for group in known}
+    with count_collectives() as log:
+        result = from_cell("all_reduce_by_node")(shares[rank].clone().to(device), mesh)
+    between, strange = 0.0, False
+    for call in log.calls:
+        ranks = members.get(call.group, [])
+        strange |= not ranks and call.group_size > 1
+        nodes = [member // per_node for member in ranks]
+        if call.kind in _RINGS:
+            following = ranks[(ranks.index(rank) + 1) % len(ranks)] if rank in ranks else rank
+            between += call.sent_bytes if following // per_node != rank // per_node else 0
+        elif ranks:
+            # A tree over the nodes: the tensor comes to each other node once.
+            between += call.size_bytes * (len(set(nodes)) - 1) / len(ranks)
+    return Tried(
+        result.detach().cpu().flatten().tolist() if isinstance(result, torch.Tensor) else None,
+        sum(shares).tolist(),  # type: ignore[union-attr]
+        sum(shares[first : first + per_node]).tolist(),  # type: ignore[union-attr]
+        between,
+        strange,
+        numbers.numel() * numbers.element_size(),
+    )

@@ -1,0 +1,35 @@
+"""The notebooks run on GPUs as they are: only ``world_size`` and ``device`` are given.
+
+With as many ranks as there are GPUs, at most two. On one rank the labs on sharding say that nothing is cut, and go through.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from labkit.course.runner import run_notebooks
+from tests.notebooks.conventions import NOTEBOOKS, ROOT
+
+pytestmark = pytest.mark.timeout(340)
+
+OUT = ROOT / "build" / "tests" / "gpu"
+NEEDS_FOUR = [path for path in NOTEBOOKS if path.stem == "05_2d_state_dicts"]
+
+
+def run_on(path: Path, world_size: int) -> None:
+    (result,) = run_notebooks([path], OUT, parameters={"world_size": world_size, "device": "cuda"}, timeout_s=300)
+    assert result.passed, result.error
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_runs_on_as_many_ranks_as_there_are_gpus(path: Path, num_ranks: int) -> None:
+    run_on(path, num_ranks)
+
+
+@pytest.mark.gpu(4)
+@pytest.mark.parametrize("path", NEEDS_FOUR, ids=lambda path: path.stem)
+def test_runs_with_two_ranks_on_each_axis(path: Path) -> None:
+    run_on(path, 4)

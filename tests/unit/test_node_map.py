@@ -1,0 +1,38 @@
+"""The picture of meshes on machines: which links are between nodes, and what cannot be drawn."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.notebook.node_map import node_map, ring
+from labkit.spmd.layouts import MeshRecord
+
+FSDP = MeshRecord(("shard",), (4,), (0, 1, 2, 3))
+HSDP = MeshRecord(("replicate", "shard"), (2, 2), (0, 1, 2, 3))
+TURNED = MeshRecord(("replicate", "shard"), (2, 2), (0, 2, 1, 3))
+
+
+def test_links_between_nodes_are_counted_by_axis() -> None:
+    picture = node_map({"FSDP": FSDP, "HSDP": HSDP, "turned": TURNED}, 2)
+    assert picture.rows == (
+        ("FSDP", "shard", "0-3", "2", "2"),
+        ("HSDP", "replicate", "0, 2 | 1, 3", "0", "4"),
+        ("HSDP", "shard", "0-1 | 2-3", "4", "0"),
+        ("turned", "replicate", "0-1 | 2-3", "4", "0"),
+        ("turned", "shard", "0, 2 | 1, 3", "0", "4"),
+    )
+    assert "FSDP: shard has the groups 0-3, with 2 links inside nodes and 2 between" in picture.alt
+
+
+def test_a_rank_by_itself_has_no_link() -> None:
+    assert ring((3,)) == []
+    assert ring((3, 5)) == [(3, 5), (5, 3)]
+    alone = MeshRecord(("replicate", "shard"), (2, 1), (0, 1))
+    assert node_map({"alone": alone}, 1).rows[1] == ("alone", "shard", "0 | 1", "0", "0")
+
+
+@pytest.mark.parametrize(("num_ranks", "ranks_per_node"), [(0, 1), (9, 1), (18, 9)])
+def test_what_would_be_unreadable_is_refused(num_ranks: int, ranks_per_node: int) -> None:
+    layouts = {"many": MeshRecord(("shard",), (num_ranks,), tuple(range(num_ranks)))} if num_ranks else {}
+    with pytest.raises(ValueError, match="cannot be drawn"):
+        node_map(layouts, ranks_per_node)
