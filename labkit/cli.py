@@ -151,7 +151,7 @@ def _report(results: list[NotebookResult]) -> None:
 @click.option("--num-nodes", type=click.IntRange(min=1), required=True, help="How many machines.")
 @click.option("--workers-per-node", type=click.IntRange(min=1), required=True, help="Ranks on each.")
 @click.option("--connect", required=True, metavar="tcp://HOST:PORT", help="The notebook, as WorkerPool.attach() shows it.")
-@click.option("--key-file", default="labkit.key", show_default=True, help="The key file's path on the machines.")
+@click.option("--key-file", default="/etc/labkit/labkit.key", show_default=True, help="The key file's path on the machines.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where torchrun's agents meet; schedulers choose the first machine.")
 @click.option("--linger", type=click.FloatRange(min=0), help="Seconds that ranks wait for a notebook that has gone.")
 @click.option("--image", default="YOUR_IMAGE", show_default=True, help="For Kubernetes: an image with torch and labkit.")
@@ -172,8 +172,10 @@ def launch(
     """
     from labkit.controller.launch_text import Launch
 
-    if not connect.startswith("tcp://") or not connect.rpartition(":")[2].isdigit():
+    if not connect.startswith("tcp://") or not _is_port(connect.rpartition(":")[2]):
         raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")
+    if scheduler == "kubernetes" and key_file.count("/") < 2:
+        raise click.BadParameter(f"{key_file!r}: write where the pods find it, in a folder of its own", param_hint="--key-file")
     host = connect.removeprefix("tcp://").rpartition(":")[0]
     found = Launch(num_nodes, workers_per_node, connect, key_file, rdzv_endpoint or f"{host}:29400", linger)
     if scheduler == "torchrun":
@@ -181,6 +183,10 @@ def launch(
     else:
         text = found.slurm() if scheduler == "slurm" else found.kubernetes(image)
     click.echo(text.rstrip("\n"))
+
+
+def _is_port(text: str) -> bool:
+    return text.isdigit() and 0 < int(text) < 65536
 
 
 @main.command()

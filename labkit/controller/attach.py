@@ -76,6 +76,7 @@ class AttachedSite:
         self.meeting, self._key_file, self._caller, self._keys = meeting, key_file, caller, keys
         self.outlives_notebook = outlives_notebook
         self._nodes: Nodes | None = None
+        self._written: KeyFile | None = None
 
     @property
     def nodes(self) -> Nodes:
@@ -102,7 +103,9 @@ class AttachedSite:
         meeting, keys = self.meeting, self._keys or Keys.generate()
         self._nodes = Nodes(meeting.num_nodes, meeting.workers_per_node, meeting.listen, keys)
         try:
-            KeyFile.of(keys).write(self._key_file)
+            self._refuse_foreign_file()
+            self._written = KeyFile.of(keys)
+            self._written.write(self._key_file)
             if self.outlives_notebook:
                 listen = f"{meeting.listen.rpartition(':')[0]}:{self._nodes.port}"
                 own = {name: value.decode() for name, value in asdict(keys).items()}
@@ -135,10 +138,24 @@ class AttachedSite:
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
             nodes.leave()
-        for path in (self._key_file, notebook_half(self._key_file)):
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError, InvalidPoolError):
+            if self._written is not None and KeyFile.read(self._key_file) == self._written:  # else it is another pool's by now
+                self._key_file.unlink()
+                notebook_half(self._key_file).unlink(missing_ok=True)
+        self._written = None
         self._caller.end()
+
+    def _refuse_foreign_file(self) -> None:
+        """Neither another pool's keys nor anything else of the reader's is written over."""
+        path = self._key_file
+        other = "Name another file: key_file=..."
+        if path.exists() and KeyFile.read(path).in_use:
+            raise InvalidPoolError(f"another notebook uses the key file {path}. {other}")
+        if notebook_half(path).exists() and self._keys is None:
+            raise InvalidPoolError(
+                f"the ranks of an earlier notebook may be waiting for it: WorkerPool.reattach({str(path)!r}) comes back to them. "
+                f"If they are gone, remove {notebook_half(path)}. {other}"
+            )
 
     def abandon(self) -> None:
         """Stop listening without a word to the machines."""
@@ -194,14 +211,16 @@ class ShownCommand:
         """Agents end by themselves."""
 
 
-# On this machine the notebook's end is noticed at once, and nobody comes back.
-_LOCAL_LINGER_S = 1.0
+# On this machine nobody comes back to the ranks, but a machine in play may be cut off in play, and connect again on a busy one.
+_LOCAL_LINGER_S, _PLAYED_LINGER_S = 3.0, 10.0
 
 
 def local_site(num_nodes: int, workers_per_node: int) -> AttachedSite:
     """Machines in play, on this one: torchrun is started here for each, and their agents come through the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
-    meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", _LOCAL_LINGER_S)
+    meeting = Meeting(
+        num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
+    )
     return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder), outlives_notebook=False)
 
 

@@ -56,7 +56,7 @@ srun --kill-on-bad-exit=1 {command}
     def kubernetes(self, image: str = "YOUR_IMAGE", name: str = "labkit") -> str:
         """Manifests for Kubernetes: an indexed job with one pod for each machine, and the service by which the pods meet."""
         arguments = "".join(f"\n            - {_yaml(item)}" for item in ["torchrun", *self.arguments(f"{name}-0.{name}:29400")])
-        return f"""# kubectl create secret generic {name}-key --from-file=labkit.key={self.key_file}
+        return f"""# kubectl create secret generic {name}-key --from-file={self.key_file.rpartition("/")[2]}=labkit.key
 apiVersion: v1
 kind: Service
 metadata:
@@ -81,7 +81,7 @@ spec:
       subdomain: {name}
       containers:
         - name: ranks
-          image: {image}
+          image: {_yaml(image)}
           command:{arguments}
           resources:
             limits:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable
@@ -69,12 +70,12 @@ def check_arguments(world_size: int | None, device: str, launcher: str = "local"
         raise InvalidPoolError(f"world_size={world_size} ranks cannot be shared out equally to num_nodes={num_nodes}.")
 
 
-def check_attachment(num_nodes: int, workers_per_node: int, device: str, listen: str) -> None:
+def check_attachment(num_nodes: int, workers_per_node: int, device: str, listen: str, linger_s: float | None) -> None:
     """Refuse what no machines can run.
 
     Raises:
         PoolStateError: This process is a rank of a pool itself.
-        InvalidPoolError: A number is not a positive integer, the device is unknown, or the address is none.
+        InvalidPoolError: A number is not a positive integer, the device is unknown, or address or time are none.
     """
     _refuse_in_rank()
     _check_device(device)
@@ -82,6 +83,12 @@ def check_attachment(num_nodes: int, workers_per_node: int, device: str, listen:
     _check_count("workers_per_node", "ranks on each machine", workers_per_node)
     if not re.fullmatch(r"tcp://[^/]+:(\*|\d{1,5})", listen):
         raise InvalidPoolError(f"listen={listen!r} is no address. Write 'tcp://INTERFACE:PORT', for example 'tcp://0.0.0.0:29600'.")
+    port = listen.rpartition(":")[2]
+    if port.isdigit() and not 0 < int(port) < 65536:
+        raise InvalidPoolError(f"listen={listen!r}: ports go from 1 to 65535, and * takes a free one.")
+    number = isinstance(linger_s, int | float) and not isinstance(linger_s, bool) and math.isfinite(linger_s) and linger_s > 0
+    if linger_s is not None and not number:
+        raise InvalidPoolError(f"linger_s is how long ranks wait for a notebook, a positive number of seconds, not {linger_s!r}.")
 
 
 def attached_plan(num_nodes: int, workers_per_node: int, device: str, num_gpus: int) -> PoolPlan:

@@ -19,8 +19,9 @@ from labkit.controller.nodes import NodeStatus
 from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
-from labkit.errors import PoolStateError
+from labkit.errors import InvalidPoolError, PoolStateError
 from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
+from labkit.wire.key_file import KeyFile
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ class WorkerPool:
             PoolStateError: Another pool is open and ``replace`` is False.
             WorkerStartError: A machine did not arrive, or a rank did not come up; the message names it.
         """
-        plan.check_attachment(num_nodes, workers_per_node, device, listen)
+        plan.check_attachment(num_nodes, workers_per_node, device, listen, linger_s)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
@@ -162,7 +163,10 @@ class WorkerPool:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
         pool._closed = True
-        site = earlier_site(Path(key_file).absolute())
+        path = Path(key_file).absolute()
+        site = earlier_site(path)
+        if path.exists() and KeyFile.read(path).in_use:
+            raise InvalidPoolError(f"the notebook of the pool behind {path} still runs. Close it, or restart its kernel.")
         with held_sigint() as stop_if_asked:
             site.prepare(start_timeout_s, stop_if_asked)
         left = site.nodes.left()

@@ -4,7 +4,8 @@ On each machine an agent (:mod:`labkit.worker.agent`) stands between this connec
 ranks of a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and what
 a rank has at its own end is the same everywhere.
 
-A message is a pickled tag, the pickled message itself, and frames with its large buffers.
+A message is a pickled tag, the pickled message itself, and frames with its large buffers. Frames travel in pieces: ZeroMQ's heartbeats
+pass between two pieces, and one that took longer than they wait would end the connection.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from labkit.wire.transport import Channel, Keys, OneKey
 HEARTBEAT_MS = 1000
 SILENCE_MS = 3000
 QUEUED_MESSAGES = 1000
+PIECE_BYTES = 1 << 20
 # How long a closed hub may go on to send what it has been given.
 LINGER_MS = 1000
 
@@ -214,7 +216,7 @@ class Hub:
     def send(self, node_rank: int, tag: ToNode, *parts: Any) -> bool:
         """Send to one machine; False when it is not connected, or has taken nothing for a thousand messages."""
         try:
-            message = [b"node-%d" % node_rank, pickle.dumps(tag, protocol=5), *parts]
+            message = [b"node-%d" % node_rank, *_in_pieces([pickle.dumps(tag, protocol=5), *parts])]
             self._socket.send_multipart(message, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
@@ -239,9 +241,10 @@ class Hub:
         received: list[tuple[int, FromNode, list[bytes]]] = []
         while self._socket in ready and len(received) < QUEUED_MESSAGES:
             try:
-                identity, tag, *parts = self._socket.recv_multipart(flags=zmq.NOBLOCK)
+                identity, *pieces = self._socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 break
+            tag, *parts = _put_together(pieces)
             received.append((int(identity.rpartition(b"-")[2]), pickle.loads(tag), parts))
         return received
 
@@ -311,7 +314,7 @@ class HubLink:
     def receive(self) -> tuple[ToNode, list[bytes]] | None:
         """The next message and its further parts, or None."""
         try:
-            tag, *parts = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+            tag, *parts = _put_together(self.socket.recv_multipart(flags=zmq.NOBLOCK))
         except zmq.Again:
             return None
         return pickle.loads(tag), parts
@@ -319,7 +322,7 @@ class HubLink:
     def send(self, parts: Sequence[Any]) -> bool:
         """Send; False when there is no room now."""
         try:
-            self.socket.send_multipart(parts, flags=zmq.NOBLOCK)
+            self.socket.send_multipart(_in_pieces(parts), flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
         return True
@@ -330,6 +333,22 @@ class HubLink:
         self.monitor.close(0)
         self.socket.close(LINGER_MS)
         self._context.term()
+
+
+def _in_pieces(parts: Sequence[Any]) -> list[Any]:
+    """How many pieces each part has, then the pieces."""
+    views = [memoryview(part).cast("B") for part in parts]
+    pieces = [[view[begin : begin + PIECE_BYTES] for begin in range(0, view.nbytes, PIECE_BYTES)] or [view] for view in views]
+    counts = ",".join(str(len(found)) for found in pieces).encode()
+    return [counts, *(piece for found in pieces for piece in found)]
+
+
+def _put_together(pieces: list[bytes]) -> list[bytes]:
+    parts, place = [], 1
+    for count in map(int, pieces[0].split(b",")):
+        parts.append(pieces[place] if count == 1 else b"".join(pieces[place : place + count]))
+        place += count
+    return parts
 
 
 def _prepare(socket: zmq.Socket[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,25 @@ class KeyFile:
 
     Attributes:
         server_public, client_public, client_secret: The pool's CURVE keys, 40 characters of Z85 each.
+        owner: ``pid@host`` of the notebook.
     """
 
     server_public: str
     client_public: str
     client_secret: str
+    owner: str = ""
 
     @classmethod
     def of(cls, keys: Keys) -> KeyFile:
         """The part of a pool's keys that goes to the machines."""
-        return cls(keys.server_public.decode(), keys.client_public.decode(), keys.client_secret.decode())
+        owner = f"{os.getpid()}@{socket.gethostname()}"
+        return cls(keys.server_public.decode(), keys.client_public.decode(), keys.client_secret.decode(), owner)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the notebook that has written it still runs on this machine."""
+        pid, _, host = self.owner.partition("@")
+        return host == socket.gethostname() and pid.isdigit() and int(pid) != os.getpid() and os.path.exists(f"/proc/{pid}")
 
     def keys(self) -> Keys:
         """The keys, without the notebook's secret."""
@@ -58,7 +68,6 @@ def write_private(path: Path, content: dict[str, Any]) -> None:
     """
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(fd, "w") as file:
             os.fchmod(fd, 0o600)

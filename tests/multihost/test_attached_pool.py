@@ -136,6 +136,22 @@ def test_a_host_that_is_cut_off_is_named_within_5_seconds_and_its_ranks_are_repl
     assert pool.pull("kept", ranks="0-1") == {0: 0, 1: 1}
 
 
+def test_a_large_push_takes_as_long_as_it_takes(pool: WorkerPool) -> None:
+    data = torch.ones(64 << 20)
+    pool.push(data=data)
+    assert pool.run_cell("float(data[::4096].sum())", want_value=True).same() == float(data[::4096].sum())  # type: ignore[union-attr]
+    pool.run_cell("del data")
+
+
+def test_a_key_file_in_use_is_not_written_over(pool: WorkerPool) -> None:
+    path = pool._site._key_file  # type: ignore[attr-defined]
+    before = path.read_bytes()
+    with pytest.raises(InvalidPoolError, match=r"WorkerPool\.reattach"):
+        WorkerPool.attach(2, 1, key_file=path, start_timeout_s=1.0, replace=True)
+    assert path.read_bytes() == before
+    assert not pool.closed
+
+
 def test_a_second_notebook_cannot_take_the_port(pool: WorkerPool, tmp_path: Path) -> None:
     port = pool._site.nodes.port  # type: ignore[attr-defined]
     with pytest.raises(InvalidPoolError, match=f"cannot listen on tcp://0.0.0.0:{port}: Address already in use"):
@@ -172,6 +188,11 @@ def test_machines_that_do_not_come_are_named(tmp_path: Path) -> None:
         ({"listen": "tcp://203.0.113.7:29600"}, "cannot listen on tcp://203.0.113.7:29600"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"key_file": "/proc/labkit.key"}, "the key file /proc/labkit.key cannot be written"),
+        ({"key_file": "/no/such/folder/labkit.key"}, "cannot be written: No such file or directory"),
+        ({"key_file": "/etc/hostname"}, "/etc/hostname is no key file of labkit"),
+        ({"listen": "tcp://0.0.0.0:99999"}, "ports go from 1 to 65535"),
+        ({"linger_s": -1}, "linger_s is how long ranks wait for a notebook, a positive number of seconds, not -1"),
+        ({"linger_s": "60"}, "not '60'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_way_out(arguments: dict[str, object], message: str) -> None:

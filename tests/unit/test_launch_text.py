@@ -76,7 +76,7 @@ def test_the_command_line_writes_them_and_refuses_what_is_no_address() -> None:
 
 def test_a_key_file_is_private_and_comes_back_as_it_was(tmp_path: Path) -> None:
     keys = Keys.generate()
-    path = tmp_path / "folder" / "labkit.key"
+    path = tmp_path / "labkit.key"
     KeyFile.of(keys).write(path)
     assert path.stat().st_mode & 0o777 == 0o600
     assert keys.server_secret.decode() not in path.read_text()

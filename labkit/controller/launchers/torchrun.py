@@ -39,9 +39,9 @@ class LocalTorchrun:
             command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
             command += ["--rdzv-conf", f"is_host={int(number == 0)}", "--log-dir", str(self._folder)]
             command += [*launch.arguments(f"127.0.0.1:{port}"), "--remove", str(self._folder)]
-            self._processes.append(self._start(command))
+            self._processes.append(self._start(command, _gpus_of(number, launch) if launch.num_nodes > 1 else {}))
 
-    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, command: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -50,6 +50,7 @@ class LocalTorchrun:
             start_new_session=True,
             env={
                 **os.environ,
+                **environ,
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
                 "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             },
@@ -83,6 +84,14 @@ class LocalTorchrun:
         if processes:
             self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _gpus_of(number: int, launch: Launch) -> dict[str, str]:
+    """Each machine in play has GPUs of its own, as far as there are any."""
+    per_node = launch.workers_per_node
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = visible.split(",") if visible is not None else [str(index) for index in range(launch.num_nodes * per_node)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[number * per_node : (number + 1) * per_node])}
 
 
 def _free_port() -> int:
