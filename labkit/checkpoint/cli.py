@@ -62,7 +62,10 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
 @checkpoint.command("verify")
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, help="Another checkpoint, of any kind and sharding, that must hold the same bits.")
-@click.option("--model", help="MODULE:FUNCTION that builds the model to compare names and shapes with. It is imported and run.")
+@click.option(
+    "--model",
+    help="FILE.py:FUNCTION or MODULE:FUNCTION that builds the model to compare names and shapes with. It is imported and run.",
+)
 @click.option("--finite", is_flag=True, help="Also look for NaN and inf.")
 @click.option("--quick", is_flag=True, help="Look at the indices only and read no data.")
 @click.option("--strict", is_flag=True, help="Warnings fail too.")
@@ -93,7 +96,10 @@ def verify_command(
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH)
 @click.option("--to", type=click.Choice(["dcp", "safetensors", "torch"]), help="Default: by DESTINATION's suffix, else dcp.")
-@click.option("--model", help="MODULE:FUNCTION that builds the model: for FSDP1 LOCAL, numbered optimizer state, tied names.")
+@click.option(
+    "--model",
+    help="FILE.py:FUNCTION or MODULE:FUNCTION that builds the model: for FSDP1 LOCAL, numbered optimizer state, tied names.",
+)
 @click.option("--order", type=TEXT_FILE, help="File with the optimizer's parameter names in its order, one a line.")
 @click.option("--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line; an empty right side drops.")
 @click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out keys such as 'scheduler.*'. May be repeated.")

@@ -79,6 +79,7 @@ def test_the_notebook_s_bytes_pass(pool: labkit.WorkerPool) -> None:
             "rows * (3 * dim + 4 * hidden) * bytes_each", "384 too many", "The result of the layer", id="result and x twice"
         ),
         pytest.param("rows * (dim + 4 * hidden)", "1,584 too few", "the number of elements", id="elements"),
+        pytest.param("rows * (dim + 4 * hidden) * 4", "too few", "right for 4-byte numbers only", id="four bytes"),
         pytest.param("rows * dim * hidden", "too few", "List the operations of forward", id="something else"),
     ],
 )
@@ -103,7 +104,7 @@ def test_something_that_is_no_number_of_bytes_is_refused(pool: labkit.WorkerPool
 def test_the_notebook_s_hooks_pass(pool: labkit.WorkerPool) -> None:
     pool.run_cell(exercise("make_hooks"))
     line = lab02.check_hooks(pool)
-    assert line.startswith("Solved: on every rank 6 activations with 1,440 bytes moved, no weight did")
+    assert line.startswith("Solved: on every rank 8 activations with 3,744 bytes moved, no weight did")
 
 
 def test_hooks_that_move_each_piece_of_memory_once_pass_too(pool: labkit.WorkerPool) -> None:
@@ -159,7 +160,7 @@ TEST = "if tensor.untyped_storage().data_ptr() in weights:"
         pytest.param(
             '.to("cpu", copy=True)',
             '.to("cpu", torch.float32, copy=True)',
-            "float64 (5, 12) on cpu left",
+            "float64 (12, 12) on cpu left",
             "with the dtype",
             id="dtype",
         ),
@@ -169,6 +170,28 @@ TEST = "if tensor.untyped_storage().data_ptr() in weights:"
         pytest.param("on_host.to(home)", "on_host.to(home).flatten()", "came back changed", "with the dtype", id="another shape"),
         pytest.param("on_host.to(home)", "on_host.to(home) * 1.0001", "it has other values", "exact or wrong", id="other values"),
         pytest.param(
+            TEST,
+            "if tensor.shape in {s for w in model.parameters() for s in (w.shape, w.t().shape)}:",
+            "did not move",
+            "can have the shape of a weight",
+            id="tells weights apart by shape",
+        ),
+        pytest.param(
+            'return tensor.device, tensor.detach().to("cpu", copy=True)',
+            "return tensor.device, known.setdefault(tensor.data_ptr(), tensor.detach().clone())",
+            "came back changed",
+            "An address does not name a tensor for good",
+            id="remembers addresses for good",
+        ),
+        pytest.param(
+            'return tensor.device, tensor.detach().to("cpu", copy=True)',
+            "return tensor.device, held.setdefault(tensor.untyped_storage(), tensor.detach().clone())",
+            "came back changed",
+            "views of one piece of memory",
+            id="takes two views for one tensor",
+        ),
+        pytest.param("weights = {", "raise NotImplementedError; weights = {", "raised", "is not solved yet", id="hole"),
+        pytest.param(
             "return pack, unpack", "return pack", "make_hooks returned function", "return pack, unpack", id="one function"
         ),
         pytest.param(
@@ -177,6 +200,7 @@ TEST = "if tensor.untyped_storage().data_ptr() in weights:"
     ],
 )
 def test_wrong_hooks_are_refused(pool: labkit.WorkerPool, old: str, new: str, measured: str, hint: str) -> None:
+    pool.run_cell("from torch.utils.weak import WeakIdKeyDictionary\nknown, held = {}, WeakIdKeyDictionary()")
     pool.run_cell(changed("make_hooks", old, new))
     with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
         lab02.check_hooks(pool)
@@ -225,6 +249,9 @@ def test_the_notebook_s_outcome_passes(pool: labkit.WorkerPool) -> None:
         ),
         pytest.param('if kind != "shard"', "", "shard(block)", "It touches no activation", id="sharding moves"),
         pytest.param('else "nothing"), 2', 'else "nothing"), 3', "runs 3 times", "once more, not twice more", id="three times"),
+        pytest.param(
+            'else "nothing"), 2', 'else "inputs"), 2', "checkpoint(block): you say", "stay on the device", id="kept inputs move"
+        ),
         pytest.param(
             'return "nothing", 1', 'return "nothing", 2', "block: you say", "It touches no activation", id="plain block twice"
         ),
@@ -278,7 +305,7 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
     [
         pytest.param(lambda saved, *_: range(len(saved)), "more than needed", "Recomputing the last block saves nothing", id="all"),
         pytest.param(
-            lambda saved, *_: range(len(saved) - 1), "more than needed", "Recomputing all|Try all choices", id="all but last"
+            lambda saved, *_: range(len(saved) - 1), "more than needed", "Keeping everything already fits", id="all but last"
         ),
         pytest.param(lambda *_: [], "too many", "all its own activations are there as well", id="none"),
         pytest.param(greedy, "more than needed", "Try all choices", id="greedy"),
@@ -297,8 +324,21 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
         pytest.param(
             ("key=lambda choice: math.fsum(seconds[block] for block in choice)", "key=len"),
             "more than needed",
-            "Try all choices",
+            "the fewest blocks are not the least time",
             id="fewest blocks",
+        ),
+        pytest.param(("peak(choice) <= limit", "peak(choice) < limit"), "more than needed", "equal to the limit fits", id="below"),
+        pytest.param(
+            ("        return peak\n", "        return max(peak, held + saved[-1])\n"),
+            "more than needed",
+            "Keeping everything already fits",
+            id="running block twice",
+        ),
+        pytest.param(
+            ("return min(fitting, key=lambda choice: math.fsum(seconds[block] for block in choice))", "return fitting[0]"),
+            "more than needed",
+            "the fewest blocks are not the least time",
+            id="first that fits",
         ),
         pytest.param(
             (
@@ -306,7 +346,7 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
                 "sum(inputs[b] if b in choice else saved[b] for b in blocks) + max(saved) <= limit or len(choice) == len(saved)",
             ),
             "more than needed",
-            "saves nothing|Try all choices",
+            "Keeping everything already fits",
             id="everything held at once",
         ),
     ],
@@ -318,7 +358,29 @@ def test_wrong_choices_are_refused(wrong: Any, measured: str, hint: str) -> None
     assert re.search(hint, str(caught.value)), caught.value
 
 
-@pytest.mark.parametrize(("answer", "message"), [(None, "the places"), ([7], "places go from 0 to 3"), (["a"], "the places")])
+@pytest.mark.parametrize(
+    ("answer", "message"), [(None, "the places"), ([True] * 4, "not a mask"), ([7], "places go from 0 to 3"), (["a"], "the places")]
+)
 def test_something_that_is_no_choice_is_refused(answer: Any, message: str) -> None:
     with pytest.raises(ExerciseError, match=message):
         lab02.check_choose(lambda *_: answer)
+
+
+# All --------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hole_is_said_to_be_not_solved_yet() -> None:
+    def choose(*_: Any) -> None:
+        raise NotImplementedError
+
+    with pytest.raises(ExerciseError, match="choose is not solved yet"):
+        lab02.check_choose(choose)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_what_an_answer_raises_is_told_with_the_order(pool: labkit.WorkerPool) -> None:
+    def outcome(order: tuple[str, ...]) -> tuple[str, int]:
+        return order[-1], 1
+
+    with pytest.raises(ExerciseError, match=r"outcome\(\(\)\) raised IndexError"):
+        lab02.check_outcome(pool, outcome)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
 from labkit.course.checks import refuse
+from labkit.course.lab02.asking import ask
 from labkit.errors import ExerciseError
 
 Choose = Callable[[list[int], list[int], list[float], int], Iterable[int]]
@@ -34,7 +36,7 @@ def check_choose(choose: Choose) -> str:
     """
     recomputed = 0
     for saved, inputs, seconds, limit in _cases():
-        chosen = _as_places(choose(list(saved), list(inputs), list(seconds), limit), len(saved))
+        chosen = _as_places(ask(choose, list(saved), list(inputs), list(seconds), limit), len(saved))
         _judge(saved, inputs, seconds, limit, chosen)
         recomputed += len(chosen)
     return f"Solved: the least recomputation in {len(_cases())} rows of blocks, {recomputed} blocks recomputed in all."
@@ -64,6 +66,9 @@ def _cases() -> list[tuple[list[int], list[int], list[float], int]]:
 
 def _as_places(answer: Any, num_blocks: int) -> set[int]:
     try:
+        answer = list(answer)
+        if any(isinstance(place, bool) for place in answer):
+            raise ExerciseError(f"choose returned {answer!r}. It has to return places such as [0, 2], not a mask.")
         places = {int(place) for place in answer}
     except (TypeError, ValueError):
         raise ExerciseError(f"choose returned {answer!r}. It has to return the places of the blocks to recompute.") from None
@@ -74,7 +79,8 @@ def _as_places(answer: Any, num_blocks: int) -> set[int]:
 
 def _least(saved: Sequence[int], inputs: Sequence[int], seconds: Sequence[float], limit: int) -> float:
     every = (set(places) for size in range(len(saved) + 1) for places in combinations(range(len(saved)), size))
-    return min(_time(seconds, places) for places in every if peak_bytes(saved, inputs, places) <= limit)
+    fitting = (_time(seconds, places) for places in every if peak_bytes(saved, inputs, places) <= limit)
+    return min(fitting, default=math.inf)
 
 
 def _time(seconds: Sequence[float], places: Iterable[int]) -> float:
@@ -97,11 +103,22 @@ def _judge(saved: list[int], inputs: list[int], seconds: list[float], limit: int
             hint = "Walk through the blocks: what is held for those before, and what does the one that runs need?"
         refuse(f"{case} peaks at {peak}, {peak - limit} too many.", f"at most {limit}.", hint)
     if time > least:
-        last = len(saved) - 1
-        if last in chosen and peak_bytes(saved, inputs, chosen - {last}) <= limit:
-            hint = "Recomputing the last block saves nothing: its activations are there when it runs, and backward begins with it."
-        elif chosen == set(range(len(saved))):
-            hint = "Recomputing all always fits, if anything does. Keep as much as the limit allows."
-        else:
-            hint = "Taking block after block, the largest or the cheapest first, is not always best. Try all choices."
+        hint = _hint_for_time(saved, inputs, seconds, limit, chosen)
         refuse(f"{case} costs {time:g} s, {time - least:g} more than needed.", f"{least:g} s.", hint)
+
+
+def _hint_for_time(saved: list[int], inputs: list[int], seconds: list[float], limit: int, chosen: set[int]) -> str:
+    last, every = len(saved) - 1, set(range(len(saved)))
+    if last in chosen and peak_bytes(saved, inputs, chosen - {last}) <= limit:
+        return "Recomputing the last block saves nothing: its activations are there when it runs, and backward begins with it."
+    if chosen == every:
+        return "Recomputing all always fits, if anything does. Keep as much as the limit allows."
+    kept_peak = peak_bytes(saved, inputs, ())
+    if kept_peak == limit and _time(seconds, chosen) == _least(saved, inputs, seconds, limit - 1):
+        return "This is the best choice for a limit that is one byte lower. A peak equal to the limit fits."
+    if kept_peak <= limit:
+        return "Keeping everything already fits. Count the block that runs once: its own bytes are held only after it."
+    by_number = (places for size in range(len(saved) + 1) for places in combinations(range(len(saved)), size))
+    if chosen == set(next(places for places in by_number if peak_bytes(saved, inputs, places) <= limit)):
+        return "This is the first choice of the fewest blocks, but the fewest blocks are not the least time. Compare the seconds."
+    return "Taking block after block, the largest or the cheapest first, is not always best. Try all choices."

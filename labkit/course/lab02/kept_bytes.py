@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.course.checks import Pool, from_cell, hint_for, refuse
+from labkit.course.lab02.asking import ask
 from labkit.errors import ExerciseError
 
 _SIZES = ((6, 8, 20, 4), (3, 4, 8, 8), (16, 12, 4, 4), (5, 8, 24, 2))
@@ -54,7 +55,7 @@ def check_kept_bytes(pool: Pool, kept_bytes: Callable[[int, int, int, int], Any]
     Ranks: controller.
     """
     counted = pool.run(_count, _SIZES, ranks=[0], timeout_s=60.0)[0]
-    cases = [_Case(*sizes, truth, _number(kept_bytes(*sizes))) for sizes, truth in zip(_SIZES, counted, strict=True)]
+    cases = [_Case(*sizes, truth, _number(ask(kept_bytes, *sizes))) for sizes, truth in zip(_SIZES, counted, strict=True)]
     for case in cases:
         if case.answer != case.truth:
             refuse(
@@ -78,6 +79,10 @@ _MISTAKES = [
     (
         lambda cases: all(case.answer * case.bytes_each == case.truth for case in cases),
         "That is the number of elements. Each takes bytes_each bytes.",
+    ),
+    (
+        lambda cases: all((case.answer == case.truth) is (case.bytes_each == 4) for case in cases),
+        "This is right for 4-byte numbers only. Each number takes bytes_each bytes.",
     ),
     (
         _always(lambda case: case.x),

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from labkit.course.checks import Pool, from_cell, refuse
+from labkit.course.lab02.asking import ask
 from labkit.errors import ExerciseError
 
 Order = tuple[str, ...]
@@ -47,7 +48,7 @@ def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: flo
     """
     counted = pool.run(_count, ORDERS, timeout_s=timeout_s).same()
     for order, (truth, moved_bytes) in zip(ORDERS, counted, strict=True):
-        answer = _as_outcome(outcome(order))
+        answer = _as_outcome(ask(outcome, order))
         if answer != truth:
             built = "(".join([*order, "block"]) + ")" * len(order)
             refuse(
@@ -73,6 +74,8 @@ def _hint(order: Order, answer: Outcome, truth: Outcome) -> str:
         return "An offload brings back what was saved. Nothing has to run again."
     if "checkpoint" in order and answer[1] != truth[1]:
         return "A checkpoint runs forward again in backward: once more, not twice more."
+    if "checkpoint" in order and answer[0] == "inputs":
+        return "The inputs are kept, but they stay on the device. Only an offload moves anything."
     if order == ("shard",) or not order:
         return "Sharding gathers and frees parameters. It touches no activation."
     return "Who is asked what to do with a saved tensor, and what does it do?"

@@ -102,7 +102,7 @@ def _cases() -> list[Case]:
         Case("one group over a node and a half", rows(1, 6), 4, 2),
         Case("each rank alone", rows(4, 1), 2, 0),
         Case("one rank on each of 3 nodes", rows(1, 3), 1, 3),
-        Case("a ring that goes to and fro between 2 nodes", ((0, 4, 1, 5),), 4, 4),
+        Case("a ring that goes back and forth between 2 nodes", ((0, 4, 1, 5),), 4, 4),
         Case("FSDP over 1,024 ranks", rows(1, 1024), 8, 128),
         Case("HSDP's replicas on 128 nodes", rows(8, 128, stride=8), 8, 1024),
     ]
