@@ -73,7 +73,7 @@ class AttachedSite:
     def __init__(
         self, meeting: Meeting, key_file: Path, caller: Caller, keys: Keys | None = None, *, outlives_notebook: bool = False
     ) -> None:
-        self.meeting, self._key_file, self._caller, self._keys = meeting, key_file, caller, keys
+        self.meeting, self.key_file, self._caller, self._keys = meeting, key_file, caller, keys
         self.outlives_notebook = outlives_notebook
         self._nodes: Nodes | None = None
         self._written: KeyFile | None = None
@@ -105,15 +105,15 @@ class AttachedSite:
         try:
             self._refuse_foreign_file()
             self._written = KeyFile.of(keys)
-            self._written.write(self._key_file)
+            self._written.write(self.key_file)
             if self.outlives_notebook:
                 listen = f"{meeting.listen.rpartition(':')[0]}:{self._nodes.port}"
                 own = {name: value.decode() for name, value in asdict(keys).items()}
-                write_private(notebook_half(self._key_file), {"keys": own, "meeting": asdict(meeting) | {"listen": listen}})
+                write_private(notebook_half(self.key_file), {"keys": own, "meeting": asdict(meeting) | {"listen": listen}})
             connect = f"tcp://{meeting.host}:{self._nodes.port}"
             per_node = meeting.workers_per_node
             self._caller.call(
-                Launch(meeting.num_nodes, per_node, connect, str(self._key_file), meeting.rdzv_endpoint, meeting.linger_s)
+                Launch(meeting.num_nodes, per_node, connect, str(self.key_file), meeting.rdzv_endpoint, meeting.linger_s)
             )
         except BaseException:
             self.leave()
@@ -139,15 +139,15 @@ class AttachedSite:
         if nodes is not None:
             nodes.leave()
         with contextlib.suppress(OSError, InvalidPoolError):
-            if self._written is not None and KeyFile.read(self._key_file) == self._written:  # else it is another pool's by now
-                self._key_file.unlink()
-                notebook_half(self._key_file).unlink(missing_ok=True)
+            if self._written is not None and KeyFile.read(self.key_file) == self._written:  # else it is another pool's by now
+                self.key_file.unlink()
+                notebook_half(self.key_file).unlink(missing_ok=True)
         self._written = None
         self._caller.end()
 
     def _refuse_foreign_file(self) -> None:
         """Neither another pool's keys nor anything else of the reader's is written over."""
-        path = self._key_file
+        path = self.key_file
         other = "Name another file: key_file=..."
         if path.exists() and KeyFile.read(path).in_use:
             raise InvalidPoolError(f"another notebook uses the key file {path}. {other}")
@@ -218,9 +218,8 @@ _LOCAL_LINGER_S, _PLAYED_LINGER_S = 3.0, 10.0
 def local_site(num_nodes: int, workers_per_node: int) -> AttachedSite:
     """Machines in play, on this one: torchrun is started here for each, and their agents come through the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
-    meeting = Meeting(
-        num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
-    )
+    linger_s = _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
+    meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", linger_s)
     return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder), outlives_notebook=False)
 
 

@@ -116,9 +116,13 @@ class WorkerPool:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
         pool._closed = True
+        path = Path(key_file).absolute()
+        other = open_pool()
+        if other is not None and isinstance(other._site, AttachedSite) and other._site.key_file == path:
+            other.close()  # the cell is run again: this pool takes the place of that one, key file and all
         address = host or own_address()
         meeting = Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", linger_s)
-        site = AttachedSite(meeting, Path(key_file).absolute(), ShownCommand(), outlives_notebook=linger_s is not None)
+        site = AttachedSite(meeting, path, ShownCommand(), outlives_notebook=linger_s is not None)
         pool._attach(site, device, start_timeout_s)
         return pool
 

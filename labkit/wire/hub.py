@@ -4,8 +4,8 @@ On each machine an agent (:mod:`labkit.worker.agent`) stands between this connec
 ranks of a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and what
 a rank has at its own end is the same everywhere.
 
-A message is a pickled tag, the pickled message itself, and frames with its large buffers. Frames travel in pieces: ZeroMQ's heartbeats
-pass between two pieces, and one that took longer than they wait would end the connection.
+A message is a pickled tag, the pickled message itself, and frames with its large buffers. Frames travel in pieces: ZeroMQ's
+heartbeats pass between two pieces, and one that took longer than they wait would end the connection.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +14,8 @@ import torch
 
 from labkit import PoolStateError, RunTimeoutError, WorkerDiedError, WorkerPool
 from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.wire.key_file import KeyFile, write_private
+from labkit.wire.transport import Keys
 from tests.multihost.hosts import NETWORK, Host
 from tests.process.patience import LOAD, until
 
@@ -143,13 +147,17 @@ def test_a_large_push_takes_as_long_as_it_takes(pool: WorkerPool) -> None:
     pool.run_cell("del data")
 
 
-def test_a_key_file_in_use_is_not_written_over(pool: WorkerPool) -> None:
-    path = pool._site._key_file  # type: ignore[attr-defined]
-    before = path.read_bytes()
-    with pytest.raises(InvalidPoolError, match=r"WorkerPool\.reattach"):
-        WorkerPool.attach(2, 1, key_file=path, start_timeout_s=1.0, replace=True)
-    assert path.read_bytes() == before
-    assert not pool.closed
+@pytest.mark.parametrize(
+    ("file", "message"), [("labkit.key", "another notebook uses"), ("labkit.key.notebook", "WorkerPool.reattach")]
+)
+def test_the_key_file_of_another_notebook_is_not_written_over(tmp_path: Path, file: str, message: str) -> None:
+    path = tmp_path / file
+    content = {"server_public": "a", "client_public": "b", "client_secret": "c", "owner": f"1@{socket.gethostname()}"}
+    write_private(path, content)
+    with pytest.raises(InvalidPoolError, match=message):
+        WorkerPool.attach(2, 1, key_file=tmp_path / "labkit.key", start_timeout_s=1.0, replace=True)
+    assert [found.name for found in tmp_path.iterdir()] == [file]
+    assert json.loads(path.read_text()) == content
 
 
 def test_a_second_notebook_cannot_take_the_port(pool: WorkerPool, tmp_path: Path) -> None:
@@ -160,9 +168,6 @@ def test_a_second_notebook_cannot_take_the_port(pool: WorkerPool, tmp_path: Path
 
 
 def test_a_machine_with_another_key_says_so_and_is_not_heard(pool: WorkerPool, hosts: list[Host], tmp_path: Path) -> None:
-    from labkit.wire.key_file import KeyFile
-    from labkit.wire.transport import Keys
-
     other = tmp_path / "labkit.key"
     KeyFile.of(Keys.generate()).write(other)
     address = f"tcp://{NETWORK}.1:{pool._site.nodes.port}"  # type: ignore[attr-defined]
