@@ -96,13 +96,14 @@ class WorkerStartError(LabkitError):
     """A pool did not come up; nothing of it is left running.
 
     Attributes:
+        reason: Why, in words.
         rank: The first rank that failed, or None when the start as a whole ran out of time.
         exitcode: That rank's exit status, or None when it did not exit.
         stderr_tail: The end of what it wrote, at most 20 lines.
     """
 
     def __init__(self, reason: str, *, rank: int | None = None, exitcode: int | None = None, stderr_tail: str = "") -> None:
-        self.rank, self.exitcode, self.stderr_tail = rank, exitcode, stderr_tail
+        self.reason, self.rank, self.exitcode, self.stderr_tail = reason, rank, exitcode, stderr_tail
         who = f"rank {rank} did not start" if rank is not None else "the pool did not start"
         text = f"{who}: {reason}"
         if stderr_tail:

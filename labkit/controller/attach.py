@@ -28,6 +28,9 @@ class Caller(Protocol):
     def call(self, launch: Launch) -> None:
         """The notebook listens: agents may come."""
 
+    def wait(self) -> None:
+        """The notebook waits for agents, the first time or again."""
+
     def changed(self, nodes: Nodes) -> None:
         """A machine has come or gone."""
 
@@ -86,8 +89,10 @@ class AttachedSite:
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Listen, call the agents and wait for them; see :class:`labkit.controller.world.Site`."""
-        if self._nodes is None:
+        fresh = self._nodes is None
+        if fresh:
             self._listen()
+        self._caller.wait()
 
         def check() -> None:
             self._caller.check()
@@ -96,7 +101,8 @@ class AttachedSite:
         try:
             self.nodes.await_arrival(timeout_s, check, lambda: self._caller.changed(self.nodes))
         except BaseException:
-            self.leave()
+            if fresh:
+                self.leave()
             raise
 
     def _listen(self) -> None:
@@ -111,10 +117,9 @@ class AttachedSite:
                 own = {name: value.decode() for name, value in asdict(keys).items()}
                 write_private(notebook_half(self.key_file), {"keys": own, "meeting": asdict(meeting) | {"listen": listen}})
             connect = f"tcp://{meeting.host}:{self._nodes.port}"
-            per_node = meeting.workers_per_node
-            self._caller.call(
-                Launch(meeting.num_nodes, per_node, connect, str(self.key_file), meeting.rdzv_endpoint, meeting.linger_s)
-            )
+            name = f"labkit-{self._nodes.port}"
+            where = (connect, str(self.key_file), meeting.rdzv_endpoint)
+            self._caller.call(Launch(meeting.num_nodes, meeting.workers_per_node, *where, meeting.linger_s, name))
         except BaseException:
             self.leave()
             raise
@@ -177,7 +182,7 @@ def earlier_site(key_file: Path) -> AttachedSite:
         meeting = Meeting(**content["meeting"])
     except (KeyError, TypeError, AttributeError):
         raise InvalidPoolError(f"{path} was not written by this version of labkit. Attach anew: WorkerPool.attach(...)") from None
-    return AttachedSite(meeting, key_file, ShownCommand(), keys, outlives_notebook=True)
+    return AttachedSite(meeting, key_file, ShownCommand(expected=True), keys, outlives_notebook=True)
 
 
 def notebook_half(key_file: Path) -> Path:
@@ -186,21 +191,31 @@ def notebook_half(key_file: Path) -> Path:
 
 
 class ShownCommand:
-    """Shows the reader what to run on each machine, and which machines have come."""
+    """Shows the reader what to run on each machine, and which machines have come.
 
-    def __init__(self) -> None:
+    Args:
+        expected: The agents run already, and only come back: no command is shown.
+    """
+
+    def __init__(self, *, expected: bool = False) -> None:
         self._launch: Launch | None = None
-        self._display_id = f"labkit-{uuid.uuid4().hex[:12]}"
-        self._shown = False
+        self._expected = expected
+        self._display_id, self._shown = "", False
 
     def call(self, launch: Launch) -> None:
         """Note the command; it is shown with the table."""
-        self._launch, self._shown = launch, False
+        self._launch = launch
+
+    def wait(self) -> None:
+        """The table belongs into the cell that waits."""
+        self._display_id, self._shown = f"labkit-{uuid.uuid4().hex[:12]}", False
 
     def changed(self, nodes: Nodes) -> None:
-        """Show the command and the table, or bring them up to date."""
-        assert self._launch is not None
-        text, html = arrival_text(self._launch, nodes.nodes), arrival_html(self._launch, nodes.nodes)
+        """Show the command and the table, or bring them up to date; nothing where all machines were there from the first look."""
+        if not self._shown and not nodes.missing:
+            return
+        launch = None if self._expected else self._launch
+        text, html = arrival_text(launch, nodes.nodes), arrival_html(launch, nodes.nodes)
         present_screen().display({"text/plain": text, "text/html": html}, {}, self._display_id, self._shown)
         self._shown = True
 

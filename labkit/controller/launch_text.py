@@ -17,6 +17,7 @@ class Launch:
         key_file: The key file's path on the machines.
         rdzv_endpoint: ``host:port`` of one of the machines, where torchrun's agents meet.
         linger_s: How long ranks wait for a notebook that has fallen silent; None for the default.
+        name: Of this pool among those that meet at the same place.
     """
 
     num_nodes: int
@@ -25,13 +26,14 @@ class Launch:
     key_file: str
     rdzv_endpoint: str
     linger_s: float | None = None
+    name: str = "labkit"
 
     def arguments(self, rdzv_endpoint: str | None = None) -> list[str]:
         """Torchrun's arguments; the same on every machine."""
         linger = [] if self.linger_s is None else ["--linger", f"{self.linger_s:g}"]
         return [
             *("--nnodes", str(self.num_nodes), "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", rdzv_endpoint or self.rdzv_endpoint, "--rdzv-id", "labkit"),
+            *("--rdzv-endpoint", rdzv_endpoint or self.rdzv_endpoint, "--rdzv-id", self.name),
             *("-m", "labkit.worker", "--connect", self.connect, "--key-file", self.key_file, *linger),
         ]
 

@@ -19,7 +19,7 @@ from labkit.controller.nodes import NodeStatus
 from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
-from labkit.errors import InvalidPoolError, PoolStateError
+from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
 from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
 from labkit.wire.key_file import KeyFile
 
@@ -120,7 +120,8 @@ class WorkerPool:
         other = open_pool()
         if other is not None and isinstance(other._site, AttachedSite) and other._site.key_file == path:
             other.close()  # the cell is run again: this pool takes the place of that one, key file and all
-        address = host or own_address()
+        interface = listen.removeprefix("tcp://").rpartition(":")[0]
+        address = host or (interface if interface in ("127.0.0.1", "localhost") else own_address())
         meeting = Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", linger_s)
         site = AttachedSite(meeting, path, ShownCommand(), outlives_notebook=linger_s is not None)
         pool._attach(site, device, start_timeout_s)
@@ -159,8 +160,8 @@ class WorkerPool:
 
         Raises:
             InvalidPoolError: There is no such pool, or its port is taken: its notebook lives.
-            PoolStateError: Another pool is open and ``replace`` is False, or no rank was left: attach anew.
-            WorkerStartError: A machine did not come back in time.
+            PoolStateError: Another pool is open and ``replace`` is False, a machine did not come back in time, or no rank was
+                left.
             RunReport: The run in progress did not finish on every rank. The pool is open: ``labkit.current_pool()``.
         """
         if not replace:
@@ -171,8 +172,14 @@ class WorkerPool:
         site = earlier_site(path)
         if path.exists() and KeyFile.read(path).in_use:
             raise InvalidPoolError(f"the notebook of the pool behind {path} still runs. Close it, or restart its kernel.")
-        with held_sigint() as stop_if_asked:
-            site.prepare(start_timeout_s, stop_if_asked)
+        try:
+            with held_sigint() as stop_if_asked:
+                site.prepare(start_timeout_s, stop_if_asked)
+        except WorkerStartError as error:
+            raise PoolStateError(
+                f"not every machine came back in {start_timeout_s:g} s. Ranks wait {site.meeting.linger_s:g} s for a notebook and then "
+                f"end; attach anew: WorkerPool.attach(...). ({error.reason})"
+            ) from None
         left = site.nodes.left()
         if not left:
             site.leave()
@@ -438,6 +445,9 @@ class WorkerPool:
             if self._closed:
                 refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
             was_closed = self._closed
+            if not was_closed:  # else ranks would be ended for others that cannot be started
+                with held_sigint() as stop_if_asked:
+                    self._site.prepare(self._start_timeout_s, stop_if_asked)
             self._end_ranks()
             self._start()
             again = "the pool was closed and is open again; " if was_closed else ""
@@ -455,16 +465,15 @@ class WorkerPool:
             present_screen().text("stderr", note + "\n")
 
     def close(self) -> None:
-        """End every worker and all they started. Blocks for at most about 3 s; does nothing on a closed pool.
+        """End every worker and all they started. Blocks for at most about 3 s, 10 s where torchrun has to end.
 
         Ranks: controller.
 
         Raises:
             PoolStateError: A run is in progress in another thread.
         """
-        if not self._closed:
-            self._end_ranks()
-            self._site.leave()
+        self._end_ranks()
+        self._site.leave()
 
     def _end_ranks(self) -> None:
         if self._closed:

@@ -11,27 +11,33 @@ from labkit.controller.nodes import Node
 _CELL = 'style="text-align:left;padding:2px 14px 2px 0"'
 
 
-def arrival_text(launch: Launch, nodes: Sequence[Node]) -> str:
-    """Command and table for terminals and saved notebooks."""
-    there = sum(node.reachable for node in nodes)
-    head = [f"{there} of {len(nodes)} machines are here. Run on each, with a copy of the key file (mode 0600):"]
-    head += ["", f"  {launch.torchrun()}", ""]
+def arrival_text(launch: Launch | None, nodes: Sequence[Node]) -> str:
+    """Command, where machines wait for one, and table, for terminals and saved notebooks."""
+    head = [_head(launch, nodes)]
+    if launch is not None:
+        head += ["", f"  {launch.torchrun()}", ""]
     return "\n".join(head + [f"  {node.name}: {_state(node)}" for node in nodes])
 
 
-def arrival_html(launch: Launch, nodes: Sequence[Node]) -> str:
+def arrival_html(launch: Launch | None, nodes: Sequence[Node]) -> str:
     """The same for a notebook; the button copies the command."""
-    there = sum(node.reachable for node in nodes)
-    command = html.escape(launch.torchrun())
     copy = "navigator.clipboard.writeText(this.previousElementSibling.textContent);this.textContent='Copied'"
     rows = "".join(
         f'<tr><th scope="row" {_CELL}>{html.escape(node.name)}</th><td {_CELL}>{_state(node)}</td></tr>' for node in nodes
     )
-    return (
-        f"<div><div>{there} of {len(nodes)} machines are here. Run on each, with a copy of the key file (mode 0600):</div>"
-        f'<div style="display:flex;gap:8px;align-items:start;margin:6px 0"><code style="white-space:pre-wrap">{command}</code>'
-        f'<button type="button" style="flex:none" onclick="{copy}">Copy</button></div><table>{rows}</table></div>'
-    )
+    command = ""
+    if launch is not None:
+        command = (
+            '<div style="display:flex;gap:8px;align-items:start;margin:6px 0">'
+            f'<code style="white-space:pre-wrap">{html.escape(launch.torchrun())}</code>'
+            f'<button type="button" style="flex:none" onclick="{copy}">Copy</button></div>'
+        )
+    return f"<div><div>{_head(launch, nodes)}</div>{command}<table>{rows}</table></div>"
+
+
+def _head(launch: Launch | None, nodes: Sequence[Node]) -> str:
+    there = f"{sum(node.reachable for node in nodes)} of {len(nodes)} machines are here."
+    return there if launch is None else f"{there} Run on each, with a copy of the key file (mode 0600):"
 
 
 def _state(node: Node) -> str:

@@ -56,6 +56,9 @@ class LocalTorchrun:
             },
         )
 
+    def wait(self) -> None:
+        """Nothing is shown."""
+
     def changed(self, nodes: Nodes) -> None:
         """The reader sits at the machine and need not be told what to run."""
 
