@@ -177,8 +177,8 @@ class WorkerPool:
                 site.prepare(start_timeout_s, stop_if_asked)
         except WorkerStartError as error:
             raise PoolStateError(
-                f"not every machine came back in {start_timeout_s:g} s. Ranks wait {site.meeting.linger_s:g} s for a notebook and then "
-                f"end; attach anew: WorkerPool.attach(...). ({error.reason})"
+                f"not every machine came back in {start_timeout_s:g} s. Ranks wait {site.meeting.linger_s:g} s for a notebook and "
+                f"then end; attach anew: WorkerPool.attach(...). ({error.reason})"
             ) from None
         left = site.nodes.left()
         if not left:

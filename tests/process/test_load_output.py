@@ -59,7 +59,7 @@ class Screen:
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     screen = Screen()
-    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda: screen)
+    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda places: screen)
     return screen
 
 

@@ -42,7 +42,7 @@ class Recorder:
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda: recorder)
+    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda places: recorder)
     return recorder
 
 
