@@ -62,7 +62,8 @@ _CUT_OFF = (
 
 
 _rank_not_in_group: Callable[[Any], bool] = c10d._rank_not_in_group
-_broken: dict[str, str] = {}
+# By name, with the group itself: one that is made later may have the same name.
+_broken: dict[str, tuple[Any, str]] = {}
 _stand_ins: dict[str, Any] = {}
 _next_type: dict[str, int] = {}
 _registered = [0]
@@ -76,7 +77,7 @@ class NoMoreGenerationsError(RuntimeError):
 def groups() -> list[Any]:
     """The working process groups this rank is a member of, in the order they were made; the default group first."""
     members: list[Any] = list(c10d._world.pg_map)
-    return [group for group in members if group is not dist.GroupMember.NON_GROUP_MEMBER and group_name(group) not in _broken]
+    return [group for group in members if group is not dist.GroupMember.NON_GROUP_MEMBER and not _reason(group)]
 
 
 def group_name(group: Any) -> str:
@@ -228,7 +229,7 @@ def break_group(group: Any, reason: str) -> None:
         _register(group, device, _native.FakeProcessGroup._create_internal(group.rank(), group.size(), options))
     name = group_name(group)
     group._set_group_name(name)
-    _broken[name] = reason
+    _broken[name] = group, reason
     # Functional collectives and meshes find a group by its name.
     _stand_ins[name] = stand_in = _RefusingGroup(group.rank(), group.size())  # type: ignore[call-arg]
     stand_in.reason = reason
@@ -254,9 +255,15 @@ for _collective in _COLLECTIVES:
 
 def _check_group(group: Any) -> bool:
     """Stands in for the function that every collective of torch.distributed asks first, once a group is broken."""
-    if group is not None and group in c10d._world.pg_names and (reason := _broken.get(group_name(group))):
+    if group is not None and group in c10d._world.pg_names and (reason := _reason(group)):
         raise RuntimeError(reason)
     return _rank_not_in_group(group)
+
+
+def _reason(group: Any) -> str:
+    """Why a group is broken; empty when it is not."""
+    broken, reason = _broken.get(group_name(group), (None, ""))
+    return reason if broken is group else ""
 
 
 def abort_nccl() -> int:

@@ -113,8 +113,9 @@ def test_status_says_what_the_pool_is_or_how_to_start_one(cells: dict[str, CellR
     assert re.match(
         r"no pool is open; the fork server is (warm|warming up)\. Start one with %pool start 4", cells["status without pool"].text
     )
-    for name in ("start", "status", "status by name", "restart"):
+    for name in ("start", "status", "status by name"):
         assert cells[name].text.startswith("WorkerPool(world_size=3, device='cpu')")
+    assert "fresh and have no variables.\n\nWorkerPool(world_size=3, device='cpu')" in cells["restart"].text
     assert cells["close"].text.endswith("closed")
 
 

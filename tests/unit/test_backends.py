@@ -26,6 +26,15 @@ def test_groups_take_new_backends_and_broken_ones_refuse() -> None:
     self_test.groups()
 
 
+def test_a_group_is_not_broken_because_an_earlier_one_of_its_name_was() -> None:
+    self_test.groups()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for _ in range(8):
+        dist.barrier(group=dist.new_group([0]))
+    assert len(backends.groups()) == 9
+    dist.destroy_process_group()
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp2_fsdp1_and_ddp_come_back_from_the_middle_of_an_iteration() -> None:
     self_test.models()
