@@ -25,6 +25,9 @@ from labkit.wire.transport import Keys
 class Caller(Protocol):
     """Brings the agents to life."""
 
+    def begin(self) -> None:
+        """The key file is about to be written."""
+
     def call(self, launch: Launch) -> None:
         """The notebook listens: agents may come."""
 
@@ -109,6 +112,7 @@ class AttachedSite:
         meeting, keys = self.meeting, self._keys or Keys.generate()
         self._nodes = Nodes(meeting.num_nodes, meeting.workers_per_node, meeting.listen, keys)
         try:
+            self._caller.begin()
             self._refuse_foreign_file()
             self._written = KeyFile.of(keys)
             self._written.write(self.key_file)
@@ -201,6 +205,9 @@ class ShownCommand:
         self._launch: Launch | None = None
         self._expected = expected
         self._display_id, self._shown = "", False
+
+    def begin(self) -> None:
+        """The reader has chosen where."""
 
     def call(self, launch: Launch) -> None:
         """Note the command; it is shown with the table."""

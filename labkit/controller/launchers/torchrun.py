@@ -31,6 +31,10 @@ class LocalTorchrun:
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes]] = []
 
+    def begin(self) -> None:
+        """Make the folder, which the end of an earlier start has removed."""
+        self._folder.mkdir(mode=0o700, exist_ok=True)
+
     def call(self, launch: Launch) -> None:
         """Start torchrun."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
