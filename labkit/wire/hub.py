@@ -10,11 +10,8 @@ heartbeats pass between two pieces, and one that took longer than they wait woul
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import pickle
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -27,6 +24,7 @@ from labkit.wire.messages import GroupSpec
 from labkit.wire.pipes import Rest
 from labkit.wire.record import Record
 from labkit.wire.transport import Channel, Keys, OneKey
+from labkit.wire.wake import Wake
 
 # ZeroMQ's own threads exchange these, so neither side has to be awake. A connection that is silent for longer is gone.
 HEARTBEAT_MS = 1000
@@ -204,14 +202,10 @@ class Hub:
             self._context.term()
             raise OSError(error.errno, error.strerror) from None
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
-        self._wake_lock = threading.RLock()
-        self._closed = False
+        self._wake = Wake()
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake_read, zmq.POLLIN)
+        self._poller.register(self._wake.fd, zmq.POLLIN)
 
     def send(self, node_rank: int, tag: ToNode, *parts: Any) -> bool:
         """Send to one machine; False when it is not connected, or has taken nothing for a thousand messages."""
@@ -234,10 +228,8 @@ class Hub:
             if error.errno == errno.EINTR:
                 return []
             raise
-        if self._wake_read in ready:
-            with contextlib.suppress(BlockingIOError):
-                while os.read(self._wake_read, 4096):
-                    pass
+        if self._wake.fd in ready:
+            self._wake.hear()
         received: list[tuple[int, FromNode, list[bytes]]] = []
         while self._socket in ready and len(received) < QUEUED_MESSAGES:
             try:
@@ -250,22 +242,15 @@ class Hub:
 
     def wake(self) -> None:
         """Make a waiting :meth:`receive` return. Safe from any thread and signal handler, also after :meth:`close`."""
-        with self._wake_lock:
-            if not self._closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wake_write, b"x")
+        self._wake.ring()
 
     def close(self) -> None:
         """Close the port. Blocks for at most a second while messages are still on their way."""
-        with self._wake_lock:
-            if self._closed:
-                return
-            self._closed = True
+        if not self._wake.close():
+            return
         self._socket.close(LINGER_MS)
         self._auth.stop()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
 
 class HubLink:

@@ -13,9 +13,7 @@ The sockets lie in a directory with mode 0700; no port is opened. What goes to o
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import os
 import pickle
 import threading
 import time
@@ -28,6 +26,7 @@ import zmq.auth.thread
 
 from labkit.errors import WireError
 from labkit.wire.messages import FromWorker, ToControl, ToMain
+from labkit.wire.wake import Wake
 
 # Output is sent in pieces of at most 64 KiB (see worker/capture.py), so this bounds what waits in a queue to a few MiB
 # a rank; a rank that writes faster than the notebook reads waits in its own print.
@@ -109,17 +108,12 @@ class ControllerWire:
         for socket, address in zip((self._commands, self._events), addresses, strict=True):
             socket.bind(address)
         self.endpoint = Endpoint(*addresses, keys.server_public, keys.client_public, keys.client_secret)
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake = Wake()
         self._poller = zmq.Poller()
-        for source in (self._events, self._commands, self._wake_read):
+        for source in (self._events, self._commands, self._wake.fd):
             self._poller.register(source, zmq.POLLIN)
-        self._closed = False
         # One message goes to many ranks.
         self._pickled: tuple[ToMain | ToControl, bytes] | None = None
-        # Reentrant, because a signal handler may call wake() in the middle of wake().
-        self._wake_lock = threading.RLock()
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes], ...]:
@@ -187,8 +181,8 @@ class ControllerWire:
             if error.errno == errno.EINTR:
                 return []
             raise
-        if self._wake_read in ready:
-            _drain(self._wake_read)
+        if self._wake.fd in ready:
+            self._wake.hear()
         received: list[tuple[FromWorker, list[bytes]]] = []
         if self._events in ready:
             self._take(self._events, 0, received)
@@ -208,23 +202,16 @@ class ControllerWire:
 
     def wake(self) -> None:
         """Make a waiting :meth:`receive` return. Safe from any thread and signal handler, also after :meth:`close`."""
-        with self._wake_lock:
-            if not self._closed:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._wake_write, b"x")
+        self._wake.ring()
 
     def close(self) -> None:
         """Close all sockets. Returns at once; unsent messages are dropped."""
-        with self._wake_lock:
-            if self._closed:
-                return
-            self._closed = True
+        if not self._wake.close():
+            return
         self._commands.close(0)
         self._events.close(0)
         self._auth.stop()
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
 
 class WorkerWire:
@@ -292,11 +279,3 @@ class WorkerWire:
 
 def _identity(rank: int, channel: Channel) -> bytes:
     return f"{channel}-{rank}".encode()
-
-
-def _drain(fd: int) -> None:
-    try:
-        while os.read(fd, 4096):
-            pass
-    except BlockingIOError:
-        pass
