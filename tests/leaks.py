@@ -21,8 +21,10 @@ import psutil
 
 FORKSERVER = "labkit.worker.forkserver"
 SETTLE_S = 3.0
-# The fork server outlives pools on purpose. The test that happens to start it keeps the kernel's ends of its channels.
+# The fork server outlives pools on purpose. The test that happens to start it keeps the kernel's ends of its channels
+# and the thread that listens to it.
 FORKSERVER_FDS = 4
+FORKSERVER_THREADS = 1
 
 # Every process below pytest inherits this variable, so that even one that lost its parents is found.
 _MARK = "LABKIT_TEST_RUN"
@@ -72,13 +74,13 @@ def take_stock() -> Holdings:
 
 def leaked(before: Holdings, after: Holdings) -> list[str]:
     """One line per kind of which there is more than before, naming what is new."""
-    fd_allowance = FORKSERVER_FDS if after.forkservers - before.forkservers else 0
+    started_one = bool(after.forkservers - before.forkservers)
     extra_forkservers = len(after.forkservers) > max(1, len(before.forkservers))
     lines = [f"{len(after.forkservers)} fork servers: pids {sorted(after.forkservers)}"] if extra_forkservers else []
     for kind, old, new, allowed in (
         ("process", before.processes, after.processes, 0),
-        ("thread", before.threads, after.threads, 0),
-        ("file descriptor", before.descriptors, after.descriptors, fd_allowance),
+        ("thread", before.threads, after.threads, FORKSERVER_THREADS * started_one),
+        ("file descriptor", before.descriptors, after.descriptors, FORKSERVER_FDS * started_one),
         ("listening socket", before.listeners, after.listeners, 0),
         ("temporary folder", before.folders, after.folders, 0),
     ):

@@ -20,6 +20,7 @@ WORLD_SIZE = 2
 DIFFERENT = {
     "L0-02": "the pool itself",
     "L0-04": "process ids: in the script rank 0 is the notebook's own process as well",
+    "L0-54": "what restart says: in the script there is nothing to restart",
     "L2-57": "plans that are chosen by measured times",
     "L3-32": "a table as wide as its page",
     "L4-15": "times of a clock",

@@ -63,6 +63,6 @@ def test_fork_server_that_dies_while_a_start_waits_for_it_is_reported_and_the_ne
             with pytest.raises(WorkerStartError, match="the fork server ended with exit code -9"):
                 pool.restart()
         assert not lives(process(killed[0]))
-        assert pool.closed
+        assert (pool.closed, pool.dead_ranks) == (False, (0, 1))
         pool.restart()
         assert pool.run(lambda: 1).same() == 1
