@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import math
 import signal
 import sys
 from pathlib import Path
@@ -153,7 +154,8 @@ def _report(results: list[NotebookResult]) -> None:
 @click.option("--connect", required=True, metavar="tcp://HOST:PORT", help="The notebook, as WorkerPool.attach() shows it.")
 @click.option("--key-file", default="/etc/labkit/labkit.key", show_default=True, help="The key file's path on the machines.")
 @click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where torchrun's agents meet; schedulers choose the first machine.")
-@click.option("--linger", type=click.FloatRange(min=0), help="Seconds that ranks wait for a notebook that has gone.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="What each rank gets there.")
+@click.option("--linger", type=float, help="Seconds that ranks wait for a notebook that has gone.")
 @click.option("--image", default="YOUR_IMAGE", show_default=True, help="For Kubernetes: an image with torch and labkit.")
 def launch(
     scheduler: str,
@@ -162,6 +164,7 @@ def launch(
     connect: str,
     key_file: str,
     rdzv_endpoint: str | None,
+    device: str,
     linger: float | None,
     image: str,
 ) -> None:
@@ -171,22 +174,24 @@ def launch(
     kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
     """
     from labkit.controller.launch_text import Launch
+    from labkit.controller.plan import is_endpoint
 
-    if not connect.startswith("tcp://") or not _is_port(connect.rpartition(":")[2]):
+    if not connect.startswith("tcp://") or not is_endpoint(connect.removeprefix("tcp://")):
         raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")
     if scheduler == "kubernetes" and key_file.count("/") < 2:
         raise click.BadParameter(f"{key_file!r}: write where the pods find it, in a folder of its own", param_hint="--key-file")
+    if rdzv_endpoint is not None and not is_endpoint(rdzv_endpoint):
+        raise click.BadParameter(f"{rdzv_endpoint!r} is no meeting place: write HOST:PORT", param_hint="--rdzv-endpoint")
+    if linger is not None and not 0 < linger < math.inf:
+        raise click.BadParameter("write a positive number of seconds", param_hint="--linger")
     host = connect.removeprefix("tcp://").rpartition(":")[0]
-    found = Launch(num_nodes, workers_per_node, connect, key_file, rdzv_endpoint or f"{host}:29400", linger)
+    where = (connect, key_file, rdzv_endpoint or f"{host}:29400")
+    found = Launch(num_nodes, workers_per_node, *where, linger, on_gpus=device == "cuda")
     if scheduler == "torchrun":
         text = found.torchrun()
     else:
         text = found.slurm() if scheduler == "slurm" else found.kubernetes(image)
     click.echo(text.rstrip("\n"))
-
-
-def _is_port(text: str) -> bool:
-    return text.isdigit() and 0 < int(text) < 65536
 
 
 @main.command()

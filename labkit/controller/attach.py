@@ -13,7 +13,8 @@ from typing import Any, Protocol
 
 from labkit.controller.launch_text import Launch
 from labkit.controller.launchers.torchrun import LocalTorchrun
-from labkit.controller.nodes import Nodes, NodesWorld
+from labkit.controller.nodes import Nodes
+from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.output import present_screen
 from labkit.controller.plan import PoolPlan
 from labkit.controller.tables import arrival_html, arrival_text
@@ -40,6 +41,10 @@ class Caller(Protocol):
     def check(self) -> None:
         """Raise where no agent can come any more."""
 
+    @property
+    def gone(self) -> bool:
+        """Whether they have ended, and do not come back unless they are called again."""
+
     def end(self) -> None:
         """The pool is closed."""
 
@@ -54,6 +59,7 @@ class Meeting:
         listen: ``tcp://INTERFACE:PORT``.
         host: Where the machines find this one.
         rdzv_endpoint: Where torchrun's agents meet.
+        device: What the reader asked for: ``auto``, ``cpu`` or ``cuda``.
         linger_s: How long ranks wait for a notebook that has fallen silent; None for the agents' default.
     """
 
@@ -62,6 +68,7 @@ class Meeting:
     listen: str
     host: str
     rdzv_endpoint: str
+    device: str
     linger_s: float | None = None
 
 
@@ -123,7 +130,8 @@ class AttachedSite:
             connect = f"tcp://{meeting.host}:{self._nodes.port}"
             name = f"labkit-{self._nodes.port}"
             where = (connect, str(self.key_file), meeting.rdzv_endpoint)
-            self._caller.call(Launch(meeting.num_nodes, meeting.workers_per_node, *where, meeting.linger_s, name))
+            size = (meeting.num_nodes, meeting.workers_per_node)
+            self._caller.call(Launch(*size, *where, meeting.linger_s, name, on_gpus=meeting.device != "cpu"))
         except BaseException:
             self.leave()
             raise
@@ -135,12 +143,17 @@ class AttachedSite:
 
     def open_world(self, plan: PoolPlan) -> NodesWorld:
         """Make every machine ready; see :class:`labkit.controller.world.Site`."""
-        return self.nodes.open_world(plan)
+        return NodesWorld(plan, self.nodes, self.nodes.open_world())
 
     @property
     def begun_anew(self) -> bool:
         """Whether torchrun has started all agents again; see :class:`labkit.controller.world.Site`."""
         return self._nodes is not None and self._nodes.begun_anew and not self._nodes.missing
+
+    @property
+    def gone(self) -> bool:
+        """Whether those that were called have ended; see :class:`labkit.controller.world.Site`."""
+        return self._nodes is not None and self._caller.gone
 
     def leave(self) -> None:
         """Let the machines go, and stop listening. Another :meth:`prepare` calls them anew."""
@@ -201,6 +214,8 @@ class ShownCommand:
         expected: The agents run already, and only come back: no command is shown.
     """
 
+    gone = False  # nobody here can know
+
     def __init__(self, *, expected: bool = False) -> None:
         self._launch: Launch | None = None
         self._expected = expected
@@ -237,11 +252,11 @@ class ShownCommand:
 _LOCAL_LINGER_S, _PLAYED_LINGER_S = 3.0, 10.0
 
 
-def local_site(num_nodes: int, workers_per_node: int) -> AttachedSite:
+def local_site(num_nodes: int, workers_per_node: int, device: str) -> AttachedSite:
     """Machines in play, on this one: torchrun is started here for each, and their agents come through the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
     linger_s = _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
-    meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", linger_s)
+    meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", device, linger_s)
     return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder), outlives_notebook=False)
 
 

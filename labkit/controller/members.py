@@ -12,7 +12,7 @@ from typing import Any
 from labkit.controller import memory
 from labkit.controller.deaths import LastWords, describe_exit
 from labkit.controller.launchers.launcher import WorkerExit
-from labkit.controller.nodes import NodesWorld
+from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.run import Run
 from labkit.controller.world import World
 from labkit.errors import RankFailure, WorkerStartError

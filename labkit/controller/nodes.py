@@ -7,12 +7,10 @@ import pickle
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from labkit.controller.launchers.launcher import OnExit, WorkerExit
-from labkit.controller.plan import PoolPlan
-from labkit.controller.world import ENVIRONMENT
+from labkit.controller.node import Node, NodeStatus, refusal_of
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
 from labkit.ranks import name_ranks
 from labkit.wire.hub import (
@@ -29,55 +27,11 @@ from labkit.wire.hub import (
     OpenWorld,
     StartRank,
 )
-from labkit.wire.messages import FromWorker, GroupSpec, ToControl, ToMain
+from labkit.wire.messages import FromWorker, ToControl, ToMain
 from labkit.wire.transport import Channel, Keys
-from labkit.wire.versions import versions
 
 PROBE_EVERY_S = 0.5
 _NO_EXIT_CODE = 0
-
-
-@dataclass
-class Node:
-    """One machine.
-
-    Attributes:
-        node_rank: Its place.
-        arrived: What it said of itself; None before it has come.
-        reachable: It answers.
-        fault: Why it can start no ranks; empty when it can.
-        running: By number, what to call when a process that was started there has ended.
-    """
-
-    node_rank: int
-    arrived: Arrived | None = None
-    reachable: bool = False
-    fault: str = ""
-    running: dict[int, OnExit] = field(default_factory=dict)
-
-    @property
-    def name(self) -> str:
-        """For people: its place and its host name."""
-        return f"node {self.node_rank}" + (f" ({self.arrived.hostname})" if self.arrived is not None else "")
-
-
-@dataclass(frozen=True)
-class NodeStatus:
-    """One machine of an attached pool.
-
-    Attributes:
-        node_rank: Its place.
-        hostname: Its name.
-        ranks: The ranks that live there.
-        reachable: It answers.
-        agent_pid: The process that serves the ranks there.
-    """
-
-    node_rank: int
-    hostname: str
-    ranks: tuple[int, ...]
-    reachable: bool
-    agent_pid: int
 
 
 class Nodes:
@@ -187,14 +141,13 @@ class Nodes:
         """The fewest GPUs that any machine has."""
         return min((node.arrived.num_gpus if node.arrived is not None else 0) for node in self.nodes)
 
-    def open_world(self, plan: PoolPlan) -> NodesWorld:
-        """Make the machines ready for the ranks of a new world."""
-        world = NodesWorld(plan, self, uuid.uuid4().hex[:12])
+    def open_world(self) -> str:
+        """Make the machines ready for the ranks of a new world; returns its name, which no other has."""
+        self._world_name, self.begun_anew = uuid.uuid4().hex[:12], False
         for node in self.nodes:
             node.running.clear()
-            self._hub.send(node.node_rank, OpenWorld(world.name))
-        self._world_name, self.begun_anew = world.name, False
-        return world
+            self._hub.send(node.node_rank, OpenWorld(self._world_name))
+        return self._world_name
 
     def left(self) -> dict[int, Left]:
         """What an earlier notebook has left running, by machine; empty unless it is one world on all of them."""
@@ -209,10 +162,9 @@ class Nodes:
         self.nodes[node_rank].running[handle] = on_exit
         self._handles = itertools.count(max(handle, next(self._handles)) + 1)
 
-    def adopted_world(self, plan: PoolPlan, name: str) -> NodesWorld:
-        """The world that an earlier notebook has left."""
+    def adopt_world(self, name: str) -> None:
+        """Go on with the world that an earlier notebook has left."""
         self._world_name = name
-        return NodesWorld(plan, self, name)
 
     def close(self) -> None:
         """Close the port without a word to the machines: their ranks wait for a notebook that comes back."""
@@ -281,7 +233,7 @@ class Nodes:
             on_exit(WorkerExit(handle, _NO_EXIT_CODE, cause=cause))
 
     def _arrive(self, tag: Arrived) -> None:
-        refusal = self._refusal(tag)
+        refusal = refusal_of(tag, len(self.nodes))
         if refusal:
             self._hub.send(tag.node_rank, Leave(refusal))
             if tag.node_rank < len(self.nodes):
@@ -297,13 +249,6 @@ class Nodes:
             # Its ranks count as dead, and the others have gone on without them.
             self._hub.send(tag.node_rank, OpenWorld(self._world_name))
         node.reachable = True
-
-    def _refusal(self, tag: Arrived) -> str:
-        if tag.num_nodes != len(self.nodes):
-            return f"torchrun runs on {tag.num_nodes} machines, and the notebook attaches {len(self.nodes)}: make both equal"
-        mine = versions()
-        differ = [f"{name} {version} (here {mine[name]})" for name, version in tag.versions.items() if mine.get(name) != version]
-        return f"it has {', '.join(differ)}: install the same on every machine" if differ else ""
 
     # ---- processes -----------------------------------------------------------------------------------------------
 
@@ -337,50 +282,3 @@ class Nodes:
         first = self.nodes[0].arrived
         assert first is not None
         return first.store
-
-
-class NodesWorld:
-    """Ranks on the machines of an attached pool.
-
-    Args:
-        plan: What to start.
-        nodes: The machines.
-        name: No other world has it.
-    """
-
-    share_memory = False
-
-    def __init__(self, plan: PoolPlan, nodes: Nodes, name: str) -> None:
-        self._plan, self._nodes, self.name = plan, nodes, name
-        self.wire = nodes
-
-    def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
-        """Start the process of one rank; see :class:`labkit.controller.world.World`."""
-        per_node = self._nodes.workers_per_node
-        handle = self._nodes.next_handle()
-        message = StartRank(handle, rank, rank % per_node, per_node, self._plan.device, group, joining, ENVIRONMENT)
-        return self._nodes.start(message, on_exit)
-
-    @property
-    def places(self) -> dict[int, str]:
-        """The machine of each rank, where there is more than one."""
-        return self._nodes.places
-
-    def adopt(self, node_rank: int, handle: int, on_exit: OnExit) -> None:
-        """A process that was left running is one of this pool's ranks."""
-        self._nodes.adopt(node_rank, handle, on_exit)
-
-    def kill(self, handle: int) -> None:
-        """Kill a process; see :class:`labkit.controller.world.World`."""
-        self._nodes.kill(handle)
-
-    def group(self, generation: int) -> GroupSpec:
-        """Where the ranks meet: in torchrun's store, under names of this world's own."""
-        return GroupSpec(f"{self._nodes.store}/{self.name}", generation, self._plan.world_size)
-
-    def look(self) -> None:
-        """See which machines have come and gone."""
-        self._nodes.look()
-
-    def close(self) -> None:
-        """Nothing is left here; the machines clean up behind their ranks."""

@@ -70,7 +70,15 @@ def check_arguments(world_size: int | None, device: str, launcher: str = "local"
         raise InvalidPoolError(f"world_size={world_size} ranks cannot be shared out equally to num_nodes={num_nodes}.")
 
 
-def check_attachment(num_nodes: int, workers_per_node: int, device: str, listen: str, linger_s: float | None) -> None:
+def check_attachment(
+    num_nodes: int,
+    workers_per_node: int,
+    device: str,
+    listen: str,
+    host: str | None,
+    rdzv_endpoint: str | None,
+    linger_s: float | None,
+) -> None:
     """Refuse what no machines can run.
 
     Raises:
@@ -86,9 +94,21 @@ def check_attachment(num_nodes: int, workers_per_node: int, device: str, listen:
     port = listen.rpartition(":")[2]
     if port.isdigit() and not 0 < int(port) < 65536:
         raise InvalidPoolError(f"listen={listen!r}: ports go from 1 to 65535, and * takes a free one.")
+    if host is not None and not re.fullmatch(r"[^\s:/]+|\[[0-9a-fA-F:]+\]", host):
+        raise InvalidPoolError(f"host={host!r} is no name of a machine. Write its name or address alone; the port is in listen.")
+    if rdzv_endpoint is not None and not is_endpoint(rdzv_endpoint):
+        raise InvalidPoolError(
+            f"rdzv_endpoint={rdzv_endpoint!r} is no meeting place. Write 'HOST:PORT', for example 'gpu01:29400'."
+        )
     number = isinstance(linger_s, int | float) and not isinstance(linger_s, bool) and math.isfinite(linger_s) and linger_s > 0
     if linger_s is not None and not number:
         raise InvalidPoolError(f"linger_s is how long ranks wait for a notebook, a positive number of seconds, not {linger_s!r}.")
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether a text is ``HOST:PORT``."""
+    found = re.fullmatch(r"(?:[^\s:/]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", text)
+    return found is not None and 0 < int(found[1]) < 65536
 
 
 def attached_plan(num_nodes: int, workers_per_node: int, device: str, num_gpus: int) -> PoolPlan:

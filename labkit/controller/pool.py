@@ -15,7 +15,8 @@ from labkit.controller.current import open_pool, refuse_second_pool, set_open_po
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import held_sigint
 from labkit.controller.members import Members
-from labkit.controller.nodes import NodeStatus
+from labkit.controller.node import NodeStatus
+from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
@@ -66,7 +67,7 @@ class WorkerPool:
         if not replace:
             refuse_second_pool(_CLOSE_IT)
         if launcher == "torchrun":
-            self._attach(local_site(num_nodes, (world_size or 0) // num_nodes), device, start_timeout_s, world_size)
+            self._attach(local_site(num_nodes, (world_size or 0) // num_nodes, device), start_timeout_s, world_size)
             return
         self._plan = plan.make_plan(world_size, device, plan.launcher().count_gpus)
         self._begin(LocalSite(), start_timeout_s)
@@ -111,7 +112,7 @@ class WorkerPool:
             PoolStateError: Another pool is open and ``replace`` is False.
             WorkerStartError: A machine did not arrive, or a rank did not come up; the message names it.
         """
-        plan.check_attachment(num_nodes, workers_per_node, device, listen, linger_s)
+        plan.check_attachment(num_nodes, workers_per_node, device, listen, host, rdzv_endpoint, linger_s)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
@@ -122,21 +123,21 @@ class WorkerPool:
             other.close()  # the cell is run again: this pool takes the place of that one, key file and all
         interface = listen.removeprefix("tcp://").rpartition(":")[0]
         address = host or (interface if interface in ("127.0.0.1", "localhost") else own_address())
-        meeting = Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", linger_s)
+        meeting = Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", device, linger_s)
         site = AttachedSite(meeting, path, ShownCommand(), outlives_notebook=linger_s is not None)
-        pool._attach(site, device, start_timeout_s)
+        pool._attach(site, start_timeout_s)
         return pool
 
-    def _attach(self, site: AttachedSite, device: str, start_timeout_s: float, world_size: int | None = None) -> None:
+    def _attach(self, site: AttachedSite, start_timeout_s: float, world_size: int | None = None) -> None:
         with held_sigint() as stop_if_asked:
             site.prepare(start_timeout_s, stop_if_asked)
-        nodes, num_nodes = site.nodes, site.meeting.num_nodes
+        nodes, meeting = site.nodes, site.meeting
         try:
-            if num_nodes == 1:
-                self._plan = plan.make_plan(world_size or site.meeting.workers_per_node or None, device, lambda: nodes.num_gpus)
+            if meeting.num_nodes == 1:
+                self._plan = plan.make_plan(world_size or meeting.workers_per_node or None, meeting.device, lambda: nodes.num_gpus)
                 site.settle(self._plan.world_size)
             else:
-                self._plan = plan.attached_plan(num_nodes, site.meeting.workers_per_node, device, nodes.num_gpus)
+                self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
         except BaseException:
             site.leave()
             raise
@@ -188,8 +189,9 @@ class WorkerPool:
             other.close()
         pool._site, pool._start_timeout_s = site, start_timeout_s
         meeting, nodes = site.meeting, site.nodes
-        pool._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, "auto", nodes.num_gpus)
-        world = nodes.adopted_world(pool._plan, next(iter(left.values())).world)
+        pool._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
+        world = NodesWorld(pool._plan, nodes, next(iter(left.values())).world)
+        nodes.adopt_world(world.name)
         pool._members = Members(pool.world_size, world)
         pool._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
         pool._open()
@@ -445,7 +447,9 @@ class WorkerPool:
             if self._closed:
                 refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
             was_closed = self._closed
-            if not was_closed:  # else ranks would be ended for others that cannot be started
+            if not was_closed and self._site.gone:
+                self.close()
+            elif not was_closed:  # else ranks would be ended for others that cannot be started
                 with held_sigint() as stop_if_asked:
                     self._site.prepare(self._start_timeout_s, stop_if_asked)
             self._end_ranks()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
+from dataclasses import replace
 
 from labkit.controller.launch_text import Launch
-from labkit.controller.nodes import Node
+from labkit.controller.node import Node
 
 _CELL = 'style="text-align:left;padding:2px 14px 2px 0"'
 
@@ -15,24 +16,31 @@ def arrival_text(launch: Launch | None, nodes: Sequence[Node]) -> str:
     """Command, where machines wait for one, and table, for terminals and saved notebooks."""
     head = [_head(launch, nodes)]
     if launch is not None:
-        head += ["", f"  {launch.torchrun()}", ""]
+        head += ["", f"  {launch.torchrun()}", "", f"Or let a scheduler do it (slurm or kubernetes): {launch.writer('slurm')}", ""]
     return "\n".join(head + [f"  {node.name}: {_state(node)}" for node in nodes])
 
 
 def arrival_html(launch: Launch | None, nodes: Sequence[Node]) -> str:
-    """The same for a notebook; the button copies the command."""
-    copy = "navigator.clipboard.writeText(this.previousElementSibling.textContent);this.textContent='Copied'"
+    """The same for a notebook, with what schedulers need; the buttons copy."""
     rows = "".join(
         f'<tr><th scope="row" {_CELL}>{html.escape(node.name)}</th><td {_CELL}>{_state(node)}</td></tr>' for node in nodes
     )
     command = ""
     if launch is not None:
-        command = (
-            '<div style="display:flex;gap:8px;align-items:start;margin:6px 0">'
-            f'<code style="white-space:pre-wrap">{html.escape(launch.torchrun())}</code>'
-            f'<button type="button" style="flex:none" onclick="{copy}">Copy</button></div>'
-        )
-    return f"<div><div>{_head(launch, nodes)}</div>{command}<table>{rows}</table></div>"
+        in_pods = replace(launch, key_file="/etc/labkit/labkit.key")
+        command = _copied(launch.torchrun())
+        for title, text in (("a batch script for SLURM", launch.slurm()), ("manifests for Kubernetes", in_pods.kubernetes())):
+            command += f"<details><summary>or {title}</summary>{_copied(text)}</details>"
+    return f'<div><div>{_head(launch, nodes)}</div>{command}<table style="margin-top:6px">{rows}</table></div>'
+
+
+def _copied(text: str) -> str:
+    copy = "navigator.clipboard.writeText(this.previousElementSibling.textContent);this.textContent='Copied'"
+    return (
+        '<div style="display:flex;gap:8px;align-items:start;margin:6px 0">'
+        f'<code style="white-space:pre-wrap">{html.escape(text.rstrip())}</code>'
+        f'<button type="button" style="flex:none" onclick="{copy}">Copy</button></div>'
+    )
 
 
 def _head(launch: Launch | None, nodes: Sequence[Node]) -> str:

@@ -61,6 +61,7 @@ class Arrived(Record):
     Attributes:
         node_rank: Its place among the machines, from torchrun.
         num_nodes: How many machines torchrun has brought together.
+        num_here: How many agents it has started on this one.
         life: A random name of this agent process: another one means that it was started anew.
         hostname: The machine's name.
         pid: The agent's process id there.
@@ -73,6 +74,7 @@ class Arrived(Record):
 
     node_rank: int
     num_nodes: int
+    num_here: int
     life: str
     hostname: str
     pid: int

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -19,8 +20,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m labkit.worker", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="tcp://HOST:PORT", help="the notebook, as WorkerPool.attach() shows it")
     parser.add_argument("--key-file", required=True, type=Path, help="copied from the notebook's machine, mode 0600")
-    parser.add_argument("--linger", type=float, default=3.0, metavar="SECONDS", help="how long ranks wait for a silent notebook")
-    parser.add_argument("--wait", type=float, default=600.0, metavar="SECONDS", help="how long to wait for the notebook at first")
+    parser.add_argument("--linger", type=_seconds, default=3.0, metavar="SECONDS", help="how long ranks wait for a silent notebook")
+    parser.add_argument(
+        "--wait", type=_seconds, default=600.0, metavar="SECONDS", help="how long to wait for the notebook at first"
+    )
     parser.add_argument("--remove", metavar="FOLDER", help=argparse.SUPPRESS)  # at the end: its owner may be gone
     args = parser.parse_args()
     try:
@@ -33,6 +36,13 @@ def main() -> int:
     if reason:
         sys.stderr.write(f"labkit: {reason}\n")
     return 1 if reason else 0
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError  # argparse says which option it is
+    return value
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ It plays the controller for the ranks of its machine: it has a fork server start
 the notebook. So a rank's death is seen where it happens, the others keep their state, and a cell that prints while nobody
 reads fills a bounded backlog here and no rank's memory.
 
-The agent ends when the notebook tells it to, or has been silent for ``linger_s``; the ranks end with it.
+The agent ends when the notebook tells it to, has been silent for ``linger_s``, or torchrun has ended; the ranks end with it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Agent:
     def __init__(self, address: str, keys: Keys, place: Place, linger_s: float, wait_s: float) -> None:
         self._address, self._place, self._linger_s, self._wait_s = address, place, linger_s, wait_s
         self._life = uuid.uuid4().hex
-        self._asked_to_end = False
+        self._asked_to_end, self._torchrun = False, os.getppid()
         signal.signal(signal.SIGTERM, self._on_sigterm)
         self._server, self._process = _start_fork_server()
         self._link = HubLink(address, keys, place.node_rank)
@@ -159,6 +159,8 @@ class Agent:
         now = time.monotonic()
         if self._asked_to_end:
             return "it was asked to end (SIGTERM)"
+        if os.getppid() != self._torchrun:
+            return "torchrun, which started it, has ended"  # with it goes the store where process groups meet
         if self._link.refused:
             return f"the notebook at {self._address} knows another key. Copy its present key file to this machine"
         # While this process is stopped, or its machine sleeps, it cannot hear anybody: that time does not count.
@@ -182,6 +184,7 @@ class Agent:
             tag = Arrived(
                 place.node_rank,
                 place.num_nodes,
+                place.num_here,
                 self._life,
                 socket.gethostname(),
                 os.getpid(),

@@ -18,12 +18,14 @@ class Place:
     Attributes:
         node_rank: From 0.
         num_nodes: How many machines there are.
+        num_here: How many agents torchrun has started on this one.
         store: ``tcp://host:port`` of torchrun's store.
         restarts: How often torchrun has started its workers anew.
     """
 
     node_rank: int
     num_nodes: int
+    num_here: int
     store: str
     restarts: int
 
@@ -32,21 +34,20 @@ class Place:
         """Read what torchrun has set.
 
         Raises:
-            WorkerStartError: This process was not started by torchrun, or not as the only one on its machine.
+            WorkerStartError: This process was not started by torchrun.
         """
         try:
-            num_nodes, restarts = int(environ["GROUP_WORLD_SIZE"]), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-            place = cls(int(environ["GROUP_RANK"]), num_nodes, f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}", restarts)
-            num_here = int(environ["LOCAL_WORLD_SIZE"])
+            return cls(
+                node_rank=int(environ["GROUP_RANK"]),
+                num_nodes=int(environ["GROUP_WORLD_SIZE"]),
+                num_here=int(environ["LOCAL_WORLD_SIZE"]),
+                store=f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
+                restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            )
         except KeyError as error:
             raise WorkerStartError(
                 f"{error} is not set: start this with torchrun, by the command that WorkerPool.attach() shows"
             ) from None
-        if num_here != 1:
-            raise WorkerStartError(
-                f"torchrun has started {num_here} of these on this machine. Start one (--nproc-per-node 1): it starts the ranks"
-            )
-        return place
 
 
 def gloo_device(store: str, notebook: str) -> str | None:

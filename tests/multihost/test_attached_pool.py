@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 from labkit import PoolStateError, RunTimeoutError, WorkerDiedError, WorkerPool
+from labkit.controller import attach
+from labkit.controller.launch_text import Launch
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile, write_private
 from labkit.wire.transport import Keys
@@ -176,6 +179,22 @@ def test_a_machine_with_another_key_says_so_and_is_not_heard(pool: WorkerPool, h
     assert f"no notebook with this key answers at {address} after 3 s" in hosts[0].output.read_text()
 
 
+def test_torchrun_that_starts_an_agent_for_each_rank_is_told_to_start_one(hosts: list[Host], tmp_path: Path) -> None:
+    key_file = tmp_path / "labkit.key"
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_two(self: attach.ShownCommand, launch: Launch) -> None:
+        arguments = launch.arguments(f"{hosts[0].address}:29500")
+        arguments[arguments.index("--nproc-per-node") + 1] = "2"
+        started.append(hosts[0].torchrun(arguments))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attach.ShownCommand, "call", start_two)
+        with pytest.raises(WorkerStartError, match=r"node 0 \(.*\): torchrun has started 2 agents there\. Start one"):
+            WorkerPool.attach(1, 2, "cpu", host=f"{NETWORK}.1", key_file=key_file, start_timeout_s=120, replace=True)
+    assert started[0].wait(60) == 1
+
+
 def test_machines_that_do_not_come_are_named(tmp_path: Path) -> None:
     key_file = tmp_path / "labkit.key"
     with pytest.raises(WorkerStartError, match=r"0 of 2 machines arrived in 0\.5 s; missing: node 0, node 1") as caught:
@@ -198,6 +217,9 @@ def test_machines_that_do_not_come_are_named(tmp_path: Path) -> None:
         ({"listen": "tcp://0.0.0.0:99999"}, "ports go from 1 to 65535"),
         ({"linger_s": -1}, "linger_s is how long ranks wait for a notebook, a positive number of seconds, not -1"),
         ({"linger_s": "60"}, "not '60'"),
+        ({"host": "tcp://login"}, "host='tcp://login' is no name of a machine"),
+        ({"host": "login:29600"}, "the port is in listen"),
+        ({"rdzv_endpoint": "gpu01"}, "rdzv_endpoint='gpu01' is no meeting place. Write 'HOST:PORT'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_way_out(arguments: dict[str, object], message: str) -> None:

@@ -15,10 +15,11 @@ import psutil
 import pytest
 import torch
 
-from labkit import RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
+from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
 from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.worker.__main__ import main as agent_main
 from labkit.worker.place import Place
-from tests.process.patience import until
+from tests.process.patience import DEATH_S, ORPHANS_S, survivors, until
 
 # Two imports of torch one after the other for each start.
 pytestmark = pytest.mark.timeout(300)
@@ -136,20 +137,32 @@ def test_an_unknown_launcher_is_refused() -> None:
         WorkerPool(1, launcher="slurm")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({}, "start this with torchrun, by the command that WorkerPool.attach() shows"),
-        (
-            {"GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "8"},
-            "torchrun has started 8 of these on this machine. Start one (--nproc-per-node 1)",
-        ),
-    ],
-)
-def test_an_agent_that_is_started_otherwise_says_how(environ: dict[str, str], message: str) -> None:
-    with pytest.raises(WorkerStartError) as caught:
-        Place.from_environment(environ)
-    assert message in str(caught.value)
+def test_an_agent_that_is_started_otherwise_says_how() -> None:
+    with pytest.raises(WorkerStartError, match=r"start this with torchrun, by the command that WorkerPool\.attach\(\) shows"):
+        Place.from_environment({})
+
+
+@pytest.mark.parametrize("option", ["--linger", "--wait"])
+@pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
+def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["worker", "--connect", "tcp://a:1", "--key-file", "b", f"{option}={seconds}"])
+        with pytest.raises(SystemExit):
+            agent_main()
+    assert f"argument {option}: invalid" in capsys.readouterr().err
+
+
+def test_an_agent_whose_torchrun_is_killed_ends_with_its_ranks_and_restart_begins_from_the_start() -> None:
+    with WorkerPool(2, "cpu", launcher="torchrun", replace=True) as pool:
+        (torchrun,) = (item for item in psutil.Process().children() if "torch.distributed.run" in item.cmdline())
+        below = torchrun.children(recursive=True)
+        torchrun.kill()
+        until(lambda: not pool.nodes[0].reachable, "the notebook knows that its machine is gone", DEATH_S)
+        until(lambda: not survivors(below), "the agent, its fork server and the ranks have ended", ORPHANS_S)
+        with pytest.raises(PoolStateError, match=r"ranks 0-1 are dead .*pool\.restart\(\)"):
+            pool.run(lambda: 1)
+        pool.restart()
+        assert pool.run(lambda: 1).same() == 1
 
 
 def _left() -> set[Path]:

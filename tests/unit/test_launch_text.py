@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import html
+import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from torch.distributed.run import get_args_parser
 
 from labkit.cli import main
 from labkit.controller.launch_text import Launch
+from labkit.controller.node import Node
+from labkit.controller.tables import arrival_html, arrival_text
 from labkit.errors import InvalidPoolError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
@@ -42,9 +47,10 @@ def test_the_slurm_script_is_a_script_whose_first_machine_is_the_meeting_place(t
     for name, text in (("scontrol", "echo gpu07; echo gpu08"), ("srun", 'for word in "$@"; do echo "$word"; done')):
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
         (folder / name).chmod(0o755)
-    environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "gpu[07-08]"}
+    environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_CPUS_ON_NODE": "64"}
     words = subprocess.run(["bash", str(script)], env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
     assert words[words.index("--rdzv-endpoint") + 1] == "gpu07:29400"
+    assert "--cpus-per-task=64" in words
     assert words[words.index("--connect") + 1] == "tcp://login:29600"
 
 
@@ -60,6 +66,47 @@ def test_the_manifests_hold_one_pod_a_machine_which_find_each_other() -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
     assert f"{job['metadata']['name']}-0.{pod['subdomain']}:29400" in container["command"]
     assert container["volumeMounts"][0]["mountPath"] == "/keys"
+
+
+def test_without_gpus_no_scheduler_is_asked_for_any() -> None:
+    launch = replace(LAUNCH, on_gpus=False)
+    assert "gpus" not in launch.slurm()
+    _, job = yaml.safe_load_all(launch.kubernetes())
+    assert job["spec"]["template"]["spec"]["containers"][0]["resources"] == {"requests": {"cpu": 8}}
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_the_command_that_the_notebook_shows_writes_the_same(scheduler: str) -> None:
+    for launch in (replace(LAUNCH, rdzv_endpoint="login:29400"), replace(LAUNCH, rdzv_endpoint="login:29400", on_gpus=False)):
+        result = CliRunner().invoke(main, shlex.split(launch.writer(scheduler))[1:])
+        assert result.output.strip() == getattr(launch, scheduler)().strip()
+
+
+def test_the_notebook_shows_what_people_and_schedulers_run() -> None:
+    nodes = [Node(0), Node(1)]
+    text, page = arrival_text(LAUNCH, nodes), arrival_html(LAUNCH, nodes)
+    assert LAUNCH.torchrun() in text
+    assert "labkit launch slurm --num-nodes 2" in text
+    codes = [html.unescape(found) for found in re.findall(r"<code[^>]*>(.*?)</code>", page, flags=re.DOTALL)]
+    in_pods = replace(LAUNCH, key_file="/etc/labkit/labkit.key")
+    assert codes == [LAUNCH.torchrun(), LAUNCH.slurm().rstrip(), in_pods.kubernetes().rstrip()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--connect", "tcp://login"], "'tcp://login' is no address"),
+        (["--connect", "tcp://login:0"], "'tcp://login:0' is no address"),
+        (["--rdzv-endpoint", "first"], "'first' is no meeting place: write HOST:PORT"),
+        (["--linger", "nan"], "write a positive number of seconds"),
+        (["--linger", "0"], "write a positive number of seconds"),
+    ],
+)
+def test_the_command_line_refuses_what_cannot_be_meant(options: list[str], message: str) -> None:
+    known = ["--num-nodes", "2", "--workers-per-node", "8", "--connect", "tcp://login:29600"]
+    refused = CliRunner().invoke(main, ["launch", "torchrun", *known, *options])
+    assert refused.exit_code == 2
+    assert message in refused.output
 
 
 def test_the_command_line_writes_them_and_refuses_what_is_no_address() -> None:

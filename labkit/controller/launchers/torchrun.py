@@ -78,6 +78,11 @@ class LocalTorchrun:
                 lines = self._output.read().decode("utf-8", "replace").splitlines()
                 raise WorkerStartError("torchrun has ended", exitcode=code, stderr_tail="\n".join(lines[-_TAIL_LINES:]))
 
+    @property
+    def gone(self) -> bool:
+        """Whether a torchrun has ended before its pool was closed."""
+        return any(process.poll() is not None for process in self._processes)
+
     def end(self) -> None:
         """Wait for torchrun to end, which its agents have been told to; at most _END_S, then it is killed."""
         processes, self._processes = self._processes, []
