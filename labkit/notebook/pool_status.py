@@ -74,6 +74,9 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
 
 def _work(state: RankState) -> tuple[str, float | None]:
     call = f": {state.call}" if state.state == "waiting" else ""
+    if not call and state.report is not None and (task := state.report.task) is not None:
+        share = f" {100 * task.done_bytes // task.total_bytes} %" if task.total_bytes else ""
+        call = f": {task.title}{share}"
     return f"{state.place}{call}", state.report.busy_s if state.report else None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from labkit.controller.current import num_starting, open_pool
 from labkit.controller.launchers import fork_server
 from labkit.notebook.live import Place, person_watches
 from labkit.progress import SHOWN_AFTER_S, Task, running
+from labkit.ranks import name_ranks
+from labkit.wire.messages import TaskReport
 
 MIB = 1 << 20
 EVERY_S = 0.5
@@ -49,17 +52,29 @@ def present_stage() -> Stage | None:
     if diagnosis is None:
         return None
     ours = [state for state in diagnosis.states if state.state != "idle"]
+    tasks = {state.rank: state.report.task for state in ours if state.report is not None and state.report.task is not None}
+    if tasks:
+        return _stage_of_ranks(tasks)
     done = sum(state.state in ("finished", "failed", "dead") for state in ours)
     return Stage(f"{done} of {len(ours)} ranks have finished", done, len(ours))
 
 
-def _stage_of(task: Task) -> Stage:
+def _stage_of(task: Task | TaskReport) -> Stage:
     done = f"{task.done_bytes / MIB:,.1f}"
     if not task.total_bytes:
         return Stage(f"{task.title}: {done} MiB")
     return Stage(
         f"{task.title}: {done} of {task.total_bytes / MIB:,.1f} MiB", min(task.done_bytes, task.total_bytes), task.total_bytes
     )
+
+
+def _stage_of_ranks(tasks: Mapping[int, TaskReport]) -> Stage:
+    """Ranks do the same at different speeds; of several things the one that the lowest rank is at."""
+    title = tasks[min(tasks)].title
+    same = {rank: task for rank, task in tasks.items() if task.title == title}
+    totals = [task.total_bytes for task in same.values() if task.total_bytes is not None]
+    total = sum(totals) if len(totals) == len(same) else None
+    return _stage_of(TaskReport(f"{name_ranks(same)}: {title}", sum(task.done_bytes for task in same.values()), total))
 
 
 class CellProgress:

@@ -239,6 +239,21 @@ class Collective(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class TaskReport(Record):
+    """How far something is that takes long; see :mod:`labkit.progress`.
+
+    Attributes:
+        title: What it is.
+        done_bytes: How many bytes it has done.
+        total_bytes: Of how many; None when that is not known.
+    """
+
+    title: str
+    done_bytes: int
+    total_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RankReport(Record):
     """What one rank does at one moment.
 
@@ -255,6 +270,7 @@ class RankReport(Record):
         collectives: The most recent collectives, oldest first.
         groups: Global ranks of each process group by the group's name.
         threads: Number of Python threads.
+        task: What it says of its progress, or None.
     """
 
     run_id: int | None
@@ -269,6 +285,7 @@ class RankReport(Record):
     collectives: tuple[Collective, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     threads: int = 1
+    task: TaskReport | None = None
 
 
 ToMain = Execute | Shutdown

@@ -13,8 +13,9 @@ import time
 from types import FrameType
 from typing import Any
 
+from labkit.progress import running
 from labkit.tracebacks import is_library
-from labkit.wire.messages import Collective, RankReport
+from labkit.wire.messages import Collective, RankReport, TaskReport
 from labkit.worker.process_group import DEFAULT_GROUP, ProcessGroups
 from labkit.worker.run_state import RunState
 
@@ -62,6 +63,7 @@ def _full_report(run_id: int | None, started: float, collectives: tuple[Collecti
         collectives=collectives,
         groups=_groups(),
         threads=threading.active_count(),
+        task=TaskReport(task.title, task.done_bytes, task.total_bytes) if (task := running()) is not None else None,
     )
 
 

@@ -86,6 +86,17 @@ def test_a_task_of_the_notebook_itself_says_how_many_bytes_are_done(kernel: Kern
     assert last == {"text/plain": "", "text/html": ""}
 
 
+def test_what_ranks_say_of_a_long_task_is_shown_together(kernel: Kernel) -> None:
+    cell = (
+        "%%spmd\nimport time\nfrom labkit.progress import task\n"
+        "with task('save step 3', 3 << 20) as writing:\n    writing.advance((1 + rank) << 20)\n    time.sleep(6)"
+    )
+    shown = kernel.displays(cell, person=True)
+    together = next(data for data in shown if "save step 3" in data["text/plain"])
+    assert together["text/plain"].startswith("ranks 0-1: save step 3: 3.0 of 6.0 MiB, ")
+    assert f'<progress value="{3 << 20}" max="{6 << 20}"' in together["text/html"]
+
+
 def test_a_start_is_named_while_the_pool_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     from labkit import WorkerPool
     from labkit.controller.members import Members
