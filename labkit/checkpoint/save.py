@@ -30,6 +30,7 @@ from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.shards import to_cpu
 from labkit.checkpoint.state import Captured, capture
 from labkit.progress import task
+from labkit.ranks import name_ranks
 
 
 def save(
@@ -231,8 +232,11 @@ class _Save:
                     no_dist=not self.comm.active,
                 )
         except CheckpointException as error:  # derives from BaseException, so "except Exception" misses it
+            unseen = [rank for rank, failure in error.failures.items() if rank and isinstance(failure[0], FileNotFoundError)]
+            where = f" Rank 0 has made it and {name_ranks(unseen)} cannot see it: all need one directory, shared by their machines."
             raise CheckpointWriteError(
-                self.directory, f"{_causes(error)}. The step is not published; earlier steps are untouched."
+                self.directory,
+                f"{_causes(error)}.{where if unseen else ''} The step is not published; earlier steps are untouched.",
             ) from error
 
     def _read_back(self, sums: Mapping[str, FileSum]) -> dict[str, FileSum]:

@@ -45,6 +45,10 @@ class Caller(Protocol):
     def gone(self) -> bool:
         """Whether they have ended, and do not come back unless they are called again."""
 
+    @property
+    def way_back(self) -> str:
+        """What the reader can do about a machine that is out of reach, in a sentence."""
+
     def end(self) -> None:
         """The pool is closed."""
 
@@ -98,10 +102,16 @@ class AttachedSite:
         return self._nodes
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
-        """Listen, call the agents and wait for them; see :class:`labkit.controller.world.Site`."""
-        fresh = self._nodes is None
-        if fresh:
-            self._listen()
+        """Listen, call the agents and wait for them; see :class:`labkit.controller.world.Site`.
+
+        Raises:
+            PoolStateError: They had come, and one of them is out of reach now.
+        """
+        if self._nodes is not None:
+            self._nodes.look()
+            self._nodes.refuse_missing()
+            return
+        self._listen()
         self._caller.wait()
 
         def check() -> None:
@@ -111,13 +121,12 @@ class AttachedSite:
         try:
             self.nodes.await_arrival(timeout_s, check, lambda: self._caller.changed(self.nodes))
         except BaseException:
-            if fresh:
-                self.leave()
+            self.leave()
             raise
 
     def _listen(self) -> None:
         meeting, keys = self.meeting, self._keys or Keys.generate()
-        self._nodes = Nodes(meeting.num_nodes, meeting.workers_per_node, meeting.listen, keys)
+        self._nodes = Nodes(meeting.num_nodes, meeting.workers_per_node, meeting.listen, keys, lambda: self._caller.way_back)
         try:
             self._caller.begin()
             self._refuse_foreign_file()
@@ -243,6 +252,12 @@ class ShownCommand:
 
     def check(self) -> None:
         """Nobody here can know."""
+
+    @property
+    def way_back(self) -> str:
+        """The command once more."""
+        assert self._launch is not None
+        return f"Wait until it is back, or run its command there again: {self._launch.torchrun()}"
 
     def end(self) -> None:
         """Agents end by themselves."""

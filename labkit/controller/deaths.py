@@ -10,6 +10,8 @@ from labkit.wire.messages import Output, Stream, StreamName
 from labkit.wire.pipes import Rest
 
 LAST_LINES = 20
+# The kind of a death that nobody saw: the rank's machine has gone.
+LOST = "lost"
 _PIECES = 64
 _PIECE_CHARS = 4096
 
@@ -55,9 +57,9 @@ class LastWords:
 
 
 def describe_exit(code: int, cause: str = "") -> tuple[str, str]:
-    """A process's end in words: (signal or exit code, what that usually means); or its cause, where that is known."""
+    """A process's end in words: (signal or exit code, what that usually means); LOST and the cause where its machine is."""
     if cause:
-        return "out of reach", cause
+        return LOST, cause
     if code >= 0:
         meaning = "it ended itself, for example by os._exit" if code else "it ended itself"
         return f"exit code {code}", meaning

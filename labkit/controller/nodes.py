@@ -42,13 +42,14 @@ class Nodes:
         workers_per_node: Ranks on each.
         address: Where to listen, ``tcp://INTERFACE:PORT``.
         keys: The pool's keys.
+        way_back: What the reader can do about a machine that is out of reach, in a sentence.
 
     Raises:
         InvalidPoolError: The address cannot be listened on.
     """
 
-    def __init__(self, num_nodes: int, workers_per_node: int, address: str, keys: Keys) -> None:
-        self.workers_per_node = workers_per_node
+    def __init__(self, num_nodes: int, workers_per_node: int, address: str, keys: Keys, way_back: Callable[[], str]) -> None:
+        self.workers_per_node, self._way_back = workers_per_node, way_back
         try:
             self._hub = Hub(address, keys)
         except OSError as error:
@@ -260,11 +261,23 @@ class Nodes:
         """
         node = self.nodes[message.rank // self.workers_per_node]
         if not node.reachable or not self._hub.send(node.node_rank, message):
-            first = node.node_rank * self.workers_per_node
-            names = name_ranks(tuple(range(first, first + self.workers_per_node)))
-            raise PoolStateError(f"{node.name} ({names}) is out of reach. Wait until it is back, or run its command there again.")
+            raise self._out_of_reach(node)
         node.running[message.handle] = on_exit
         return message.handle
+
+    def refuse_missing(self) -> None:
+        """Refuse to begin what needs every machine.
+
+        Raises:
+            PoolStateError: One is out of reach.
+        """
+        for node in self.missing:
+            raise self._out_of_reach(node)
+
+    def _out_of_reach(self, node: Node) -> PoolStateError:
+        first = node.node_rank * self.workers_per_node
+        names = name_ranks(tuple(range(first, first + self.workers_per_node)))
+        return PoolStateError(f"{node.name} ({names}) is out of reach. {self._way_back()}")
 
     def next_handle(self) -> int:
         """A number that no other process of the pool has."""

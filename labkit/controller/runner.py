@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from labkit.controller.deaths import LOST
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import caught_sigint
 from labkit.controller.members import Members
@@ -255,10 +256,11 @@ class Runner:
 
     def _ways_back(self, dead: Sequence[int]) -> str:
         """What to do when ranks have died, in a sentence."""
-        fresh = "pool.restart() gives fresh ranks."
+        lost = any(self._members.deaths[rank].type_name == LOST for rank in dead)
+        when, fresh = "When the machine is back: " if lost else "", "pool.restart() gives fresh ranks."
         if len(dead) == self._world_size:
-            return fresh
-        return f"pool.restart({list(dead)}) replaces {name_ranks(dead)}, the others keep their variables; {fresh}"
+            return when + fresh
+        return f"{when}pool.restart({list(dead)}) replaces {name_ranks(dead)}, the others keep their variables; {fresh}"
 
     def values(self, run: Run) -> RankResults[Any]:
         """The values that a finished run returned.

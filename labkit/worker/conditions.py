@@ -143,7 +143,8 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     latest = max(condition.run_id for condition in conditions)
     # A rank that did not take part reports on an earlier run.
     took_part = [condition for condition in conditions if condition.run_id == latest]
-    broken = _broken_groups(conditions)
+    orphaned, unequal = _orphaned_groups(conditions), _unequal_groups(conditions)
+    broken = unequal | orphaned
     renew = any(condition.lost or condition.waiting for condition in conditions) or _out_of_step(conditions, broken)
     _refuse_unknown_default(conditions)
     homeless = [condition.rank for condition in conditions if condition.homeless]
@@ -152,7 +153,12 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     cut = renew or any(condition.cut for condition in took_part)
     touched = any(condition.touched for condition in took_part)
     refusals, notes = _judge_steps(took_part)
-    notes = [*_judge_new(conditions), *broken.values(), *notes]
+    notes = [
+        *_judge_new(conditions),
+        *_judge_orphaned(orphaned),
+        *(unequal[name] for name in unequal if name not in orphaned),
+        *notes,
+    ]
     if cut:
         notes += _judge_random(took_part) + _judge_switches(took_part)
     return Verdict(
@@ -183,20 +189,42 @@ def _judge_new(conditions: Sequence[Condition]) -> list[str]:
     ]
 
 
-def _broken_groups(conditions: Sequence[Condition]) -> dict[str, str]:
+def _holders(conditions: Sequence[Condition]) -> dict[str, dict[int, GroupCondition]]:
+    """For each group what the ranks that have it say of it."""
     holders: dict[str, dict[int, GroupCondition]] = {}
-    new = {condition.rank for condition in conditions if condition.new}
     for condition in conditions:
         for name, group in condition.groups.items():
             holders.setdefault(name, {})[condition.rank] = group
+    return holders
+
+
+def _orphaned_groups(conditions: Sequence[Condition]) -> dict[str, str]:
+    """Groups of which a rank was replaced by one that does not have them."""
+    new = {condition.rank for condition in conditions if condition.new}
+    orphaned = {}
+    for name, found in _holders(conditions).items():
+        ranks = next(iter(found.values())).ranks
+        if (gone := new & set(ranks)) - set(found):
+            what = f"The process group {name!r} of {_subject(ranks)}"
+            orphaned[name] = f"{what} has lost {_subject(sorted(gone))}, replaced by a fresh one. Make it again, on all ranks."
+    return orphaned
+
+
+def _judge_orphaned(orphaned: Mapping[str, str]) -> list[str]:
+    """A mesh has a group for each of its axes, so there are often many; what to do is the same for all."""
+    if len(orphaned) < 2:
+        return list(orphaned.values())
+    return [f"{len(orphaned)} process groups have lost a rank: make meshes, sharded models and groups again, on all ranks."]
+
+
+def _unequal_groups(conditions: Sequence[Condition]) -> dict[str, str]:
+    """Groups that are not the same on all of their ranks, or cannot be rebuilt there."""
     broken = {}
-    for name, found in holders.items():
+    for name, found in _holders(conditions).items():
         first = next(iter(found.values()))
         what = f"The process group {name!r} of {_subject(first.ranks)}"
         obstacles = sorted({group.obstacle for group in found.values() if group.obstacle})
-        if (gone := new & set(first.ranks)) - set(found):
-            broken[name] = f"{what} has lost {_subject(sorted(gone))}, which was replaced. Make it again, on all ranks."
-        elif any(group.ranks != first.ranks for group in found.values()) or set(found) != set(first.ranks):
+        if any(group.ranks != first.ranks for group in found.values()) or set(found) != set(first.ranks):
             broken[name] = (
                 f"{what} exists only on {_subject(sorted(found))}, for the run stopped while it was being made. "
                 "Using it raises an error; make it again on all its ranks."

@@ -210,6 +210,20 @@ def asynchronous(rank: int, folder: str) -> list[float]:
     return manifest.complete_steps(Path(folder))
 
 
+def own_folder(rank: int, folder: str) -> str:
+    try:
+        checkpoint.save(Path(folder) / f"machine-{rank}", {"model": build("fsdp2")}, 1)
+    except CheckpointWriteError as error:
+        return str(error)
+    return "saved"
+
+
+def test_a_directory_that_each_machine_has_of_its_own_is_refused_on_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
+    told = launcher.run(own_folder, 3, tmp_path, str(tmp_path))
+    assert all("Rank 0 has made it and ranks 1-2 cannot see it: all need one directory" in text for text in told)
+    assert not list(tmp_path.rglob(manifest.MANIFEST_FILE))
+
+
 def test_asynchronous_saves_hold_their_moment_while_training_goes_on(launcher: Launcher, tmp_path: Path) -> None:
     assert launcher.run(asynchronous, 2, tmp_path, str(tmp_path / "store")) == [[2, 3], [2, 3]]
 

@@ -88,10 +88,22 @@ def test_groups_with_the_replaced_rank_are_named_and_refused_and_others_go_on(
     pool.restart([2])
     told = capsys.readouterr().err
     assert "Rank 2 is new and has no variables" in told
-    assert "has lost rank 2, which was replaced" in told
+    assert "has lost rank 2, replaced by a fresh one. Make it again" in told
     with pytest.raises(labkit.RankFailedError, match="has lost rank 2"):
         pool.run_cell("if rank == 1: dist.barrier(group=lost)", timeout_s=60)
     pool.run_cell("if rank < 2: dist.barrier(group=sound)", timeout_s=60)
+
+
+def test_many_groups_with_the_replaced_rank_are_told_in_one_line(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
+    pool.run_cell("groups = [dist.new_group([1, 2]) for _ in range(5)]")
+    kill(pool, 2)
+    capsys.readouterr()
+    pool.restart([2])
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert told[1] == "5 process groups have lost a rank: make meshes, sharded models and groups again, on all ranks."
+    with pytest.raises(labkit.RankFailedError, match="has lost rank 2"):
+        pool.run_cell("if rank == 1: dist.barrier(group=groups[3])", timeout_s=60)
 
 
 def test_what_living_ranks_hold_can_be_read_while_another_is_dead(pool: WorkerPool) -> None:

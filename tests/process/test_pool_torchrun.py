@@ -19,7 +19,7 @@ from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedE
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.worker.__main__ import main as agent_main
 from labkit.worker.place import Place
-from tests.process.patience import DEATH_S, ORPHANS_S, survivors, until
+from tests.process.patience import DEATH_S, LOAD, ORPHANS_S, survivors, until
 
 # Two imports of torch one after the other for each start.
 pytestmark = pytest.mark.timeout(300)
@@ -122,6 +122,24 @@ def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
     kernel.wait()
     kernel.stdout.close()
     until(lambda: not any(_runs(pid) for pid in pids), "torchrun, its agent and the ranks have ended", 15)
+
+
+def test_a_played_machine_that_has_stopped_is_waited_for_by_nobody_and_ends_with_the_pool() -> None:
+    with WorkerPool(2, "cpu", launcher="torchrun", num_nodes=2, replace=True) as pool:
+        pool.run_cell("kept = rank")
+        stopped = [psutil.Process(pool.nodes[1].agent_pid), psutil.Process(pool.pids[1])]
+        for item in stopped:
+            item.suspend()
+        until(lambda: not pool.nodes[1].reachable, "the notebook knows that the machine is out of reach", 5 * LOAD)
+        with pytest.raises(PoolStateError, match=r"When the machine is back: pool\.restart\(\[1\]\)"):
+            pool.run(lambda: 1)
+        for restart in (pool.restart, lambda: pool.restart([1])):
+            with pytest.raises(
+                PoolStateError, match=r"node 1 .*\(rank 1\) is out of reach\. It is played here: wake its processes"
+            ):
+                restart()
+        assert pool.pull("kept", ranks="0") == {0: 0}
+    until(lambda: not survivors(stopped), "the stopped agent and its rank have ended", ORPHANS_S)
 
 
 def test_torchrun_that_cannot_start_the_agent_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+import psutil
 
 from labkit.controller.launch_text import Launch
 from labkit.controller.nodes import Nodes
@@ -60,6 +61,9 @@ class LocalTorchrun:
             },
         )
 
+    # Something must have stopped its processes: they have not ended, else the pool would be gone.
+    way_back = "It is played here: wake its processes (kill -CONT), or begin from the start with pool.close() and pool.restart()."
+
     def wait(self) -> None:
         """Nothing is shown."""
 
@@ -91,7 +95,10 @@ class LocalTorchrun:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
+                # Its agent has a process group of its own. With the agent end the fork server and the ranks.
+                for below in psutil.Process(process.pid).children():
+                    below.kill()
+                process.kill()
                 process.wait()
         if processes:
             self._output.close()
