@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -119,9 +120,12 @@ def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
     """On the CPU: (nanoseconds of ``time.time_ns``, bytes allocated since the beginning) after every allocation of a step."""
     from torch.profiler import ProfilerActivity, profile
 
-    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-    with _without_the_profilers_log(), profiler:
-        step()
+    # Without acc_events torch does not build Python objects of all events, which takes ten times as long as the step.
+    profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+    with _without_the_profilers_log(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # after one cycle, and there is one
+        with profiler:
+            step()
     results: Any = profiler.profiler
     events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
     total, curve = 0, []
