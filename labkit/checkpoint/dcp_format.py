@@ -85,10 +85,8 @@ def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkp
         described = state["state_dict_metadata"][key].state
         shape, part = tuple(described["size"]), slice(begin, end)
         dims = slice(0, len(shape))
-        table = ChunkTable(
-            columns.offsets[part, dims], columns.sizes[part, dims], columns.file_ids[part], columns.starts[part],
-            columns.lengths[part], files, archive=True,
-        )  # fmt: skip
+        files_of, starts, lengths = columns.places[part].T
+        table = ChunkTable(columns.offsets[part, dims], columns.sizes[part, dims], files_of, starts, lengths, files, archive=True)
         nested = _path(state.get("planner_data") or {}, key)
         checkpoint.tensors[key] = TensorEntry(key, nested, shape, _dtype(described["properties"], key, path), table)
     _note_files(checkpoint, files, path)
@@ -96,13 +94,13 @@ def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkp
 
 
 def _place_rest(columns: Columns, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[int, int, int]], path: Path) -> None:
-    for row in np.flatnonzero(columns.file_ids < 0).tolist():
+    for row in np.flatnonzero(columns.places[:, 0] < 0).tolist():
         key = next(key for key, (begin, end) in columns.bounds.items() if begin <= row < end)
         dims = len(columns.state["state_dict_metadata"][key].state["size"])
         place = places.get((key, tuple(columns.offsets[row, :dims].tolist()))) or places.get((key, None))
         if place is None:
             raise IncompleteCheckpointError(path, f"it declares a chunk of {key!r} and does not say where its bytes are")
-        columns.file_ids[row], columns.starts[row], columns.lengths[row] = place
+        columns.places[row] = place
 
 
 def _note_files(checkpoint: Checkpoint, files: list[str], path: Path) -> None:

@@ -279,12 +279,6 @@ class _Reader(AllowList, pickle.Unpickler):
     """The restricted unpickler."""
 
 
-class IndexReader(AllowList, pickle.Unpickler):
-    """The same for a part of a pickle, whose memo is looked at afterwards."""
-
-    memo: Any
-
-
 def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bool = False) -> tuple[Any, tuple[str, ...]]:
     """Read a pickle from a checkpoint.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +22,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from labkit.checkpoint import Checkpoint, large_metadata, open_checkpoint
-from labkit.checkpoint.errors import UnsafeCheckpointError
+from labkit.checkpoint import Checkpoint, bulk_records, large_metadata, open_checkpoint
+from labkit.checkpoint.bulk_names import Names
+from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
 from tests.benchmarks.checkpoint_index import small_index, write_index
 
 
@@ -30,6 +33,8 @@ def both_ways(folder: Path) -> tuple[Checkpoint, Checkpoint]:
         patch.setattr(large_metadata, "LARGE_BYTES", 1 << 60)
         slow = open_checkpoint(folder)
         patch.setattr(large_metadata, "LARGE_BYTES", 0)
+        # Small blocks, so that runs of records go on from one to the next.
+        patch.setattr(bulk_records, "_BLOCK", 1 << 13)
         return slow, open_checkpoint(folder)
 
 
@@ -77,14 +82,17 @@ SHAPES = st.lists(st.sampled_from([1, 3, 250, 70_000, 2**33]), max_size=5)
 
 @st.composite
 def metadata(draw: st.DrawFn) -> Metadata:
-    """Metadata with any dims, numbers of any width, shared and separate sizes and names, and values among them."""
+    """Metadata with any dims, numbers of any width, shared and separate sizes, names and files, and values among them."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     places = {}
-    shared_names, shared_sizes = draw(st.booleans()), draw(st.booleans())
+    shared_sizes = draw(st.booleans())
+    names = draw(st.sampled_from(["the tensor's", "one for its places", "one for each place"]))
+    files = [f"__{rank}_0.distcp" for rank in range(3)] if draw(st.booleans()) else None
     for number in range(draw(st.integers(1, 4))):
         name = draw(st.sampled_from(["w", "layer.weight", "a.long.name.of.a.parameter.weight", "ünïcode.weight"])) + str(number)
         shape = torch.Size(draw(SHAPES))
         pieces = draw(st.sampled_from([1, 2, 3, 999, 1001, 1300])) if shape else 1
+        own_name = name if names == "the tensor's" else "".join(list(name))
         described = TensorStorageMetadata(TensorProperties(dtype=draw(st.sampled_from([torch.float32, torch.bfloat16]))), shape, [])
         tensors[name] = described
         for piece in range(pieces):
@@ -92,9 +100,12 @@ def metadata(draw: st.DrawFn) -> Metadata:
             size = torch.Size([37, *shape[1:]] if shape else [])
             described.chunks.append(ChunkStorageMetadata(offset, size))
             key = MetadataIndex(
-                name if shared_names else "".join(list(name)), offset if shared_sizes else torch.Size(offset), piece
+                "".join(list(name)) if names == "one for each place" else own_name,
+                offset if shared_sizes else torch.Size(offset),
+                piece,
             )
-            places[key] = _StorageInfo(f"__{piece % 3}_0.distcp", piece * 2**31, 70_000 if piece % 2 else 5)
+            file = files[piece % 3] if files else f"__{piece % 3}_0.distcp"
+            places[key] = _StorageInfo(file, piece * 2**31, 70_000 if piece % 2 else 5)
         if draw(st.booleans()):
             tensors[f"value{number}"] = BytesStorageMetadata()
             places[MetadataIndex(f"value{number}")] = _StorageInfo("__0_0.distcp", 3, 4)
@@ -111,8 +122,6 @@ def test_any_metadata_reads_the_same_both_ways(tmp_path_factory: pytest.TempPath
 
 @pytest.mark.parametrize("seed", range(2))
 def test_a_damaged_large_index_gives_an_error_or_the_reading_of_the_slow_way(tmp_path: Path, seed: int) -> None:
-    from labkit.checkpoint.errors import CheckpointFormatError
-
     data = write(tmp_path, small_index(3, 40))
     generator = torch.Generator().manual_seed(seed)
     for _ in range(60):
@@ -138,3 +147,46 @@ def test_a_hostile_large_index_is_refused(tmp_path: Path) -> None:
         both_ways(tmp_path)
     assert read_fast(tmp_path).opaque == ("builtins.exec",)  # type: ignore[union-attr]
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_place_that_refers_to_a_later_text_is_not_read_the_fast_way(tmp_path: Path) -> None:
+    data = bytearray(write(tmp_path, small_index(3, 40)))
+    numbers: dict[str, int] = {}
+    memoized, last, later = 0, "", 0
+    for opcode, argument, at in pickletools.genops(bytes(data)):
+        if opcode.name == "MEMOIZE":
+            numbers.setdefault(last, memoized)
+            memoized += 1
+        last = argument if opcode.name == "SHORT_BINUNICODE" else ""
+        if opcode.name == "LONG_BINGET" and argument == numbers.get("__7_0.distcp"):
+            later = later or at
+    assert later
+    struct.pack_into("<I", data, later + 1, numbers["__8_0.distcp"])
+    (tmp_path / ".metadata").write_bytes(data)
+    assert read_fast(tmp_path) is None
+    with pytest.raises(CheckpointFormatError, match=r"\.metadata"):
+        open_checkpoint(tmp_path)
+
+
+def test_records_inside_a_value_are_no_chunks(tmp_path: Path) -> None:
+    made = small_index(3, 40)
+    data = write(tmp_path, made)
+    made.planner_data["x"] = data[len(data) // 2 : len(data) // 2 + 400]
+    write(tmp_path, made)
+    assert read_fast(tmp_path) is None
+    assert_same(*both_ways(tmp_path))
+
+
+def test_texts_in_any_order_get_their_numbers_by_first_occurrence() -> None:
+    generator = np.random.default_rng(0)
+    rows = np.zeros((5000, 24), np.uint8)
+    texts = [f"layer.{number:04}".encode() for number in generator.integers(0, 300, len(rows))]
+    rows[:, 3:13] = np.frombuffer(b"".join(texts), np.uint8).reshape(-1, 10)
+    rows[:, 13:] = generator.integers(0, 256, (len(rows), 11))
+    names = Names()
+    # In order of first occurrence, then in any order, then with others of another length between.
+    found = [names.numbers(rows[begin : begin + 1000], 3, 10) for begin in range(0, 5000, 1000)]
+    short = names.numbers(rows[:10], 3, 5)
+    assert [names.texts[number] for number in np.concatenate(found)] == texts
+    assert names.texts[: len(set(texts))] == list(dict.fromkeys(texts))
+    assert [names.texts[number] for number in short] == [b"layer"] * 10
