@@ -61,7 +61,8 @@ def node_map(layouts: Mapping[str, MeshRecord], ranks_per_node: int, *, caption:
         return Picture.from_figure(
             fig,
             alt=_alt(layouts, ranks_per_node),
-            caption=caption or "Boxes are nodes. A line is one link of a ring in which a group passes its data on.",
+            caption=caption
+            or "Boxes are nodes. A line is one link of a ring in which a group passes its data on. Two ranks have one each way.",
             columns=("layout", "axis", "groups", "links inside nodes", "links between nodes"),
             rows=[
                 (name, axis, _names(mesh, axis), *map(str, _count(mesh, axis, ranks_per_node)))
@@ -102,9 +103,10 @@ def _draw_layout(ax: Axes, name: str, mesh: MeshRecord, ranks_per_node: int, cor
             places[node * ranks_per_node + place] = (left + _LEFT_IN + (place + 0.5) * wide, y + _NODE_IN / 2)
     for line, axis in zip(_LINES, axes, strict=False):
         for group in mesh.groups(axis):
-            for one, other in {(min(link), max(link)) for link in ring(group)}:
+            for one, other in ring(group):
                 crosses = one // ranks_per_node != other // ranks_per_node
-                _draw_link(ax, places[one], places[other], line, crosses=crosses, step=(wide, _NODE_IN + _GAP_IN))
+                step = (wide, _NODE_IN + _GAP_IN)
+                _draw_link(ax, places[one], places[other], line, crosses=crosses, pair=len(group) == 2, step=step)
     for rank in mesh.ranks:
         _draw_rank(ax, rank, places[rank], min(0.15, wide * 0.4))
 
@@ -117,15 +119,15 @@ def _draw_rank(ax: Axes, rank: int, place: Point, radius: float) -> None:
     ax.text(*place, str(rank), ha="center", va="center", color=style.text_color, fontsize=8, weight="bold", zorder=4)
 
 
-def _draw_link(ax: Axes, start: Point, end: Point, line: object, *, crosses: bool, step: Point) -> None:
+def _draw_link(ax: Axes, start: Point, end: Point, line: object, *, crosses: bool, pair: bool, step: Point) -> None:
     from matplotlib.patches import FancyArrowPatch
 
-    # Straight where nothing lies between, else in a bow around it.
+    # Straight where nothing lies between, else in a bow around it. Two ranks are a ring of two links, side by side.
     far = abs(start[1] - end[1]) > 1.5 * step[1] or (start[1] == end[1] and abs(start[0] - end[0]) > 1.5 * step[0])
     link = FancyArrowPatch(
         start,
         end,
-        connectionstyle=f"arc3,rad={0.28 if far else 0}",
+        connectionstyle=f"arc3,rad={0.28 if far else 0.2 if pair else 0}",
         arrowstyle="-",
         color=_BETWEEN if crosses else _INSIDE,
         ls=line,

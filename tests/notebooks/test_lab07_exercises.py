@@ -27,6 +27,18 @@ def exercise(name: str) -> str:
     return exercise_cell(NOTEBOOK, f"def {name}(")
 
 
+def test_machines_are_two_or_one_for_each_rank() -> None:
+    assert [lab07.num_nodes(world_size, 12) for world_size in (2, 3, 4)] == [2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch_size", "message"), [(6, 12, "over 2, 3 or 4"), (1, 12, "Set one of"), (3, 16, "to 12")]
+)
+def test_ranks_that_cannot_share_the_model_or_the_batch_are_refused(world_size: int, batch_size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        lab07.num_nodes(world_size, batch_size)
+
+
 # Exercise 1 ----------------------------------------------------------------------------------------------------------
 
 Groups = list[list[int]]
@@ -39,6 +51,10 @@ def between_bytes() -> Callable[[Groups, int, int], int]:
 
 def leaves(rank: int, following: int, per_node: int) -> bool:
     return rank // per_node != following // per_node
+
+
+def links(group: list[int]) -> list[tuple[int, int]]:
+    return list(zip(group, [*group[1:], group[0]], strict=True))
 
 
 def open_chain(groups: Groups, per_node: int, sent: int) -> int:
@@ -56,6 +72,18 @@ def everything(groups: Groups, per_node: int, sent: int) -> int:
 def once_a_node(groups: Groups, per_node: int, sent: int) -> int:
     nodes = [len({rank // per_node for rank in group}) for group in groups]
     return sent * sum(num for num in nodes if num > 1)
+
+
+def places_and_not_nodes(groups: Groups, per_node: int, sent: int) -> int:
+    return sent * sum(one % per_node != other % per_node for group in groups for one, other in links(group))
+
+
+def both_ways(groups: Groups, per_node: int, sent: int) -> int:
+    return 2 * between_bytes()(groups, per_node, sent)
+
+
+def far_apart(groups: Groups, per_node: int, sent: int) -> int:
+    return sent * sum(abs(one - other) >= per_node for group in groups for one, other in links(group))
 
 
 def first_group(groups: Groups, per_node: int, sent: int) -> int:
@@ -89,6 +117,10 @@ def test_the_check_s_answers_are_those_of_plans_wherever_a_mesh_has_such_groups(
         (everything, "What stays on its node does not count"),
         (once_a_node, "it may leave the same node twice"),
         (first_group, "All groups of the axis work at the same time"),
+        (places_and_not_nodes, "is the place of a rank on its node"),
+        (both_ways, "Twice too much"),
+        (far_apart, "compare the nodes of both ranks"),
+        (lambda groups, per_node, sent: 7, "Which ranks have their next one on another node"),
         (lambda groups, per_node, sent: None, "has to return a number"),
     ],
 )
@@ -151,6 +183,12 @@ def with_body(*lines: str) -> str:
             ),
             "Let each take care of a piece",
         ),
+        (lambda: with_mistake(solution(), "node, local = mesh", "local, node = mesh"), "The axes are the wrong way round"),
+        (lambda: with_mistake(solution(), "return result", "return result / world_size"), "too small by a factor of 4"),
+        (
+            lambda: with_body("dist.all_reduce(tensor)", 'dist.all_reduce(tensor, group=mesh.get_group("local"))', "return tensor"),
+            "too large by a factor of 2",
+        ),
         (lambda: with_mistake(solution(), "return result", "return piece"), "have to be put together again"),
         (lambda: with_mistake(solution(), "dist.all_reduce(piece, group=node)", "pass"), "The other nodes are missing"),
         (lambda: with_body("dist.all_reduce(tensor)"), "returned no tensor on rank 0"),
@@ -186,6 +224,22 @@ def only_if_all_are_lost(folder: Path, node: int, per_node: int) -> set[str]:
     return {name for name, parts in files_of(folder).items() if all(int(file.split("_")[2]) // per_node == node for file in parts)}
 
 
+def all_names(folder: Path, node: int, per_node: int) -> set[str]:
+    return set(files_of(folder))
+
+
+def what_is_left(folder: Path, node: int, per_node: int) -> set[str]:
+    return all_names(folder, node, per_node) - lost_names(exercise("lost_names"))(folder, node, per_node)
+
+
+def two_on_each_node(folder: Path, node: int, per_node: int) -> Any:
+    return lost_names(exercise("lost_names"))(folder, node, 2)
+
+
+def a_list(folder: Path, node: int, per_node: int) -> list[str]:
+    return sorted(lost_names(exercise("lost_names"))(folder, node, per_node))
+
+
 def test_the_notebook_s_lost_names_pass() -> None:
     assert lab07.check_lost_names(lost_names(exercise("lost_names"))).startswith("Solved: 6 checkpoints")
 
@@ -195,13 +249,19 @@ def test_the_notebook_s_lost_names_pass() -> None:
     [
         (lambda: the_files, "These are files"),
         (lambda: only_if_all_are_lost, "lost when one of its pieces is"),
-        (lambda: lost_names(with_mistake(exercise("lost_names"), "rank // ranks_per_node", "rank")), "On which node is that rank"),
+        (lambda: lost_names(with_mistake(exercise("lost_names"), "rank // ranks_per_node", "rank")), "Which node is it on"),
         (lambda: lost_names(with_mistake(exercise("lost_names"), 'split("_")[2]', "strip('_')[0]")), "more than one digit"),
         (
             lambda: lost_names(with_mistake(exercise("lost_names"), 'split("_")[2]', "split('_')[3].split('.')[0]")),
             "The second number counts the files of one rank",
         ),
+        (lambda: all_names, "These are all tensors of the checkpoint"),
+        (lambda: what_is_left, "The lost ones are asked for"),
+        (lambda: two_on_each_node, "Your nodes have 2 ranks each"),
+        (lambda: lost_names(with_mistake(exercise("lost_names"), "== node", "!= node")), "of the nodes that are left"),
+        (lambda: lambda *_: {"w7"}, "says for each piece in which file it is"),
         (lambda: lambda *_: "w1", "has to return a set of names"),
+        (lambda: a_list, "has to return a set of names"),
     ],
 )
 def test_wrong_names_are_refused_with_a_fitting_hint(wrong: Callable[[], Any], hint: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import same_color
+from matplotlib.patches import FancyArrowPatch, Patch
 
-from labkit.notebook.node_map import node_map, ring
+from labkit.notebook.node_map import _BETWEEN, node_map, ring
 from labkit.spmd.layouts import MeshRecord
 
 FSDP = MeshRecord(("shard",), (4,), (0, 1, 2, 3))
@@ -22,6 +25,21 @@ def test_links_between_nodes_are_counted_by_axis() -> None:
         ("turned", "shard", "0, 2 | 1, 3", "0", "4"),
     )
     assert "FSDP: shard has the groups 0-3, with 2 links inside nodes and 2 between" in picture.alt
+
+
+@pytest.mark.parametrize(("mesh", "between"), [(FSDP, 2), (HSDP, 4), (TURNED, 4)])
+def test_each_link_between_nodes_is_a_line_of_its_own(mesh: MeshRecord, between: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[str] = []
+
+    def add(self: Axes, patch: Patch) -> Patch:
+        if isinstance(patch, FancyArrowPatch) and same_color(patch.get_edgecolor(), _BETWEEN):
+            drawn.append(repr(patch.get_path().vertices.tolist()))
+        return add_patch(self, patch)
+
+    add_patch = Axes.add_patch
+    monkeypatch.setattr(Axes, "add_patch", add)
+    node_map({"mesh": mesh}, 2)
+    assert len(set(drawn)) == between
 
 
 def test_a_rank_by_itself_has_no_link() -> None:

@@ -1,9 +1,11 @@
-"""Checks of the exercises in notebook 07. Each measures what the learner's code does."""
+"""What notebook 07 needs of its own, above all checks of its exercises: each measures what the learner's code does."""
 
 from __future__ import annotations
 
 from labkit.course.lab07.between import check_between_bytes
 from labkit.course.lab07.by_node import check_all_reduce_by_node
 from labkit.course.lab07.lost import check_lost_names
+from labkit.course.lab07.nodes import num_nodes
+from labkit.course.lab07.tables import table
 
-__all__ = ["check_all_reduce_by_node", "check_between_bytes", "check_lost_names"]
+__all__ = ["check_all_reduce_by_node", "check_between_bytes", "check_lost_names", "num_nodes", "table"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from labkit.course.checks import hint_for, refuse
@@ -39,8 +40,8 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
     Ranks: controller.
     """
     cases, sent = _cases(), 1_000
-    for case in cases:
-        answer = between_bytes([list(group) for group in case.groups], case.ranks_per_node, sent)
+    answers = [between_bytes([list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
+    for case, answer in zip(cases, answers, strict=True):
         if isinstance(answer, bool) or not isinstance(answer, int | float):
             raise ExerciseError(f"between_bytes returned {answer!r}. It has to return a number of bytes.")
         target = case.num_leaving * sent
@@ -49,10 +50,27 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
                 f"{case.what}, {case.ranks_per_node} ranks on a node, {sent:,} bytes from each rank: between_bytes says "
                 f"{answer:,}, {answer - target:+,} off.",
                 f"{target:,} bytes.",
-                hint_for((answer / sent, case), _MISTAKES, "Which ranks have their next one on another node? They send there."),
+                hint_for(
+                    [answer / sent for answer in answers],
+                    _MISTAKES,
+                    "Which ranks have their next one on another node? They send there.",
+                ),
             )
     largest = max(sum(map(len, case.groups)) for case in cases)
     return f"Solved: {len(cases)} meshes of up to {largest:,} ranks, all right to the byte."
+
+
+def _if(count: Callable[[Case], float]) -> Callable[[Sequence[float]], bool]:
+    """Whether a mistake explains every answer, given how many links it takes to be between nodes."""
+    return lambda answers: all(answer == count(case) for answer, case in zip(answers, _cases(), strict=True))
+
+
+def _links(counts: Callable[[int, int, Case], bool]) -> Callable[[Sequence[float]], bool]:
+    return _if(lambda case: sum(counts(*link, case) for group in case.groups for link in _ring(group)))
+
+
+def _leaves(rank: int, following: int, case: Case) -> bool:
+    return rank // case.ranks_per_node != following // case.ranks_per_node
 
 
 def _spans(group: Sequence[int], case: Case) -> int:
@@ -61,34 +79,39 @@ def _spans(group: Sequence[int], case: Case) -> int:
 
 _MISTAKES: Any = [
     (
-        lambda given: given[0] == given[1].num_leaving - sum(_leaves(group[-1], group[0], given[1]) for group in given[1].groups),
+        _if(lambda case: sum(_leaves(*link, case) for group in case.groups for link in pairwise(group))),
         "A ring is closed: the last rank of a group sends to the first.",
     ),
     (
-        lambda given: given[0] == sum(len(group) for group in given[1].groups if _spans(group, given[1]) > 1),
+        _if(lambda case: sum(len(group) for group in case.groups if _spans(group, case) > 1)),
         "In a group that reaches over nodes not every rank sends out of its node: the next rank may be its neighbour.",
     ),
+    (_links(lambda *_: True), "This is what is sent at all. What stays on its node does not count."),
     (
-        lambda given: given[0] == sum(len(group) for group in given[1].groups),
-        "This is what is sent at all. What stays on its node does not count.",
-    ),
-    (
-        lambda given: given[0] == sum(_spans(group, given[1]) for group in given[1].groups if _spans(group, given[1]) > 1),
+        _if(lambda case: sum(_spans(group, case) for group in case.groups if _spans(group, case) > 1)),
         "You count the nodes of a group. The order of the ring matters: it may leave the same node twice.",
     ),
     (
-        lambda given: given[0] == max((sum(_leaves(*link, given[1]) for link in _ring(g)) for g in given[1].groups), default=0),
+        _if(lambda case: sum(_leaves(*link, case) for link in _ring(case.groups[0]))),
         "This is one group. All groups of the axis work at the same time.",
+    ),
+    (
+        _links(lambda rank, following, case: rank % case.ranks_per_node != following % case.ranks_per_node),
+        "rank % ranks_per_node is the place of a rank on its node. rank // ranks_per_node is the node.",
+    ),
+    (
+        _if(lambda case: 2 * case.num_leaving),
+        "Twice too much: a rank sends to the next one of its ring only, not to the one before it.",
+    ),
+    (
+        _links(lambda rank, following, case: abs(rank - following) >= case.ranks_per_node),
+        "How far apart two numbers are does not say whether there is a border between them: compare the nodes of both ranks.",
     ),
 ]
 
 
 def _ring(group: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(group, [*group[1:], group[0]], strict=True))
-
-
-def _leaves(rank: int, following: int, case: Case) -> bool:
-    return rank // case.ranks_per_node != following // case.ranks_per_node
 
 
 def _cases() -> list[Case]:

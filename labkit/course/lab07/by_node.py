@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isclose
 from typing import Any
 
 from labkit.course.checks import Pool, from_cell, refuse, require_on_ranks
@@ -21,6 +22,7 @@ class Tried:
         target: The sum over all ranks.
         node_sum: The sum over this rank's node.
         between_bytes: What this rank sent to other nodes.
+        between_kinds: The kinds of collectives with which it did.
         strange: Whether it called a group that is not the mesh's.
         size_bytes: Bytes of the tensor.
     """
@@ -29,6 +31,7 @@ class Tried:
     target: list[float]
     node_sum: list[float]
     between_bytes: float
+    between_kinds: frozenset[str]
     strange: bool
     size_bytes: int
 
@@ -54,7 +57,7 @@ def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
         if tried.result is None:
             raise ExerciseError(f"all_reduce_by_node returned no tensor on rank {rank}. It has to return the sum.")
         if tried.result != tried.target:
-            _refuse_result(rank, tried)
+            _refuse_result(rank, tried, pool.world_size, num_nodes)
     if any(tried.strange for tried in seen.values()):
         raise ExerciseError("all_reduce_by_node uses a process group that is not the mesh's, so its bytes cannot be counted.")
     size = seen[0].size_bytes
@@ -63,18 +66,23 @@ def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
     between = round(sum(tried.between_bytes for tried in seen.values()))
     if between > target:
         per_node = pool.world_size // num_nodes
-        whole = between >= target * per_node and per_node > 1
         refuse(
             f"The sum is right, and {between:,} bytes go between nodes for a tensor of {size:,}: {between - target:,} too many.",
             f"at most {target:,} bytes.",
-            "Every rank of a node sends the whole sum to the other nodes. Let each take care of a piece of it."
-            if whole
-            else "A ring over all ranks knows no nodes. Reduce inside first, so that each rank has one piece of its node's sum.",
+            _hint_for_too_much(seen[0], whole=between >= target * per_node and per_node > 1),
         )
     return f"Solved: the sum is right on every rank, and {between:,} bytes went between nodes for a tensor of {size:,}."
 
 
-def _refuse_result(rank: int, tried: Tried) -> None:
+def _hint_for_too_much(tried: Tried, *, whole: bool) -> str:
+    if whole and tried.between_kinds >= {"reduce_scatter", "all_gather"}:
+        return "The axes are the wrong way round: you cut between the nodes. Cut over local, inside a node, and reduce over node."
+    if whole:
+        return "Every rank of a node sends the whole sum to the other nodes. Let each take care of a piece of it."
+    return "A ring over all ranks knows no nodes. Reduce inside first, so that each rank has one piece of its node's sum."
+
+
+def _refuse_result(rank: int, tried: Tried, world_size: int, num_nodes: int) -> None:
     result = tried.result or []
     if len(result) != len(tried.target):
         refuse(
@@ -88,7 +96,16 @@ def _refuse_result(rank: int, tried: Tried) -> None:
         hint = "This is the sum of this node. The other nodes are missing."
     elif sorted(result) == sorted(tried.target):
         hint = "All numbers are there, in another order: whose piece comes first?"
+    for factor in {world_size, world_size // num_nodes, num_nodes} - {1}:
+        if _is_multiple(tried.target, result, factor):
+            hint = f"All numbers are too small by a factor of {factor}: the sum is asked for, and no mean."
+        elif _is_multiple(result, tried.target, factor):
+            hint = f"All numbers are too large by a factor of {factor}: something is added up more than once."
     refuse(f"{wrong} of {len(result)} numbers are wrong on rank {rank}.", "the sum over all ranks.", hint)
+
+
+def _is_multiple(large: list[float], small: list[float], factor: int) -> bool:
+    return all(isclose(one, factor * other, rel_tol=1e-6) for one, other in zip(large, small, strict=True))
 
 
 def _try(num_nodes: int) -> Tried:
@@ -108,11 +125,12 @@ def _try(num_nodes: int) -> Tried:
     members = {group.group_name: dist.get_process_group_ranks(group) for group in known}
     with count_collectives() as log:
         result = from_cell("all_reduce_by_node")(shares[rank].clone().to(device), mesh)
-    between, strange = 0.0, False
+    between, kinds, strange = 0.0, set(), False
     for call in log.calls:
         ranks = members.get(call.group, [])
         strange |= not ranks and call.group_size > 1
         nodes = [member // per_node for member in ranks]
+        kinds |= {call.kind} if len(set(nodes)) > 1 else set()
         if call.kind in _RINGS:
             following = ranks[(ranks.index(rank) + 1) % len(ranks)] if rank in ranks else rank
             between += call.sent_bytes if following // per_node != rank // per_node else 0
@@ -124,6 +142,7 @@ def _try(num_nodes: int) -> Tried:
         sum(shares).tolist(),  # type: ignore[union-attr]
         sum(shares[first : first + per_node]).tolist(),  # type: ignore[union-attr]
         between,
+        frozenset(kinds),
         strange,
         numbers.numel() * numbers.element_size(),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from labkit.course.checks import hint_for, refuse
 from labkit.errors import ExerciseError
 
-LostNames = Callable[[Path, int, int], Collection[str]]
+LostNames = Callable[[Path, int, int], Set[str]]
 Writers = Mapping[str, tuple[str, ...]]
 
 
@@ -45,51 +45,80 @@ def check_lost_names(lost_names: LostNames) -> str:
         A line with the number of checkpoints.
 
     Raises:
-        ExerciseError: A name is missing or too much; the message says for which checkpoint.
+        ExerciseError: The answer is no set, or a name is missing or too much; the message says for which checkpoint.
 
     Ranks: controller.
     """
     cases = _cases()
-    for case in cases:
-        with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
-            _write(Path(scratch), case.files)
-            answer = lost_names(Path(scratch), case.node, case.ranks_per_node)
-        if isinstance(answer, str) or not isinstance(answer, Collection):
-            raise ExerciseError(f"lost_names returned {answer!r}. It has to return a set of names.")
-        found, target = frozenset(answer), case.lost
-        if found != target:
-            said, wanted = (", ".join(sorted(map(str, names))) or "nothing" for names in (found, target))
+    answers = [_answer(lost_names, case) for case in cases]
+    for case, found in zip(cases, answers, strict=True):
+        if found != case.lost:
+            said, wanted = (", ".join(sorted(map(str, names))) or "nothing" for names in (found, case.lost))
             refuse(
                 f"{case.what}, {case.ranks_per_node} ranks on a node, node {case.node} is lost: lost_names says {said}.",
                 f"{wanted}.",
-                hint_for((found, case), _MISTAKES, "metadata.storage_data says for each piece in which file it is."),
+                hint_for(answers, _MISTAKES, "metadata.storage_data says for each piece in which file it is."),
             )
     return f"Solved: {len(cases)} checkpoints, every lost tensor named and no other."
+
+
+def _answer(lost_names: LostNames, case: Case) -> frozenset[str]:
+    with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
+        _write(Path(scratch), case.files)
+        answer = lost_names(Path(scratch), case.node, case.ranks_per_node)
+    if not isinstance(answer, Set):
+        raise ExerciseError(f"lost_names returned {answer!r}. It has to return a set of names, each of them once.")
+    return frozenset(answer)
 
 
 def _rank(file: str) -> int:
     return int(file.strip("_").partition("_")[0])
 
 
+def _second(file: str) -> int:
+    return int(Path(file).stem.split("_")[-1])
+
+
+def _if(names: Callable[[Case], frozenset[str]]) -> Callable[[Sequence[frozenset[str]]], bool]:
+    """Whether a mistake explains every answer, given the names that it takes to be lost."""
+    return lambda answers: all(answer == names(case) for answer, case in zip(answers, _cases(), strict=True))
+
+
 _MISTAKES: Any = [
     (
-        lambda given: any(str(name).endswith(".distcp") for name in given[0]),
+        lambda answers: any(str(name).endswith(".distcp") for names in answers for name in names),
         "These are files. Which tensors have a piece in them? metadata.storage_data tells: its keys have an fqn.",
     ),
     (
-        lambda given: given[0] == given[1].lost_where(lambda file: _rank(file) // given[1].ranks_per_node, all),
+        _if(lambda case: frozenset(case.files)),
+        "These are all tensors of the checkpoint. Lost are those with a piece in a file that a rank of this node wrote.",
+    ),
+    (
+        _if(lambda case: frozenset(case.files) - case.lost),
+        "These are the tensors that are left whole. The lost ones are asked for.",
+    ),
+    (
+        _if(lambda case: case.lost_where(lambda file: case.node if _rank(file) // case.ranks_per_node != case.node else -1)),
+        "These have a piece in a file of the nodes that are left. The files of the lost node are gone, not those.",
+    ),
+    (
+        _if(lambda case: case.lost_where(lambda file: _rank(file) // case.ranks_per_node, all)),
         "A tensor is lost when one of its pieces is, also when others are still there.",
     ),
     (
-        lambda given: given[0] == given[1].lost_where(_rank),
-        "The number in a file's name is the rank that wrote it. On which node is that rank?",
+        _if(lambda case: case.lost_where(_rank)),
+        "The number in a file's name is the rank that wrote it. Which node is it on?",
     ),
     (
-        lambda given: given[0] == given[1].lost_where(lambda file: int(file[2]) // given[1].ranks_per_node),
+        _if(lambda case: case.lost_where(lambda file: _rank(file) // 2)),
+        "Your nodes have 2 ranks each, whatever ranks_per_node says.",
+    ),
+    (
+        _if(lambda case: case.lost_where(lambda file: int(file[2]) // case.ranks_per_node)),
         "Ranks may have more than one digit: __12_0.distcp is of rank 12.",
     ),
     (
-        lambda given: given[0] == given[1].lost_where(lambda file: int(Path(file).stem.split("_")[-1]) // given[1].ranks_per_node),
+        _if(lambda case: case.lost_where(lambda file: _second(file) // case.ranks_per_node)),
         "The second number counts the files of one rank. The first one is the rank.",
     ),
 ]

@@ -1,0 +1,24 @@
+"""How many machines notebook 07 plays with its ranks."""
+
+from __future__ import annotations
+
+_WORLD_SIZES = (2, 3, 4)
+
+
+def num_nodes(world_size: int, batch_size: int) -> int:
+    """The number of nodes: two, or one for each rank where two nodes cannot have equally many.
+
+    Args:
+        world_size: The number of ranks.
+        batch_size: Sequences in one batch over all ranks.
+
+    Raises:
+        ValueError: The notebook's model or its batch cannot be shared out equally; the message says what to set.
+
+    Ranks: controller.
+    """
+    if world_size not in _WORLD_SIZES:
+        raise ValueError(f"world_size is {world_size}, and this model can be shared out over 2, 3 or 4 ranks. Set one of these.")
+    if batch_size % world_size:
+        raise ValueError(f"{world_size} ranks do not divide a batch_size of {batch_size}. Set batch_size to 12.")
+    return 2 if world_size % 2 == 0 else world_size
