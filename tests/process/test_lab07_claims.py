@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import labkit
+from labkit.checkpoint import CheckpointWriteError, save
 from labkit.spmd.gloo_links import can_measure_links, measure_links
 
 PIECE = 1 << 18
@@ -71,3 +72,21 @@ def test_with_hsdp_no_node_writes_everything_and_nothing_is_written_twice(pool: 
     nodes = {int(place.relative_path.split("_")[2]) // 2 for place in metadata.storage_data.values()}
     assert nodes == {0, 1}
     assert sum(place.length > 0 for place in metadata.storage_data.values()) == 8 * 2  # tensors, halves
+
+
+def save_to_own_node(folder: Path) -> str:
+    own = folder / f"node{dist.get_rank() // 2}"
+    own.mkdir(exist_ok=True)
+    model = fully_shard(torch.nn.Linear(8, 8), mesh=init_device_mesh("cpu", (4,)))
+    dcp.save(model.state_dict(), checkpoint_id=own / "torch")
+    with pytest.raises(dcp.api.CheckpointException):
+        dcp.load(model.state_dict(), checkpoint_id=own / "torch")
+    with pytest.raises(CheckpointWriteError, match="shared by their machines"):
+        save(own / "labkit", {"model": model}, step=1)
+    return own.name
+
+
+def test_a_node_s_own_directory_shows_at_torch_s_load_and_at_labkit_s_save(pool: labkit.WorkerPool, tmp_path: Path) -> None:
+    assert list(pool.run(save_to_own_node, tmp_path).values()) == ["node0", "node0", "node1", "node1"]
+    assert not list(tmp_path.rglob("step_*"))
+    assert sorted(file.name for file in (tmp_path / "node1" / "torch").iterdir()) == ["__2_0.distcp", "__3_0.distcp"]

@@ -6,6 +6,7 @@ from labkit.course.lab07.between import check_between_bytes
 from labkit.course.lab07.by_node import check_all_reduce_by_node
 from labkit.course.lab07.lost import check_lost_names
 from labkit.course.lab07.nodes import num_nodes
+from labkit.course.lab07.plan_table import plan_table
 from labkit.course.lab07.tables import table
 
-__all__ = ["check_all_reduce_by_node", "check_between_bytes", "check_lost_names", "num_nodes", "table"]
+__all__ = ["check_all_reduce_by_node", "check_between_bytes", "check_lost_names", "num_nodes", "plan_table", "table"]
