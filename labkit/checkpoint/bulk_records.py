@@ -19,6 +19,7 @@ from labkit.checkpoint.record_layout import CHUNK, MAX_DIMS, MAX_RECORD, PAIR, L
 
 NAME_PUT = 2  # a pair memoizes its key, the key's state, then its name
 _BLOCK = 1 << 22
+_CACHED = 1 << 16  # words that a processor's cache holds while they are compared several times
 _MAX_LAYOUTS = 16
 _MAX_LISTS = 256
 _LIST_HEAD = 64
@@ -165,20 +166,22 @@ class BulkRecords:
         start, steps = start[new], steps[: len(new)][new]
         found = list(self._records(start, steps))
         if found:
-            rows = np.sort(np.concatenate([some for _, some, _ in found]))
-            place = np.zeros(len(start), np.int64)
-            place[rows] = np.arange(len(rows))
-            spans += self._spans(start[rows], [(layout, place[some], matrix) for layout, some, matrix in found])
+            is_record = np.zeros(len(start), dtype=bool)
+            for _, rows, _ in found:
+                is_record[rows] = True
+            place = np.cumsum(is_record) - 1
+            spans += self._spans(start[is_record], [(layout, place[rows], matrix) for layout, rows, matrix in found])
         done = self._note(sorted(spans, key=lambda span: span.begin), limit)
         self._note_gap(done, limit)
         return max(done, limit)
 
     def _starts(self, end: int) -> Int64s:
         """Where objects may begin."""
-        words = self._words[: -(-end // 4)]
-        hit = words == _WORDS[0]
-        for word in _WORDS[1:]:
-            hit |= words == word
+        hit = np.zeros(-(-end // 4), dtype=bool)
+        for begin in range(0, len(hit), _CACHED):
+            words, here = self._words[begin : begin + _CACHED], hit[begin : begin + _CACHED]
+            for word in _WORDS:
+                here |= words[: len(here)] == word
         at = np.flatnonzero(hit) * 4
         head = at - _BEFORE[self._body[at]]
         head = head[head >= 2]

@@ -30,6 +30,7 @@ _FORMS = {
     PAIR: re.compile(rf"{_HEAD}f(?P<name>wm|f)fnf(?P<offsets>{_SIZE})ub{_HEAD}f(?P<file>wm|f)fnfnub"),
 }
 _TYPES = {"BININT1": "u1", "BININT2": "<u2", "BININT": "<i4", "BINGET": "u1", "LONG_BINGET": "<u4"}
+_ALL = np.uint64(2**64 - 1)
 _Op = tuple[str, str, Any, int]
 
 
@@ -81,7 +82,9 @@ class Layout:
         words = rows.view("<u8")
         same = np.ones(len(rows), dtype=bool)
         for column, (mask, fixed) in enumerate(zip(self.mask, self.fixed, strict=True)):
-            if mask:
+            if mask == _ALL:
+                same &= words[:, column] == fixed
+            elif mask:
                 same &= (words[:, column] & mask) == fixed
         return same
 
