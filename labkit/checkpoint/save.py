@@ -232,7 +232,8 @@ class _Save:
                     no_dist=not self.comm.active,
                 )
         except CheckpointException as error:  # derives from BaseException, so "except Exception" misses it
-            unseen = [rank for rank, failure in error.failures.items() if rank and isinstance(failure[0], FileNotFoundError)]
+            missing = [rank for rank, failure in error.failures.items() if isinstance(failure[0], FileNotFoundError)]
+            unseen = [] if 0 in missing else missing
             where = f" Rank 0 has made it and {name_ranks(unseen)} cannot see it: all need one directory, shared by their machines."
             raise CheckpointWriteError(
                 self.directory,

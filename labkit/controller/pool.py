@@ -439,7 +439,8 @@ class WorkerPool:
             ranks: The ranks to replace, all dead ones among them; None for all.
 
         Raises:
-            PoolStateError: Another pool is open, a run is in progress, or a dead rank is not among ``ranks``.
+            PoolStateError: Another pool is open, a run is in progress, a dead rank is not among ``ranks``, or a machine is out
+                of reach; the message says what to do.
             WorkerStartError: A rank did not come up.
         """
         chosen = parse_ranks(ranks, self.world_size)

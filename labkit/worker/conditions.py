@@ -134,6 +134,10 @@ class Verdict:
     notes: tuple[str, ...]
 
 
+Holders = dict[str, dict[int, GroupCondition]]
+"""For each group, by name, what the ranks that have it say of it."""
+
+
 def judge(conditions: Sequence[Condition]) -> Verdict:
     """Conclude from the conditions of all ranks of the pool.
 
@@ -143,8 +147,10 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     latest = max(condition.run_id for condition in conditions)
     # A rank that did not take part reports on an earlier run.
     took_part = [condition for condition in conditions if condition.run_id == latest]
-    orphaned, unequal = _orphaned_groups(conditions), _unequal_groups(conditions)
-    broken = unequal | orphaned
+    holders = _holders(conditions)
+    orphaned = _orphaned_groups(holders, {condition.rank for condition in conditions if condition.new})
+    unequal = _unequal_groups({name: found for name, found in holders.items() if name not in orphaned})
+    broken = orphaned | unequal
     renew = any(condition.lost or condition.waiting for condition in conditions) or _out_of_step(conditions, broken)
     _refuse_unknown_default(conditions)
     homeless = [condition.rank for condition in conditions if condition.homeless]
@@ -153,12 +159,7 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     cut = renew or any(condition.cut for condition in took_part)
     touched = any(condition.touched for condition in took_part)
     refusals, notes = _judge_steps(took_part)
-    notes = [
-        *_judge_new(conditions),
-        *_judge_orphaned(orphaned),
-        *(unequal[name] for name in unequal if name not in orphaned),
-        *notes,
-    ]
+    notes = [*_judge_new(conditions), *_judge_orphaned(orphaned), *unequal.values(), *notes]
     if cut:
         notes += _judge_random(took_part) + _judge_switches(took_part)
     return Verdict(
@@ -189,20 +190,18 @@ def _judge_new(conditions: Sequence[Condition]) -> list[str]:
     ]
 
 
-def _holders(conditions: Sequence[Condition]) -> dict[str, dict[int, GroupCondition]]:
-    """For each group what the ranks that have it say of it."""
-    holders: dict[str, dict[int, GroupCondition]] = {}
+def _holders(conditions: Sequence[Condition]) -> Holders:
+    holders: Holders = {}
     for condition in conditions:
         for name, group in condition.groups.items():
             holders.setdefault(name, {})[condition.rank] = group
     return holders
 
 
-def _orphaned_groups(conditions: Sequence[Condition]) -> dict[str, str]:
+def _orphaned_groups(holders: Holders, new: set[int]) -> dict[str, str]:
     """Groups of which a rank was replaced by one that does not have them."""
-    new = {condition.rank for condition in conditions if condition.new}
     orphaned = {}
-    for name, found in _holders(conditions).items():
+    for name, found in holders.items():
         ranks = next(iter(found.values())).ranks
         if (gone := new & set(ranks)) - set(found):
             what = f"The process group {name!r} of {_subject(ranks)}"
@@ -217,10 +216,10 @@ def _judge_orphaned(orphaned: Mapping[str, str]) -> list[str]:
     return [f"{len(orphaned)} process groups have lost a rank: make meshes, sharded models and groups again, on all ranks."]
 
 
-def _unequal_groups(conditions: Sequence[Condition]) -> dict[str, str]:
+def _unequal_groups(holders: Holders) -> dict[str, str]:
     """Groups that are not the same on all of their ranks, or cannot be rebuilt there."""
     broken = {}
-    for name, found in _holders(conditions).items():
+    for name, found in holders.items():
         first = next(iter(found.values()))
         what = f"The process group {name!r} of {_subject(first.ranks)}"
         obstacles = sorted({group.obstacle for group in found.values() if group.obstacle})

@@ -122,6 +122,7 @@ def test_the_check_s_answers_are_those_of_plans_wherever_a_mesh_has_such_groups(
         (far_apart, "compare the nodes of both ranks"),
         (lambda groups, per_node, sent: 7, "Which ranks have their next one on another node"),
         (lambda groups, per_node, sent: None, "has to return a number"),
+        (lambda groups, per_node, sent: None if len(groups) > 4 else 1, "returned None. It has to return a number"),
     ],
 )
 def test_wrong_bytes_are_refused_with_a_fitting_hint(wrong: Callable[[Groups, int, int], Any], hint: str) -> None:

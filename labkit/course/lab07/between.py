@@ -41,9 +41,10 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
     """
     cases, sent = _cases(), 1_000
     answers = [between_bytes([list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
-    for case, answer in zip(cases, answers, strict=True):
+    for answer in answers:
         if isinstance(answer, bool) or not isinstance(answer, int | float):
             raise ExerciseError(f"between_bytes returned {answer!r}. It has to return a number of bytes.")
+    for case, answer in zip(cases, answers, strict=True):
         target = case.num_leaving * sent
         if answer != target:
             refuse(
