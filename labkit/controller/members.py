@@ -16,7 +16,6 @@ from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.run import Run
 from labkit.controller.world import World
 from labkit.errors import RankFailure, WorkerStartError
-from labkit.wire.hub import Left
 from labkit.wire.messages import (
     Aborted,
     Bye,
@@ -29,6 +28,7 @@ from labkit.wire.messages import (
     ToControl,
     ToMain,
 )
+from labkit.wire.node_messages import Left
 from labkit.wire.transport import Channel
 
 END_S = 2.0

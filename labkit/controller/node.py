@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from labkit.controller.launchers.launcher import OnExit
-from labkit.wire.hub import Arrived
+from labkit.wire.node_messages import Arrived
 from labkit.wire.versions import versions
 
 

@@ -13,13 +13,14 @@ from labkit.controller.launchers.launcher import OnExit, WorkerExit
 from labkit.controller.node import Node, NodeStatus, refusal_of
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
 from labkit.ranks import name_ranks
-from labkit.wire.hub import (
+from labkit.wire.hub import Hub
+from labkit.wire.messages import FromWorker, ToControl, ToMain
+from labkit.wire.node_messages import (
     AreYouThere,
     Arrived,
     Exited,
     ForRanks,
     FromRank,
-    Hub,
     KillRank,
     Leave,
     Left,
@@ -27,7 +28,6 @@ from labkit.wire.hub import (
     OpenWorld,
     StartRank,
 )
-from labkit.wire.messages import FromWorker, ToControl, ToMain
 from labkit.wire.transport import Channel, Keys
 
 PROBE_EVERY_S = 0.5

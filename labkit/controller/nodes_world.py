@@ -6,8 +6,8 @@ from labkit.controller.launchers.launcher import OnExit
 from labkit.controller.nodes import Nodes
 from labkit.controller.plan import PoolPlan
 from labkit.controller.world import ENVIRONMENT
-from labkit.wire.hub import StartRank
 from labkit.wire.messages import GroupSpec
+from labkit.wire.node_messages import StartRank
 
 
 class NodesWorld:

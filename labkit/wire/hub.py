@@ -13,17 +13,14 @@ from __future__ import annotations
 import errno
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import zmq
 import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
-from labkit.wire.messages import GroupSpec
-from labkit.wire.pipes import Rest
-from labkit.wire.record import Record
-from labkit.wire.transport import Channel, Keys, OneKey
+from labkit.wire.node_messages import FromNode, ToNode
+from labkit.wire.transport import Keys, OneKey
 from labkit.wire.wake import Wake
 
 # ZeroMQ's own threads exchange these, so neither side has to be awake. A connection that is silent for longer is gone.
@@ -33,141 +30,6 @@ QUEUED_MESSAGES = 1000
 PIECE_BYTES = 1 << 20
 # How long a closed hub may go on to send what it has been given.
 LINGER_MS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Left(Record):
-    """The ranks that run on a machine.
-
-    Attributes:
-        world: The name of their world, from `OpenWorld`.
-        ranks: Number, rank and process id of each.
-        generation: Of the process groups that were asked for last.
-        run_id: The run that was asked for last.
-        busy: The ranks that have not ended it.
-    """
-
-    world: str
-    ranks: tuple[tuple[int, int, int], ...]
-    generation: int
-    run_id: int
-    busy: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrived(Record):
-    """An agent is there. It says so again each time its connection is made anew.
-
-    Attributes:
-        node_rank: Its place among the machines, from torchrun.
-        num_nodes: How many machines torchrun has brought together.
-        num_here: How many agents it has started on this one.
-        life: A random name of this agent process: another one means that it was started anew.
-        hostname: The machine's name.
-        pid: The agent's process id there.
-        num_gpus: GPUs that ranks started there would see.
-        store: ``tcp://host:port`` of the key-value store that torchrun keeps for its workers.
-        restarts: How often torchrun has started its workers anew.
-        versions: Of what must be equal everywhere, by name.
-        left: What an earlier notebook has left running there; None where nothing was started.
-    """
-
-    node_rank: int
-    num_nodes: int
-    num_here: int
-    life: str
-    hostname: str
-    pid: int
-    num_gpus: int
-    store: str
-    restarts: int
-    versions: dict[str, str]
-    left: Left | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StartRank(Record):
-    """Start the process of one rank.
-
-    Attributes:
-        handle: The controller's number for that process.
-        local_world_size: Ranks on that machine.
-        defaults: Environment variables, where the machine does not set them.
-    """
-
-    handle: int
-    rank: int
-    local_rank: int
-    local_world_size: int
-    device: Literal["cpu", "cuda"]
-    group: GroupSpec
-    joining: bool
-    defaults: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class KillRank(Record):
-    """Kill the process with that number and all that it has started."""
-
-    handle: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenWorld(Record):
-    """Ranks of a new world of that name are about to be started; what is left of an earlier one is killed."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Leave(Record):
-    """End: the pool is closed, or this machine cannot be part of it.
-
-    Attributes:
-        refused: Why; empty when the pool is closed.
-    """
-
-    refused: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class AreYouThere(Record):
-    """Needs no answer: what counts is whether it could be sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Exited(Record):
-    """A process that was started has ended; fields as in :class:`labkit.controller.launchers.launcher.WorkerExit`."""
-
-    handle: int
-    exitcode: int
-    stdout: Rest
-    stderr: Rest
-    peak_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeFailed(Record):
-    """The machine can start no ranks."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ForRanks(Record):
-    """The next part is a message to these ranks of the machine."""
-
-    ranks: tuple[int, ...]
-    channel: Channel
-
-
-@dataclass(frozen=True, slots=True)
-class FromRank(Record):
-    """The next part is a message from a rank of the machine."""
-
-
-ToNode = StartRank | KillRank | OpenWorld | Leave | AreYouThere | ForRanks
-FromNode = Arrived | Exited | NodeFailed | FromRank
 
 
 class Hub:

@@ -26,14 +26,15 @@ from typing import Any
 
 import zmq
 
-from labkit.wire.hub import (
+from labkit.wire.hub import HubLink
+from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
+from labkit.wire.node_messages import (
     AreYouThere,
     Arrived,
     Exited,
     ForRanks,
     FromNode,
     FromRank,
-    HubLink,
     KillRank,
     Leave,
     Left,
@@ -42,7 +43,6 @@ from labkit.wire.hub import (
     StartRank,
     ToNode,
 )
-from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
 from labkit.wire.payload import Packed, to_frames, to_memory
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import ControllerWire, Keys

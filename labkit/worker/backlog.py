@@ -6,8 +6,8 @@ import pickle
 from collections import deque
 from typing import Any
 
-from labkit.wire.hub import FromNode, FromRank
 from labkit.wire.messages import Output, Stream
+from labkit.wire.node_messages import FromNode, FromRank
 
 # Beyond this ranks wait in print, and what they write to a notebook that is gone is thrown away, the oldest first.
 LIMIT_BYTES = 4 << 20

@@ -23,7 +23,8 @@ import zmq.utils.monitor
 
 from labkit import WorkerPool
 from labkit.controller.launchers import fork_server
-from labkit.wire.hub import Hub, HubLink, NodeFailed
+from labkit.wire.hub import Hub, HubLink
+from labkit.wire.node_messages import NodeFailed
 from labkit.wire.transport import Endpoint, Keys
 from tests.process.patience import LOAD, until
 
@@ -326,8 +327,8 @@ def test_what_travels_between_machines_cannot_be_read_on_the_way() -> None:
         traffic = b"".join(seen)
         assert b"CURVE" in traffic  # the greeting is in the clear
         assert b"secret" not in traffic
-        assert b"labkit.wire.hub" not in traffic
-        assert b"labkit.wire.hub" in pickle.dumps(heard[0][1])
+        assert b"labkit.wire.node_messages" not in traffic
+        assert b"labkit.wire.node_messages" in pickle.dumps(heard[0][1])
     finally:
         for item in (inner, outer, relay):
             item.close()

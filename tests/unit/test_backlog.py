@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from labkit.wire.hub import FromRank
 from labkit.wire.messages import Output, Result, Stream
+from labkit.wire.node_messages import FromRank
 from labkit.worker.backlog import LIMIT_BYTES, Backlog
 
 
