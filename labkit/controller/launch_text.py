@@ -69,7 +69,7 @@ class Launch:
 {gpus}#SBATCH --exclusive
 # Submit with sbatch while the notebook waits in WorkerPool.attach(). The key file must be readable on every machine.
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-# Without --cpus-per-task srun would leave one core of each machine to all its ranks.
+# Without --cpus-per-task srun may leave one core of each machine to all its ranks.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" {command}
 """
 

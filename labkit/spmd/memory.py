@@ -120,7 +120,7 @@ def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
     """On the CPU: (nanoseconds of ``time.time_ns``, bytes allocated since the beginning) after every allocation of a step."""
     from torch.profiler import ProfilerActivity, profile
 
-    # Without acc_events torch does not build Python objects of all events, which takes ten times as long as the step.
+    # Without acc_events torch does not build Python objects of all events, which takes six times as long as a small step.
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _without_the_profilers_log(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # after one cycle, and there is one

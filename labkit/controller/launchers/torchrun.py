@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -97,7 +98,8 @@ class LocalTorchrun:
             except subprocess.TimeoutExpired:
                 # Its agent has a process group of its own. With the agent end the fork server and the ranks.
                 for below in psutil.Process(process.pid).children():
-                    below.kill()
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        below.kill()
                 process.kill()
                 process.wait()
         if processes:
