@@ -50,6 +50,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: ORDER.index(_folder(item)) if _folder(item) in ORDER else -1)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
+    """Refuse to run without groups: a module's pools and a notebook's runs would be made once per process.
+
+    xdist writes the group into a private part of a node's name. pytest 9.2 takes no notice of it, and nothing else says so.
+    """
+    if lost := [name for name in ids if "@" not in name.rpartition("]")[2]]:
+        pytest.exit(f"This pytest ({pytest.__version__}) and pytest-xdist do not keep tests together: {lost[0]}", returncode=4)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what this machine cannot run, and say why."""

@@ -209,7 +209,7 @@ def test_wrong_hooks_are_refused(pool: labkit.WorkerPool, old: str, new: str, me
 
 @pytest.mark.parametrize("pool", [1], indirect=True)
 def test_hooks_that_are_not_defined_are_asked_for(pool: labkit.WorkerPool) -> None:
-    pool.run_cell("del make_hooks")
+    pool.run_cell("globals().pop('make_hooks', None)")
     with pytest.raises(ExerciseError, match="there is no make_hooks on rank 0 yet"):
         lab02.check_hooks(pool)
 
