@@ -16,7 +16,7 @@ import torch
 from labkit.checkpoint import large_metadata, safe_pickle
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
 from labkit.checkpoint.large_metadata import Columns
-from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
 from labkit.checkpoint.safe_pickle import Record, Stateful, Unknown
 
 METADATA_FILE = ".metadata"
@@ -104,7 +104,7 @@ def _place_rest(columns: Columns, places: Mapping[tuple[str, tuple[int, ...] | N
 
 
 def _note_files(checkpoint: Checkpoint, files: list[str], path: Path) -> None:
-    for name in files:
+    for name in sorted(files, key=lambda name: (writer_rank(name) or 0, name)):
         checkpoint.files[name] = _size(checkpoint.root / name)
     checkpoint.files[METADATA_FILE] = path.stat().st_size
 

@@ -1,7 +1,8 @@
 """Read a large ``.metadata`` in seconds: its bulk by array operations, the rest by the restricted unpickler.
 
 A checkpoint of 10,000 tensors by 1,024 ranks has a ``.metadata`` of 1.5 GB, from which an unpickler makes some hundred
-million objects. Here the records that occur once per chunk are taken out by :mod:`labkit.checkpoint.bulk_records`; what is left is
+million objects. Here the records that occur once per chunk are taken out by
+:mod:`labkit.checkpoint.bulk_records`; what is left is
 small and is unpickled. Whatever does not have exactly the expected form gives None, and the caller reads the file the slow way.
 """
 
@@ -9,18 +10,23 @@ from __future__ import annotations
 
 import pickle
 import struct
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from labkit.checkpoint.bulk_records import NAME_PUT, BulkRecords, OtherFormError, Run
+from labkit.checkpoint.block_reader import BlockReader
+from labkit.checkpoint.bulk_parts import OtherFormError, Run
+from labkit.checkpoint.bulk_records import BulkRecords
 from labkit.checkpoint.model import Int64s
 from labkit.checkpoint.record_layout import CHUNK, PAIR
 from labkit.checkpoint.safe_pickle import AllowList, Record, Stateful
 
 LARGE_BYTES = 1 << 24
+_NAME_PUT = 2  # a pair memoizes its key, the key's state, then its name
 _MOST_REST = 1 << 26  # the rest is unpickled at about 10 MB a second
 _RUN = b"\xff"  # no opcode of pickle
 # What a damaged or hostile pickle makes the unpickler, or the reading of what it made, raise.
@@ -85,7 +91,9 @@ def _read(file: BinaryIO, size: int) -> Columns:
     rest = _RestReader(_RUN.join(bulk.gaps), bulk.runs)
     metadata = rest.load()
     _require(isinstance(metadata, Record) and rest.seen == len(bulk.runs))
-    _require(all(tuple(rest.memo.get(number) for number in gets) == _GETS[form] for form, gets in bulk.gets))
+    _require(
+        all(tuple(rest.memo.get(number) for number in gets) == _GETS[form] for reader in bulk.readers for form, gets in reader.gets)
+    )
     bounds, offsets, sizes = _chunk_columns(metadata.state["state_dict_metadata"], bulk)
     places = np.full((len(offsets), 3), -1, dtype=np.int64)
     columns = Columns(metadata.state, bounds, offsets, sizes, places, [], tuple(sorted(rest.unknown)))
@@ -195,26 +203,36 @@ def _place(columns: Columns, bulk: BulkRecords, rest: _RestReader) -> None:
     """Note for each chunk where its bytes are, and check that key and chunk agree on where the chunk lies."""
     state = columns.state
     _require([run for run in state["storage_data"] if isinstance(run, Run)] == [run for run in bulk.runs if run.form == PAIR])
-    memo = {**rest.memo, **_texts_referred_to(bulk, rest.memo)}
     tensors = {key: number for number, key in enumerate(columns.bounds)}
     begins, ends = np.array([*columns.bounds.values()], dtype=np.int64).reshape(-1, 2).T.copy()
     num_dims = np.array([len(state["state_dict_metadata"][key].state["size"]) for key in tensors], dtype=np.int64)
-    own_tensors = np.array([tensors[_text(name)] for name in bulk.names.texts], dtype=np.int64)
-    files = {_text(name): number for number, name in enumerate(bulk.files.texts)}
-    own_files = np.arange(len(files))
-    for pairs in bulk.pairs:
-        before = pairs.before()
-        tensor = _numbered(pairs.name, own_tensors, before, memo, tensors.__getitem__)
-        rows = begins[tensor] + pairs.index
-        _require(bool(((pairs.index >= 0) & (rows < ends[tensor]) & (pairs.dims == num_dims[tensor])).all()))
-        # Equally many dims: what one table is wider than the other by is zero.
-        dims = min(pairs.offsets.shape[1], columns.offsets.shape[1])
-        _require(bool((columns.offsets.take(rows, axis=0)[:, :dims] == pairs.offsets[:, :dims]).all()))
-        file = _numbered(pairs.file, own_files, before, memo, lambda name: files.setdefault(name, len(files)))
-        columns.places[rows] = np.stack((file, pairs.start, pairs.length), axis=1)
+    memo = {**rest.memo, **_texts_referred_to(bulk, rest.memo)}
+    files: dict[str, int] = {}
+    several = threading.Lock()
+
+    def file_number(name: str) -> int:
+        with several:
+            return files.setdefault(name, len(files))
+
+    def place(reader: BlockReader) -> int:
+        own_tensors = np.array([tensors[_text(name)] for name in reader.names.texts], dtype=np.int64)
+        own_files = np.array([file_number(_text(name)) for name in reader.files.texts], dtype=np.int64)
+        for pairs in reader.pairs:
+            before = pairs.before()
+            tensor = _numbered(pairs.name, own_tensors, before, memo, tensors.__getitem__)
+            rows = begins[tensor] + pairs.index
+            _require(bool(((pairs.index >= 0) & (rows < ends[tensor]) & (pairs.dims == num_dims[tensor])).all()))
+            # Equally many dims: what one table is wider than the other by is zero.
+            dims = min(pairs.offsets.shape[1], columns.offsets.shape[1])
+            _require(bool((columns.offsets.take(rows, axis=0)[:, :dims] == pairs.offsets[:, :dims]).all()))
+            file = _numbered(pairs.file, own_files, before, memo, file_number)
+            columns.places[rows] = np.stack((file, pairs.start, pairs.length), axis=1)
+        return sum(len(pairs.name) for pairs in reader.pairs)
+
+    placed = sum(bulk.each_reader(place))
     columns.files = list(files)
     # Each chunk was placed once, but for those whose key stayed in the rest.
-    _require(sum(len(pairs.name) for pairs in bulk.pairs) == int((columns.places[:, 0] >= 0).sum()))
+    _require(placed == int((columns.places[:, 0] >= 0).sum()))
 
 
 def _numbered(texts: Int64s, own: Int64s, before: Int64s, memo: Mapping[int, Any], number_of: Callable[[Any], int]) -> Int64s:
@@ -234,22 +252,34 @@ def _numbered(texts: Int64s, own: Int64s, before: Int64s, memo: Mapping[int, Any
 
 def _texts_referred_to(bulk: BulkRecords, memo: Mapping[int, Any]) -> dict[int, str]:
     """By memo number, the texts that a pair brings along and another refers to."""
-    wanted: set[int] = set()
-    for pairs in bulk.pairs:
-        for texts in (pairs.file, pairs.name):
-            wanted.update((-1 - texts[np.flatnonzero(np.diff(texts, prepend=0) * (texts < 0))]).tolist())
-    found: dict[int, str] = {}
-    for slot, names in (("file", bulk.files), ("name", bulk.names)):
-        left = [number for number in wanted if number not in memo and number not in found]
-        for pairs in bulk.pairs if left else []:
-            texts = getattr(pairs, slot)
-            own = np.flatnonzero(texts >= 0)
-            numbers = pairs.before()[own] + (NAME_PUT if slot == "name" else pairs.puts[own] - 1)
+
+    def wanted(reader: BlockReader) -> set[int]:
+        numbers: set[int] = set()
+        for pairs in reader.pairs:
+            for texts in (pairs.file, pairs.name):
+                # Neighbours mostly refer to the same.
+                changes = np.flatnonzero(np.diff(texts, prepend=0) * (texts < 0))
+                numbers.update((-1 - texts[changes]).tolist())
+        return numbers
+
+    def brought(reader: BlockReader, of_files: bool, left: list[int]) -> dict[int, str]:
+        texts = reader.files.texts if of_files else reader.names.texts
+        result: dict[int, str] = {}
+        for pairs in reader.pairs:
+            column = pairs.file if of_files else pairs.name
+            own = np.flatnonzero(column >= 0)
+            numbers = pairs.before()[own] + (pairs.puts[own] - 1 if of_files else _NAME_PUT)
             hit = np.flatnonzero(np.isin(numbers, left))
-            found |= {
-                number: _text(names.texts[text])
-                for number, text in zip(numbers[hit].tolist(), texts[own[hit]].tolist(), strict=True)
-            }
+            result |= {n: _text(texts[text]) for n, text in zip(numbers[hit].tolist(), column[own[hit]].tolist(), strict=True)}
+        return result
+
+    left = set().union(*bulk.each_reader(wanted)) - memo.keys()
+    found: dict[int, str] = {}
+    for of_files in (True, False):
+        if left:
+            for part in bulk.each_reader(partial(brought, of_files=of_files, left=sorted(left))):
+                found |= part
+            left -= found.keys()
     return found
 
 

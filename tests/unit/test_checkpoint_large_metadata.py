@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from labkit.checkpoint import Checkpoint, bulk_records, large_metadata, open_checkpoint
+from labkit.checkpoint import Checkpoint, block_reader, large_metadata, open_checkpoint
 from labkit.checkpoint.bulk_names import Names
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
 from tests.benchmarks.checkpoint_index import small_index, write_index
@@ -34,7 +34,7 @@ def both_ways(folder: Path) -> tuple[Checkpoint, Checkpoint]:
         slow = open_checkpoint(folder)
         patch.setattr(large_metadata, "LARGE_BYTES", 0)
         # Small blocks, so that runs of records go on from one to the next.
-        patch.setattr(bulk_records, "_BLOCK", 1 << 13)
+        patch.setattr(block_reader, "BLOCK_BYTES", 1 << 13)
         return slow, open_checkpoint(folder)
 
 
