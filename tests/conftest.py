@@ -21,7 +21,7 @@ from tests import leaks
 
 TESTS = Path(__file__).parent
 # Cheap tests first: they fail in seconds.
-ORDER = ("unit", "checkpoint", "process", "notebooks", "browser", "gpu")
+ORDER = ("unit", "process", "multihost", "notebooks", "browser", "gpu")
 MakeNotebook = Callable[..., Path]
 MARKED_FOLDERS = ("process", "gpu", "browser", "notebooks")
 

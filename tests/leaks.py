@@ -32,8 +32,9 @@ _RUN = uuid.uuid4().hex
 
 # Threads that a library starts once per process and never stops.
 _SINGLETON_THREADS = ("TMonitor", "pymonitor", "IPythonHistorySavingThread")
-# multiprocessing's own tracker of shared memory: one per process, ended with it.
-_SINGLETON_PROCESSES = ("multiprocessing.resource_tracker",)
+# multiprocessing's own tracker of shared memory: one per process, ended with it. And the children of Chromium, which starts them
+# when it likes: what counts is Chromium itself.
+_SINGLETON_PROCESSES = ("multiprocessing.resource_tracker", "chromium --type=", "chrome --type=")
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,14 @@ def test_a_replaced_process_is_no_leak(cleanup: contextlib.ExitStack) -> None:
         old.wait()
 
 
+def test_a_helper_that_chromium_starts_is_no_leak(cleanup: contextlib.ExitStack) -> None:
+    before = leaks.take_stock()
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "/usr/lib/chromium/chromium", "--type=utility"])
+    cleanup.callback(helper.wait)
+    cleanup.callback(helper.kill)
+    assert leaks.leaked(before, leaks.take_stock()) == []
+
+
 def test_the_fork_server_may_stay_but_its_ranks_may_not(cleanup: contextlib.ExitStack) -> None:
     program = textwrap.dedent(
         """
