@@ -25,12 +25,14 @@ from labkit.checkpoint.findings import Finding, Report
 from labkit.checkpoint.load import LoadReport, load
 from labkit.checkpoint.migrate import migrate
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry
+from labkit.checkpoint.modules import module_state
 from labkit.checkpoint.names import canonical_fqn
+from labkit.checkpoint.optimizers import optimizer_state
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.reshard import reshard
 from labkit.checkpoint.save import PendingSave, save, save_async
 from labkit.checkpoint.show import show
-from labkit.checkpoint.state import PerRank, Rng, module_state, optimizer_state
+from labkit.checkpoint.state import PerRank, Rng
 from labkit.checkpoint.verify import verify
 
 __all__ = [

@@ -129,7 +129,7 @@ def migrate_command(
     SOURCE is only read. DESTINATION appears complete and verified, or not at all; a killed run goes on where it was.
     """
     from labkit.checkpoint.migrate import migrate
-    from labkit.checkpoint.transform import read_rules
+    from labkit.checkpoint.rename import read_rules
 
     def work() -> Result:
         return migrate(

@@ -11,10 +11,10 @@ import torch
 import xxhash
 
 from labkit.checkpoint.dcp_writer import Leaf
-from labkit.checkpoint.errors import RankDivergenceError
+from labkit.checkpoint.errors import STATE, RankDivergenceError
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.shards import to_cpu
-from labkit.checkpoint.state import STATE, Captured
+from labkit.checkpoint.state import Captured
 from labkit.ranks import format_ranks
 
 

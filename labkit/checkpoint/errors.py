@@ -21,6 +21,9 @@ __all__ = [
     "UnsafeCheckpointError",
 ]
 
+# In place of a file in an error about what was given.
+STATE = "the state"
+
 
 class CheckpointFormatError(CheckpointError):
     """A file is not what its name or its checkpoint says it is, or has a form that labkit does not read.

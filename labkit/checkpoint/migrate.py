@@ -12,9 +12,11 @@ import torch
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
 from labkit.checkpoint.engine import Result, run
+from labkit.checkpoint.entry_names import DROP_ADVICE, split_model
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
 from labkit.checkpoint.flat import ParameterList
-from labkit.checkpoint.transform import DROP_ADVICE, Options, Rule, split_model, transform
+from labkit.checkpoint.rename import Rule
+from labkit.checkpoint.transform import Options, transform
 from labkit.checkpoint.verify_against import ModelSource, build_model
 from labkit.checkpoint.writers import DcpWriter, OutFile, SafetensorsWriter, TorchWriter, Writer, whole
 from labkit.progress import task
@@ -54,7 +56,7 @@ def migrate(
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
         order: The optimizer's parameter names in its order, where the model's order is not the optimizer's.
-        rules: Rename rules, from :func:`labkit.checkpoint.transform.read_rules`.
+        rules: Rename rules, from :func:`labkit.checkpoint.rename.read_rules`.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from labkit.checkpoint.errors import FQNMismatchError
+from labkit.checkpoint.model import Path_
 
 WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_orig_mod")
 FLAT_PARAMETER = "_flat_param"
@@ -107,3 +108,8 @@ def match_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
 def _bare(name: str) -> str:
     parts = canonical_fqn(name).split(".")
     return ".".join(part for part in parts[:-1] if part != "module") + "." + parts[-1]
+
+
+def flat_key(path: Path_) -> str:
+    """Nested keys as DCP flattens them."""
+    return ".".join(map(str, path))

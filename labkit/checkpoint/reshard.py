@@ -11,9 +11,9 @@ from pathlib import Path
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
 from labkit.checkpoint.engine import Result, run
+from labkit.checkpoint.entry_names import split_model, split_state
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
-from labkit.checkpoint.transform import split_model, split_state
 from labkit.checkpoint.writers import DcpWriter, OutFile, Piece
 from labkit.progress import task
 from labkit.spmd.layouts import DATA_AXES, parse_mesh

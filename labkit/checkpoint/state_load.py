@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from labkit.checkpoint.errors import FQNMismatchError
 from labkit.checkpoint.model import Path_
-from labkit.checkpoint.names import canonical_fqn
+from labkit.checkpoint.modules import has_fsdp1, module_state
+from labkit.checkpoint.names import canonical_fqn, flat_key
+from labkit.checkpoint.optimizers import match_groups, parameter_names, state_like
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.state import PerRank, flat_key, has_fsdp1, match_groups, parameter_names, state_like
+from labkit.checkpoint.state import PerRank
 
 
 def nest(leaves: Mapping[Path_, Any]) -> dict[str, Any]:
@@ -173,8 +175,6 @@ def module_parameters(modules: Mapping[Path_, nn.Module]) -> list[tuple[str, nn.
 
 
 def _fsdp1_shapes(modules: Mapping[Path_, nn.Module]) -> set[str]:
-    from labkit.checkpoint.state import module_state
-
     return {name for module in modules.values() for name in module_state(module)}
 
 

@@ -1,0 +1,64 @@
+"""Which part of an entry's path is a parameter's name, in the model and in its optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from labkit.checkpoint.contents import Contents, OutValue, read_values
+from labkit.checkpoint.model import Path_
+from labkit.checkpoint.sections import model_prefix
+
+DROP_ADVICE = "Leave it out with drop=[...] (--drop), or save it as plain data."
+
+
+def split_model(contents: Contents, path: Path_) -> tuple[Path_, str]:
+    """The nesting before a model tensor's name, and the name."""
+    prefix = model_prefix(contents.checkpoint)
+    if prefix and str(path[0]) + "." == prefix:
+        return path[:1], ".".join(map(str, path[1:]))
+    return (), ".".join(map(str, path))
+
+
+def split_state(path: Path_) -> tuple[Path_, str, str] | None:
+    """An optimizer tensor's nesting up to ``state``, the parameter's name, and the piece; None elsewhere."""
+    keys = [str(part) for part in path]
+    if "state" not in keys or len(keys) - keys.index("state") < 3:
+        return _split_flat_state(path)
+    at = keys.index("state") + 1
+    return path[:at], ".".join(keys[at:-1]), keys[-1]
+
+
+def _split_flat_state(path: Path_) -> tuple[Path_, str, str] | None:
+    # A flattened optimizer dict (torch's flatten_optimizer_state_dict) has "state.<fqn>.<piece>" in one key.
+    head, last = path[:-1], str(path[-1])
+    if last.startswith("state.") and last.count(".") >= 2:
+        name, _, piece = last.removeprefix("state.").rpartition(".")
+        return (*head, "state"), name, piece
+    return None
+
+
+def map_state_names(contents: Contents, change: Callable[[str], str]) -> None:
+    """Change the parameter's name of every entry of optimizer state."""
+
+    def moved(path: Path_) -> Path_:
+        split = split_state(path)
+        return path if split is None else (*split[0], change(split[1]), split[2])
+
+    contents.tensors = [replace(t, path=moved(t.path)) if t.section == "optimizer" else t for t in contents.tensors]
+    contents.values = [replace(v, path=moved(v.path)) if v.section == "optimizer" else v for v in contents.values]
+
+
+def is_group_parameters(item: OutValue) -> bool:
+    """Whether a value is the list of parameters of an optimizer's group."""
+    return item.section == "optimizer" and item.path[-1] == "params" and "param_groups" in item.path
+
+
+def map_group_names(contents: Contents, change: Callable[[str], str]) -> None:
+    """Change the names in the lists of parameters of optimizer groups; a name that becomes empty leaves the list."""
+    wanted = [item for item in contents.values if is_group_parameters(item)]
+    values = read_values(contents, wanted, drop_advice=DROP_ADVICE)
+    for index, item in enumerate(contents.values):
+        if is_group_parameters(item) and any(isinstance(name, str) for name in values[item.key]):
+            names = [change(name) for name in values[item.key]]
+            contents.values[index] = OutValue(item.path, item.section, [name for name in names if name])
