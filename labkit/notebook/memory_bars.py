@@ -65,7 +65,7 @@ def memory_bars(
     scale, unit = scale_for(largest)
     with figure(height_in=_BAR_IN * len(bars) + 1.0) as fig:
         ax = fig.add_subplot()
-        _draw(ax, bars, names, scale, largest / scale)
+        _draw(ax, bars, {name: size / scale for name, size in measured.items()}, names, scale, largest / scale)
         for place, name in enumerate(bars):
             if name in measured:
                 label = measured_label if name == next(iter(n for n in bars if n in measured)) else None
@@ -106,21 +106,23 @@ def _check(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int]) -
         raise ValueError(f"measured, but without a bar: {sorted(strays)}")
 
 
-def _draw(ax: Axes, bars: Mapping[str, Mapping[str, int]], names: list[str], scale: int, width: float) -> None:
+def _draw(
+    ax: Axes, bars: Mapping[str, Mapping[str, int]], marks: Mapping[str, float], names: list[str], scale: int, width: float
+) -> None:
     others = cycle(_OTHER_LOOKS)
     looks = {part: PART_LOOKS.get(part) or next(others) for part in names}
-    for place, bar in enumerate(bars.values()):
+    for place, (name, bar) in enumerate(bars.items()):
         begin = 0.0
         for part in names:
             color, hatch = looks[part]
             size = bar[part] / scale
             label = part if place == 0 else None
             ax.barh(place, size, 0.62, begin, color=color, hatch=hatch, ec=INK, lw=0.6, label=label)
-            if size > 0.09 * width:
+            middle, room = _free_part(begin, begin + size, marks.get(name), 0.025 * width)
+            if room > 0.09 * width:
                 # On a hatch a number needs ground to stand on.
                 ground: dict[str, Any] = {"bbox": {"fc": "white", "ec": "none", "pad": 1.2}} if hatch else {}
                 ink = INK if hatch else text_color_on(color)
-                middle = begin + size / 2
                 ax.text(middle, place, f"{size:.3g}", ha="center", va="center", color=ink, fontsize=7.5, **ground)
             begin += size
     ax.set_yticks(range(len(bars)), list(bars))
@@ -129,6 +131,14 @@ def _draw(ax: Axes, bars: Mapping[str, Mapping[str, int]], names: list[str], sca
     ax.tick_params(axis="y", length=0)
     ax.grid(axis="x", color=MUTED, alpha=0.25, lw=0.6)
     ax.set_axisbelow(True)
+
+
+def _free_part(begin: float, end: float, mark: float | None, radius: float) -> tuple[float, float]:
+    """The middle and the length of the longest stretch that a mark leaves free."""
+    if mark is None or not begin - radius < mark < end + radius:
+        return (begin + end) / 2, end - begin
+    length, low, high = max((high - low, low, high) for low, high in ((begin, mark - radius), (mark + radius, end)))
+    return (low + high) / 2, length
 
 
 def _alt(bars: Mapping[str, Mapping[str, int]], measured: Mapping[str, int], limit_bytes: int | None) -> str:

@@ -44,7 +44,7 @@ def roofline(
         ax.plot(xs, ys, color=INK, lw=1.6, label="roofline: the slower of computation and bus")
         if predicted:
             x, y = [x / scale for x, _ in predicted], [1000 * y for _, y in predicted]
-            ax.plot(x, y, ls="", marker="x", ms=8, mec=INK, mew=1.3, label="predicted for these limits")
+            ax.plot(x, y, ls="", marker="x", ms=8, mec=INK, mew=1.3, label="predicted, block by block")
         if (knee := _knee(line)) is not None:
             ax.axvline(knee / scale, color=MUTED, ls=":", lw=1.0)
             # On either side only where the words have room.

@@ -116,6 +116,16 @@ def has_plain_parameters(notebook: NotebookNode, path: Path) -> Iterator[str]:
         yield f"{_name(index, cell)} sets no world_size"
 
 
+def uses_its_parameters(notebook: NotebookNode, path: Path) -> Iterator[str]:
+    """Every parameter occurs in another cell: one that does nothing promises something."""
+    cells = [cell for _, cell in _code(notebook)]
+    rest = "\n".join(cell.source for cell in cells if "parameters" not in _tags(cell))
+    for cell in cells:
+        for name in re.findall(r"^(\w+) =", cell.source, re.MULTILINE) if "parameters" in _tags(cell) else []:
+            if not re.search(rf"\b{name}\b", rest):
+                yield f"the parameter {name} is used nowhere"
+
+
 def has_setup_cell(notebook: NotebookNode, path: Path) -> Iterator[str]:
     """The code cell after the parameters loads labkit."""
     code = list(_code(notebook))
@@ -228,6 +238,7 @@ CHECKS: tuple[Check, ...] = (
     names_the_kernel,
     has_one_title,
     has_plain_parameters,
+    uses_its_parameters,
     has_setup_cell,
     has_short_cells,
     has_code_that_compiles,

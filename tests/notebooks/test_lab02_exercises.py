@@ -308,6 +308,18 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
             lambda saved, *_: range(len(saved) - 1), "more than needed", "Keeping everything already fits", id="all but last"
         ),
         pytest.param(lambda *_: [], "too many", "all its own activations are there as well", id="none"),
+        pytest.param(
+            ("return min(fitting,", "return set(blocks) - set(min(fitting,", "block in choice))", "block in choice)))"),
+            "more than needed",
+            "return the others",
+            id="the blocks to keep",
+        ),
+        pytest.param(
+            ("return min(fitting,", "return [place + 1 for place in min(fitting,", "block in choice))", "block in choice))]"),
+            "too many",
+            "Places count from 0",
+            id="places from 1",
+        ),
         pytest.param(greedy, "more than needed", "Try all choices", id="greedy"),
         pytest.param(
             (PEAK, "peak = held"), "too many", "all its own activations are there as well", id="own activations forgotten"
@@ -352,7 +364,13 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
     ],
 )
 def test_wrong_choices_are_refused(wrong: Any, measured: str, hint: str) -> None:
-    choose = wrong if callable(wrong) else defined_by(changed("choose", *wrong), "choose")
+    if callable(wrong):
+        choose = wrong
+    else:
+        source = exercise("choose")
+        for old, new in zip(wrong[::2], wrong[1::2], strict=True):
+            source = with_mistake(source, old, new)
+        choose = defined_by(source, "choose")
     with pytest.raises(ExerciseError, match=measured) as caught:
         lab02.check_choose(choose)
     assert re.search(hint, str(caught.value)), caught.value

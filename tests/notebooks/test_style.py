@@ -13,7 +13,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from tests import scripts
 from tests.notebooks import conventions
 
-PARAMETERS = "world_size = 4  # ranks\nsizes = [1, 2]  # rows"
+PARAMETERS = "world_size = 4  # ranks"
 
 
 @pytest.mark.parametrize("check", conventions.CHECKS, ids=lambda check: check.__name__)
@@ -142,6 +142,11 @@ BREAKAGES: list[tuple[conventions.Check, Callable[[NotebookNode], None], str]] =
     (conventions.has_plain_parameters, _source(1, "world_size = 2 * n  # ranks"), "no literal"),
     (conventions.has_plain_parameters, _source(1, "world_size = 4"), "no comment"),
     (conventions.has_plain_parameters, _source(1, "n = 4  # rows"), "sets no world_size"),
+    (
+        conventions.uses_its_parameters,
+        _source(1, "world_size = 4  # ranks\nsizes = [1, 2]  # rows"),
+        "the parameter sizes is used nowhere",
+    ),
     (conventions.has_setup_cell, _source(2, "import labkit"), "`%load_ext labkit`"),
     (conventions.has_short_cells, _source(4, "1\n" * 26), "has 26 lines, more than 25"),
     (conventions.has_short_cells, _long_median, "the median code cell has"),

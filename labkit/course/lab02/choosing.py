@@ -92,7 +92,10 @@ def _judge(saved: list[int], inputs: list[int], seconds: list[float], limit: int
     case = f"blocks that save {saved}, inputs {inputs}, seconds {seconds}, limit {limit}: recomputing {sorted(chosen)}"
     if peak > limit:
         between = sum(inputs[place] if place in chosen else own for place, own in enumerate(saved[:-1]))
-        if peak_bytes(saved, [0] * len(saved), chosen) <= limit:
+        lower = {place - 1 for place in chosen}
+        if min(lower, default=-1) >= 0 and peak_bytes(saved, inputs, lower) <= limit:
+            hint = "One place lower, each of them, and it fits. Places count from 0."
+        elif peak_bytes(saved, [0] * len(saved), chosen) <= limit:
             hint = "It would fit if nothing were held of a recomputed block. But it keeps its input."
         elif between <= limit:
             hint = (
@@ -110,10 +113,18 @@ def _judge(saved: list[int], inputs: list[int], seconds: list[float], limit: int
 def _hint_for_time(saved: list[int], inputs: list[int], seconds: list[float], limit: int, chosen: set[int]) -> str:
     last, every = len(saved) - 1, set(range(len(saved)))
     if last in chosen and peak_bytes(saved, inputs, chosen - {last}) <= limit:
-        return "Recomputing the last block saves nothing: its activations are there when it runs, and backward begins with it."
+        hint = "Recomputing the last block saves nothing: its activations are there when it runs, and backward begins with it."
+        if chosen == every and peak_bytes(saved, inputs, ()) <= limit:
+            hint += " Here nothing has to be recomputed at all. If these are the blocks to keep, return the others."
+        return hint
     if chosen == every:
         return "Recomputing all always fits, if anything does. Keep as much as the limit allows."
+    others = every - chosen
+    if peak_bytes(saved, inputs, others) <= limit and _time(seconds, others) == _least(saved, inputs, seconds, limit):
+        return "These are the blocks to keep. Return the ones to recompute."
     kept_peak = peak_bytes(saved, inputs, ())
+    if kept_peak <= limit and len(chosen) == last:
+        return "Keeping everything already fits, so nothing has to be recomputed."
     if kept_peak == limit and _time(seconds, chosen) == _least(saved, inputs, seconds, limit - 1):
         return "This is the best choice for a limit that is one byte lower. A peak equal to the limit fits."
     if kept_peak <= limit:

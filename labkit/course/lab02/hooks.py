@@ -91,7 +91,10 @@ def check_hooks(pool: Pool, *, timeout_s: float = 60.0) -> str:
     )
 
 
-_CHANGED = "A tensor has to come back with the dtype and the values that it left with; gradients are exact or wrong."
+_CHANGED = (
+    "A tensor has to come back with the dtype, the shape and the values that it left with, also one that pack left where it was. "
+    "Gradients are exact or wrong."
+)
 _MIXED_UP = {
     "views": "Two tensors can be views of one piece of memory, with other shapes. The memory alone does not name a tensor.",
     "reused": "Memory that is freed during forward is used again for the next tensor. An address does not name a tensor for good.",

@@ -52,8 +52,8 @@ def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: flo
         if answer != truth:
             built = "(".join([*order, "block"]) + ")" * len(order)
             refuse(
-                f"{built}: you say that {answer[0]} moves and a block runs {_times(answer[1])}.",
-                f"{truth[0]} ({moved_bytes:,} bytes in two blocks), and {_times(truth[1])}, as counted on the ranks.",
+                f"{built}: you say that {_WHAT[answer[0]]} and a block runs {_times(answer[1])}.",
+                f"{_WHAT[truth[0]]} ({moved_bytes:,} bytes in two blocks), and it runs {_times(truth[1])}, as the ranks counted.",
                 _hint(order, answer, truth),
             )
     return f"Solved: {len(ORDERS)} orders, all as counted on the ranks."
@@ -81,14 +81,16 @@ def _hint(order: Order, answer: Outcome, truth: Outcome) -> str:
     return "Who is asked what to do with a saved tensor, and what does it do?"
 
 
+_WHAT = {"nothing": "nothing moves", "inputs": "the inputs move", "everything": "everything moves"}
+
+
 def _times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
 def _as_outcome(answer: Any) -> Outcome:
-    words = ("nothing", "inputs", "everything")
-    if not (isinstance(answer, tuple | list) and len(answer) == 2 and answer[0] in words and isinstance(answer[1], int)):
-        raise ExerciseError(f"outcome returned {answer!r}. It has to return a pair of one of {', '.join(words)} and a number.")
+    if not (isinstance(answer, tuple | list) and len(answer) == 2 and answer[0] in _WHAT and isinstance(answer[1], int)):
+        raise ExerciseError(f"outcome returned {answer!r}. It has to return a pair of one of {', '.join(_WHAT)} and a number.")
     return answer[0], answer[1]
 
 
