@@ -78,7 +78,7 @@ def _executed() -> NotebookNode:
         _code("show()", widget),
         _code("wide()", new_output("display_data", data={"text/html": WIDE, "text/plain": "wide"})),
         new_markdown_cell("## Summary"),
-        _code("recap", _stream("the recap gives 99.25 away"), tags=("recap",)),
+        _code("Markdown(f'No, it is {gap}')", _stream("the recap gives 99.25 away"), tags=("recap",)),
     ]
     for number, cell in enumerate(cells):
         cell.id = f"L7-{number:02}"
@@ -111,7 +111,11 @@ def _student_texts(made: Made) -> Iterator[tuple[str, str]]:
         yield path.name, _pdf_text(path) if path.suffix == ".pdf" else path.read_text(encoding="utf-8")
     with zipfile.ZipFile(made.handouts.zips["student"]) as packed:
         for name in packed.namelist():
-            yield name, packed.read(name).decode("utf-8", errors="replace")
+            # Bytes of a compressed file can spell any number; its text has been looked at.
+            if name.endswith(".pdf"):
+                assert packed.read(name) == (made.handouts.folders["student"] / Path(name).name).read_bytes()
+            else:
+                yield name, packed.read(name).decode("utf-8", errors="replace")
 
 
 def _pdf_text(path: Path) -> str:
@@ -151,11 +155,21 @@ def test_a_students_notebook_has_holes_an_open_prediction_and_no_trace_of_the_ru
         "<details><summary>What to notice: open this" in source and source.endswith("More rows follow.") for source in sources
     )
     assert set(notebook.metadata) == {"kernelspec", "language_info"}
-    assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
+    assert all(set(cell.metadata) <= {"tags", "jupyter"} for cell in notebook.cells)
     assert "world_size = 3" not in sources
     assert len({cell.id for cell in notebook.cells}) == len(notebook.cells)
     (kept,) = [cell for cell in notebook.cells if cell.source.startswith("print('x'")]
     assert LONG_END in kept.outputs[0].text
+
+
+def test_the_answers_in_a_summary_s_source_are_folded_in_notebooks_and_on_no_page(made: Made) -> None:
+    for audience, folder in made.handouts.folders.items():
+        notebook = nbformat.read(folder / "07_lab.ipynb", as_version=4)
+        assert notebook.cells[-1].metadata["jupyter"] == {"source_hidden": True}
+        page = (folder / "07_lab.html").read_text()
+        assert "No, it is" not in page
+        assert ("stands here when the notebook has run" in page) == (audience == "student")
+        assert ("99.25" in page) == (audience == "instructor")
 
 
 def test_the_instructors_notebook_says_what_to_expect_how_long_it_takes_and_what_goes_wrong(made: Made) -> None:

@@ -50,6 +50,9 @@ def clean_copy(notebook: NotebookNode) -> NotebookNode:
             continue
         cell = copy.deepcopy(original)
         cell.metadata = {"tags": sorted(tags(original))} if tags(original) else {}
+        if "recap" in tags(original):
+            # Its source is the text with the answers, before the numbers are filled in.
+            cell.metadata["jupyter"] = {"source_hidden": True}
         if cell.cell_type == "markdown":
             # Without blank lines around it, what is folded is HTML and no markdown.
             cell.source = re.sub(r"</summary>\s*", "</summary>\n\n", re.sub(r"\s*</details>", "\n\n</details>", cell.source))
