@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
+from labkit.checkpoint.names import wrappers_in
 
 OPTIMIZER_STATE_NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "step"}
@@ -76,3 +77,9 @@ def model_prefix(checkpoint: Checkpoint) -> str:
     if len(heads) > 1:  # averaged weights, a teacher: take the one that is called what everybody calls it
         heads = {head: None for head in heads if head in _MODEL_ROOTS}
     return f"{next(iter(heads))}." if len(heads) == 1 else ""
+
+
+def wrappers_of(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many tensors' names carry each wrapper's part, as :func:`wrappers_in` counts them."""
+    prefix = model_prefix(checkpoint)
+    return wrappers_in(entry.key.removeprefix(prefix if entry.section == "model" else "") for entry in checkpoint.tensors.values())

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry, ValueEntry, writer_rank
-from labkit.checkpoint.names import counted, wrappers_in
+from labkit.checkpoint.names import counted
+from labkit.checkpoint.sections import wrappers_of
 from labkit.ranks import format_ranks
 
 KINDS = {
@@ -71,7 +72,7 @@ def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bo
         "step": checkpoint.step,
         "metadata": checkpoint.metadata,
         "totals": totals(checkpoint),
-        "wrappers": wrappers_in(checkpoint.tensors),
+        "wrappers": wrappers_of(checkpoint),
         "tied": ties(checkpoint),
         "notes": checkpoint.notes,
         "opaque": list(checkpoint.opaque),
@@ -184,6 +185,8 @@ def render(
             for chunk in entry.chunks:
                 table.add_row(*map(printable, _chunk_row(chunk)), style="dim")
     parts: list[RenderableType] = [_summary(checkpoint), table]
+    if patterns and not entries:
+        parts.append(Text(f"No tensor's name matches {' or '.join(map(repr, patterns))}.", style="italic"))
     if len(shown) < len(entries):
         parts.append(Text(f"and {counted(len(entries) - len(shown), 'more tensor')} (rows=None, --all: every one)", style="italic"))
     parts.extend(_values_table(checkpoint.values.values(), patterns, rows))
@@ -264,7 +267,7 @@ def _summary(checkpoint: Checkpoint) -> Text:
     writers = sorted({rank for file in checkpoint.files for rank in [writer_rank(file)] if rank is not None})
     if writers:
         lines.append(f"written by ranks {format_ranks(writers)}" if len(writers) > 1 else f"written by rank {writers[0]}")
-    wrappers = wrappers_in(checkpoint.tensors)
+    wrappers = wrappers_of(checkpoint)
     if wrappers:
         lines.append("wrappers in names: " + ", ".join(f"{name} ({count})" for name, count in wrappers.items()))
     for group in ties(checkpoint):

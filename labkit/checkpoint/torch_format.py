@@ -117,6 +117,11 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
             )
         if not magic:
             raise IncompleteCheckpointError(path, "it is empty")
+        if magic.startswith(b"\x80"):
+            raise CheckpointFormatError(
+                path,
+                "it is a plain pickle and no torch.save archive. Where you trust it, load it with pickle and save it with torch.save.",
+            )
         archive = TorchArchive(file, path, 0, path.stat().st_size)
         state, result.opaque = archive.load(unknown)
         if isinstance(state, Record) and not isinstance(state.state.get("_local_tensor"), TensorRef):

@@ -66,11 +66,13 @@ def verify(
             entries = list(checkpoint.tensors.values())
             verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers)
             verify_data.check_moments(checkpoint, report, workers)
-        if built is not None:
+        if built is not None and not verify_against.is_flat(checkpoint, report):
             verify_against.check_model(checkpoint, built, report)
         if against is not None and not missing:
             other = open_checkpoint(against, unknown="opaque")
-            verify_against.check_against(checkpoint, other, report, workers, reading.advance)
+            flat = [verify_against.is_flat(side, report) for side in (checkpoint, other)]
+            if not any(flat):
+                verify_against.check_against(checkpoint, other, report, workers, reading.advance)
     report.findings.sort(key=lambda finding: (finding.severity != "error", finding.code, finding.where))
     return report
 
@@ -80,5 +82,6 @@ def _check_index(checkpoint: Checkpoint, report: Report, model: nn.Module | None
     verify_index.check_coverage(checkpoint, report)
     verify_index.check_byte_ranges(checkpoint, report)
     verify_index.check_names(checkpoint, report)
-    trainable = None if model is None else verify_against.trainable_names(model)
+    flat = any(entry.flat for entry in checkpoint.section("model"))
+    trainable = None if model is None or flat else verify_against.trainable_names(model)
     verify_index.check_optimizer(checkpoint, report, trainable)

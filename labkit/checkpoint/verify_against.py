@@ -10,7 +10,7 @@ from torch import nn
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
-from labkit.checkpoint.names import canonical_fqn, match_names
+from labkit.checkpoint.names import canonical_fqn, counted, match_names
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.verify_data import Progress, each
@@ -57,6 +57,20 @@ def model_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """The model's tensors by their names in the model: without the nesting that the checkpoint put around them."""
     prefix = model_prefix(checkpoint)
     return {entry.key.removeprefix(prefix): entry for entry in checkpoint.section("model")}
+
+
+def is_flat(checkpoint: Checkpoint, report: Report) -> bool:
+    """Whether a checkpoint holds flat parameters, which nothing can be compared with; then that is the one finding."""
+    flat = [entry.key for entry in checkpoint.section("model") if entry.flat]
+    if flat and not any(finding.code == "flat-parameters" and finding.where == str(checkpoint.path) for finding in report.findings):
+        report.error(
+            "flat-parameters",
+            checkpoint.path,
+            f"it holds {counted(len(flat), 'flat parameter')} of FSDP1 (a LOCAL state dict), whose parts have no names and shapes. "
+            "Migrate it, and verify the result: labkit checkpoint migrate SRC DST --model FILE.py:FUNCTION",
+            "DCP and FSDP2 find none of the model's parameters",
+        )
+    return bool(flat)
 
 
 def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:

@@ -16,9 +16,9 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry
-from labkit.checkpoint.names import counted, wrappers_in
+from labkit.checkpoint.names import counted, match_names
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.sections import optimizer_roots, parts
+from labkit.checkpoint.sections import optimizer_roots, parts, wrappers_of
 
 _LATE_S = 2.0
 
@@ -146,7 +146,7 @@ def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
 
 def check_names(checkpoint: Checkpoint, report: Report) -> None:
     """Wrappers' parts in names, names outside the allow-list."""
-    for wrapper, count in wrappers_in(checkpoint.tensors).items():
+    for wrapper, count in wrappers_of(checkpoint).items():
         if wrapper != "_flat_param":
             report.warning(
                 "wrapped-name",
@@ -185,7 +185,8 @@ def check_optimizer(checkpoint: Checkpoint, report: Report, trainable: set[str] 
             )
         _compare_pieces(prefix, pieces, named, report)
         if trainable is not None and not numbered:
-            for name in sorted(trainable - pieces.keys()):
+            # Wrappers are in the optimizer's names as in the model's.
+            for name in sorted(trainable - set(match_names(pieces, trainable).values())):
                 report.error(
                     "no-state",
                     f"{prefix}.state.{name}",
@@ -252,9 +253,12 @@ def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
                 "unpublished", checkpoint.path, "the step has no manifest: its save did not finish", "torch loads it all the same"
             )
         return None
+    known = {finding.where for finding in report.findings if finding.code in ("missing-file", "short-file")}
     for name, total in found.files.items():
         size = _size(checkpoint.path / name)
-        if size != total.size:
+        if size < 0 and str(checkpoint.path / name) not in known:
+            report.error("missing-file", checkpoint.path / name, "the manifest names this file and it is missing", "a load fails")
+        elif size >= 0 and size != total.size and str(checkpoint.path / name) not in known:
             report.error(
                 "changed-size",
                 checkpoint.path / name,

@@ -255,6 +255,46 @@ def test_a_model_is_compared_in_both_directions(store: Path, monkeypatch: pytest
             verify(store, model=spec)
 
 
+def wrapped(state: dict[str, Any], prefix: str) -> dict[str, Any]:
+    return {prefix + name: value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_an_optimizer_s_names_may_carry_wrappers_and_the_wrappers_are_told(tmp_path: Path, prefix: str) -> None:
+    model, optimizer = trained()
+    state = checkpoint.optimizer_state(optimizer, {("model",): model})
+    groups = [{**group, "params": [prefix + name for name in group["params"]]} for group in state["param_groups"]]
+    saved = {"state": wrapped(state["state"], prefix), "param_groups": groups}
+    torch.save({"model": wrapped(model.state_dict(), prefix), "optim": saved}, tmp_path / "full.pt")
+    found = verify(tmp_path / "full.pt", model=build)
+    assert found.ok, [finding.line() for finding in found.findings]
+    assert {finding.code for finding in found.findings} == {"wrapped-name"}
+    assert all(any(repr(part) in finding.what for finding in found.findings) for part in prefix.split(".")[:-1])
+
+
+def test_flat_parameters_are_one_finding_that_says_to_migrate(tmp_path: Path, store: Path) -> None:
+    (tmp_path / "local").mkdir()
+    for rank in range(2):
+        torch.save({"_flat_param": torch.zeros(22)}, tmp_path / "local" / f"ckpt_rank_{rank}_of_2.pt")
+    for options in ({"model": build}, {"against": store}):
+        (finding,) = verify(tmp_path / "local", **options).findings  # type: ignore[arg-type]
+        assert finding.code == "flat-parameters"
+        assert "labkit checkpoint migrate" in finding.what
+
+
+@pytest.mark.parametrize("damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 100)], ids=["missing", "cut"])
+def test_one_fault_of_a_file_is_one_finding(store: Path, damage: Callable[[Path], None]) -> None:
+    damage(store / "__0_0.distcp")
+    found = [finding.code for finding in verify(store, data=False).findings if finding.where.endswith("__0_0.distcp")]
+    assert found in (["missing-file"], ["short-file"])
+
+
+def test_a_plain_pickle_is_called_one(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(pickle.dumps({"a": 1}))
+    (finding,) = verify(tmp_path / "x.pt").findings
+    assert "a plain pickle" in finding.what
+
+
 def test_another_checkpoint_is_compared_bit_for_bit(store: Path, tmp_path: Path) -> None:
     model, _ = trained()
     state: dict[str, Any] = {f"module.{name}": value.clone() for name, value in model.state_dict().items()}
