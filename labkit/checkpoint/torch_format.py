@@ -120,7 +120,7 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
         if magic.startswith(b"\x80"):
             raise CheckpointFormatError(
                 path,
-                "it is a plain pickle and no torch.save archive. Where you trust it, load it with pickle and save it with torch.save.",
+                "it is a plain pickle, no torch.save archive. Where you trust it, load it with pickle and save it with torch.save.",
             )
         archive = TorchArchive(file, path, 0, path.stat().st_size)
         state, result.opaque = archive.load(unknown)
