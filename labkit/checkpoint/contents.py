@@ -129,7 +129,7 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
     differing: list[str] = []
     with Reader(checkpoint, checksums=True) as reader:
         for entry in checkpoint.tensors.values():
-            if entry.replicas and not is_moment_piece(entry) and not _copies_agree(reader, entry):
+            if entry.replicas and not is_moment_piece(entry) and not copies_agree(reader, entry):
                 if entry.section == "other":
                     roots.add(str(entry.path[0]))
                 else:
@@ -152,7 +152,8 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
     return roots
 
 
-def _copies_agree(reader: Reader, entry: TensorEntry) -> bool:
+def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
+    """Whether the copies of a tensor in further rank files have the same bits as the first."""
     for table in entry.replicas:
         for chunk in table:
             if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table)):

@@ -103,11 +103,21 @@ class FQNMismatchError(CheckpointMismatchError):
     Attributes:
         missing: Names that the receiving side has and the checkpoint lacks.
         unexpected: Names that the checkpoint has and the receiving side lacks.
+
+    ``problems`` are sentences about names that are neither.
     """
 
-    def __init__(self, path: object, *, missing: Sequence[str] = (), unexpected: Sequence[str] = (), advice: str = "") -> None:
+    def __init__(
+        self,
+        path: object,
+        *,
+        missing: Sequence[str] = (),
+        unexpected: Sequence[str] = (),
+        problems: Sequence[str] = (),
+        advice: str = "",
+    ) -> None:
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
-        problems = [f"missing in the checkpoint: {name}" for name in self.missing]
+        problems = [*problems, *(f"missing in the checkpoint: {name}" for name in self.missing)]
         problems += [f"unexpected in the checkpoint: {name}" for name in self.unexpected]
         super().__init__(path, problems, advice=advice)
 

@@ -12,8 +12,10 @@ from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
 from labkit.checkpoint.engine import Result, run
 from labkit.checkpoint.entry_names import split_model, split_state
-from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
+from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, FQNMismatchError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
+from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.rank_shares import is_flat, moment_shares
 from labkit.checkpoint.writers import DcpWriter, OutFile, Piece
 from labkit.progress import task
 from labkit.spmd.layouts import DATA_AXES, parse_mesh
@@ -71,6 +73,7 @@ def reshard(
         workers: Files that are written at the same time.
 
     Raises:
+        FQNMismatchError: There are flat parameters, or moments of which each rank's file has a share: migrate them first.
         CheckpointError: The mesh cannot be read, a rule names no axis, or a dim that a tensor does not have; and as
             :func:`labkit.checkpoint.migrate`.
 
@@ -88,12 +91,24 @@ def reshard(
             else f"the mesh {axes} has no ranks. Every axis has at least 1."
         )
     checkpoint = open_checkpoint(source)
+    _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
     files = _files(contents, axes, rules)
+    _note_idle(contents, rules)
     writer = DcpWriter(files, plain=_plain(contents))
     options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
     with task("reshard", checkpoint.size_bytes) as writing:
         return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
+
+
+def _refuse_shares(checkpoint: Checkpoint) -> None:
+    shares = [entry for entry in checkpoint.tensors.values() if is_flat(entry)] or moment_shares(checkpoint)
+    if shares:
+        raise FQNMismatchError(
+            checkpoint.path,
+            problems=[f"{entry.key} is a flat vector in pieces, and does not say whose" for entry in shares],
+            advice="Take it apart first: labkit checkpoint migrate OLD NEW --model FILE.py:FUNCTION. Then reshard the result.",
+        )
 
 
 def _axes(mesh: int | str | Mapping[str, int]) -> dict[str, int]:
@@ -133,6 +148,13 @@ def _files(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRul
     return kept
 
 
+def _note_idle(contents: Contents, rules: Sequence[ShardRule]) -> None:
+    names = {_name(contents, tensor) for tensor in contents.tensors if tensor.section != "other"}
+    for rule in rules:
+        if not fnmatch.filter(names, rule.pattern):
+            contents.notes.append(f"the shard pattern {f'{rule.axis}:{rule.pattern}'!r} matches nothing")
+
+
 def _owner(item: OutTensor | OutValue, rank: int, num_ranks: int) -> int:
     """Per-rank values go into their own rank's file, where that rank still exists."""
     for part in item.path:
@@ -142,10 +164,14 @@ def _owner(item: OutTensor | OutValue, rank: int, num_ranks: int) -> int:
     return rank
 
 
+def _name(contents: Contents, tensor: OutTensor) -> str:
+    split = split_state(tensor.path) if tensor.section == "optimizer" else None
+    return split[1] if split is not None else split_model(contents, tensor.path)[1]
+
+
 def _placements(contents: Contents, tensor: OutTensor, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> list[Placement]:
     shape = tensor.source.shape
-    split = split_state(tensor.path) if tensor.section == "optimizer" else None
-    name = split[1] if split is not None else split_model(contents, tensor.path)[1]
+    name = _name(contents, tensor)
     if not shape or tensor.section == "other":
         return [None] * len(axes)
     inner: list[Placement] = []

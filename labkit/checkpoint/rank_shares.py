@@ -1,0 +1,36 @@
+"""Find the entries of which each rank's file has a share only, so that none passes for the whole."""
+
+from __future__ import annotations
+
+from labkit.checkpoint.contents import copies_agree
+from labkit.checkpoint.model import Checkpoint, TensorEntry
+from labkit.checkpoint.names import FLAT_PARAMETER
+from labkit.checkpoint.read import Reader
+from labkit.checkpoint.sections import is_moment_piece
+
+
+def is_flat(entry: TensorEntry) -> bool:
+    """Whether a model's tensor is a flat parameter of FSDP1, or an optimizer's tensor is state of one."""
+    keys = [part for step in entry.path for part in str(step).split(".")]
+    return entry.flat or (entry.section != "other" and FLAT_PARAMETER in keys[-2:])
+
+
+def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
+    """The numbered moments of which the rank files hold different pieces, end to end in rank order.
+
+    Moments that are the same in every rank's file are copies, unless the model is flat: then each is a share.
+
+    Ranks: local. Reads the moments that all files have in one shape.
+    """
+    flat = any(entry.flat for entry in checkpoint.tensors.values())
+    if checkpoint.kind != "torch_ranks" and not flat:
+        return []
+    num_ranks = int(checkpoint.metadata.get("ranks", 1))
+    shares = []
+    with Reader(checkpoint, checksums=True) as reader:
+        for entry in checkpoint.tensors.values():
+            if is_moment_piece(entry) and len(entry.chunks) == 1:
+                whole = not flat and all(chunk.sizes == entry.shape for table in (entry.chunks, *entry.replicas) for chunk in table)
+                if not whole or len(entry.replicas) + 1 < num_ranks or not copies_agree(reader, entry):
+                    shares.append(entry)
+    return shares
