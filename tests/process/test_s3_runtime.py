@@ -6,12 +6,25 @@ import math
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 import labkit
+from labkit.errors import RunTimeoutError, WorkerDiedError
+from labkit.spmd.events import Trace
+from labkit.spmd.model import Block, Transformer, next_token_loss
+from labkit.spmd.sharding import shard_model
+from labkit.spmd.trace import record_events
 from tests.process.s3_scenarios import (
     NUM_STEPS,
+    SMALL,
     STRATEGIES,
     WRAPS,
+    batches,
+    mesh_of_all,
+    small_model,
+    traced,
     traced_fsdp1,
     traced_fsdp2,
     train_ddp,
@@ -90,3 +103,64 @@ def test_s3_2_the_order_is_the_one_that_the_notebook_explains(pool: labkit.Worke
     assert trace.order(names=False, phase="backward") == backward
     without = pool.run(traced_fsdp1, pool.device, "auto", "FULL_SHARD", "none", timeout_s=90)[0]
     assert without.order(names=False, phase="backward") == ("U 2", "R 2", "U 1", "R 1", "U 0", "R 0", "R root")
+
+
+class BlockDrop(Transformer):
+    """The last rank runs its middle block and does not use the output: thrown away, or in the graph with weight zero."""
+
+    in_graph = False
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, seq = self.embed(tokens), tokens.shape[1]
+        for place, block in enumerate(self.layers):
+            y = block(x, self.rope_cos[:seq], self.rope_sin[:seq])
+            if place == 1 and dist.get_rank() == dist.get_world_size() - 1:
+                x = x + 0 * y if self.in_graph else x
+            else:
+                x = y
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def block_drop(in_graph: bool) -> BlockDrop:
+    model = BlockDrop(SMALL)
+    model.load_state_dict(small_model("cpu").state_dict())
+    model.in_graph = in_graph
+    shard_model(model, mesh_of_all("cpu"), blocks=Block)
+    return model
+
+
+def evaluated_without_its_output() -> Trace:
+    model = block_drop(in_graph=False)
+    with torch.no_grad(), record_events(model) as recording:
+        next_token_loss(model, batches("cpu", 1)[0])
+    return recording.trace()
+
+
+def trained_with_weight_zero() -> Trace:
+    return traced(block_drop(in_graph=True), "cpu")
+
+
+def trained_without_its_output() -> None:
+    next_token_loss(block_drop(in_graph=False), batches("cpu", 1)[0]).backward()
+
+
+def test_an_output_that_one_rank_throws_away_keeps_the_ranks_in_step_without_backward(pool: labkit.WorkerPool) -> None:
+    traces = pool.run(evaluated_without_its_output, timeout_s=90)
+    assert {trace.order() for trace in traces.values()} == {traces[0].order()}
+    assert all(trace.counts() == {"all_gather": 4} for trace in traces.values())
+
+
+def test_a_block_with_weight_zero_keeps_the_ranks_in_step_through_backward(pool: labkit.WorkerPool) -> None:
+    traces = pool.run(trained_with_weight_zero, timeout_s=90)
+    assert {trace.order() for trace in traces.values()} == {traces[0].order()}
+    assert all(trace.counts() == {"all_gather": 7, "reduce_scatter": 4} for trace in traces.values())
+
+
+def test_backward_of_an_output_that_one_rank_throws_away_ends_a_rank_or_hangs(pool: labkit.WorkerPool) -> None:
+    # Where the reduction of the others meets a smaller call of this rank, gloo ends the process.
+    try:
+        with pytest.raises((WorkerDiedError, RunTimeoutError), match=r"SIGABRT|did not finish"):
+            pool.run(trained_without_its_output, timeout_s=10)
+    finally:
+        pool.restart()
