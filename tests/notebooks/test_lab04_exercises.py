@@ -47,7 +47,7 @@ def changed(name: str, old: str, new: str) -> str:
 def test_the_notebook_s_event_order_passes_with_every_number_of_ranks(pool: labkit.WorkerPool) -> None:
     line = lab04.check_event_order(pool, defined_by(exercise("event_order"), "event_order"))
     ranks = "1 rank" if pool.world_size == 1 else f"{pool.world_size} ranks"
-    assert line == f"Solved: 16 orders with 152 events together, equal to what {ranks} recorded."
+    assert line == f"Solved: 12 orders with 120 events together, equal to what {ranks} recorded."
 
 
 def order_with(
@@ -66,7 +66,7 @@ def order_with(
                 events.append(f"U {b}")
             if gathers and prefetch and b > 0 and not other.get("forwards", False):
                 events.append(f"U {b - 1}")
-            if frees:
+            if frees and not (other.get("kept_for_ever", False) and not reshard):
                 events.append(f"R {b}")
         if not frees:
             events += [f"R {b}" for b in reversed(blocks)]
@@ -96,6 +96,18 @@ def order_with(
         ),
         pytest.param(order_with(forwards=True), "event 8 is 'U 0'", "from the last to the first", id="wrong direction"),
         pytest.param(
+            order_with(kept_for_ever=True),
+            "reshard=False, prefetch=True: event 5 is 'R root'",
+            "There each is freed when its own backward is over",
+            id="kept for ever",
+        ),
+        pytest.param(
+            lambda *case: [text.replace("U ", "U layers.") for text in order_with()(*case)],
+            "event 1 is 'U layers.root'",
+            "Write the short names",
+            id="long names",
+        ),
+        pytest.param(
             lambda *_: ["U root"], "only 1 of 14 events are there in your order", "Compare with the picture", id="something else"
         ),
     ],
@@ -118,7 +130,11 @@ def test_something_that_is_no_list_of_texts_is_refused(pool: labkit.WorkerPool, 
 
 def test_the_notebook_s_formula_passes_with_every_number_of_ranks(pool: labkit.WorkerPool) -> None:
     line = lab04.check_collectives(pool, defined_by(exercise("collectives"), "collectives"))
-    assert line.startswith("Solved: 19 kinds of steps, ")
+    if pool.world_size == 1:
+        assert line.startswith("Solved: 19 kinds of steps, 135 unshards counted, ")
+        assert "the 88 reductions are those of the rule and not counted" in line
+    else:
+        assert line == "Solved: 19 kinds of steps, 135 gathers and 88 reductions counted, all as predicted."
 
 
 def counts_with(gathers: str, reductions: str = "(num_micro if sync_each else 1) * (num_blocks + 1)") -> Any:
@@ -136,13 +152,14 @@ PER_MICRO = "(1 + num_blocks + num_blocks * reshard)"
     [
         pytest.param(
             counts_with(f"{RIGHT} - (1 if keep else num_micro)", "(num_micro if sync_each else 1) * num_blocks"),
-            "you predict 6/3, 1 all-gathers too few and 1 reduce-scatters too few",
+            "3 blocks, 1 micro-batch, reshard=True, sync_each=True, keep=False: you predict 6/3, 1 all-gather too few and 1 "
+            "reduce-scatter too few",
             "The root is a group too",
             id="no root",
         ),
         pytest.param(
             counts_with(f"{RIGHT} + num_micro * reshard"),
-            "you predict 8/4, 1 all-gathers too many",
+            "you predict 8/4, 1 all-gather too many",
             "The root stays whole after forward",
             id="root again",
         ),
@@ -166,6 +183,12 @@ PER_MICRO = "(1 + num_blocks + num_blocks * reshard)"
             "you predict 7/4, 7 all-gathers too few",
             "spares reduce-scatters",
             id="no sync",
+        ),
+        pytest.param(
+            counts_with(f"{RIGHT} - (0 if sync_each else num_micro - 1) * num_blocks * reshard"),
+            "you predict 11/4, 3 all-gathers too few",
+            "still needs whole parameters",
+            id="no sync, backward",
         ),
         pytest.param(counts_with("7", "4"), "you predict 7/4", "Count the bars", id="a constant"),
     ],
@@ -261,24 +284,70 @@ def without_root(root: int, sizes: list[int], cap: int) -> list[int]:
             lambda root, sizes, cap: [1] * len(sizes), "3 more than needed", "A group per layer always fits", id="each alone"
         ),
         pytest.param(
-            lambda root, sizes, cap: [len(sizes)], "limit 5: your groups [8] keep 9", "Which groups are alive", id="all in one"
+            lambda root, sizes, cap: [len(sizes)], "limit 5: your groups [8] keep 9", "it is alive beside the root", id="all in one"
         ),
         pytest.param(
-            greedy(lambda root, size, cap: root + 2 * size > cap), "more than needed", "leaves room beside it", id="half the limit"
+            changed("wrap", "range(len(sizes))", "range(min(1, len(sizes) - 1), len(sizes))"),
+            "limit 9: your groups [2, 6] are 2 groups, 1 more than needed",
+            "One group of all layers is a cut too",
+            id="never a single group",
+        ),
+        pytest.param(
+            changed("wrap", "<= cap", "< cap").replace("raise ValueError", "return None  #"),
+            "root 1, layers [2, 2, 2, 2], limit 5: wrap returned None",
+            "A peak equal to the limit is within it",
+            id="below the limit",
+        ),
+        pytest.param(
+            changed("wrap", " or groups", ""),
+            "limit 5: wrap raised ValueError: max()",
+            "",
+            id="a single group forgotten",
+        ),
+        pytest.param(
+            greedy(lambda root, size, cap: root + 2 * size > cap),
+            "more than needed",
+            "One group of all layers",
+            id="half the limit",
+        ),
+        pytest.param(
+            lambda root, sizes, cap: (
+                [2, 1, 1, 1, 1] if (len(sizes), cap) == (6, 9) else defined_by(exercise("wrap"), "wrap")(root, sizes, cap)
+            ),
+            "root 3, layers [1, 1, 4, 1, 1, 1], limit 9: your groups [2, 4, 1, 1, 1] are 5 groups, 1 more than needed",
+            "leaves room beside it",
+            id="one group too many",
         ),
         pytest.param(lambda root, sizes, cap: [1], "[1] are 1 layers", "", id="layers left out"),
     ],
 )
 def test_wrong_wrappings_are_refused_with_one_case(pool: labkit.WorkerPool, wrong: Any, measured: str, hint: str) -> None:
+    function = defined_by(wrong, "wrap") if isinstance(wrong, str) else wrong
     with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
-        lab04.check_wrap(pool, wrong)
+        lab04.check_wrap(pool, function)
     assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize("pool", [1], indirect=True)
 def test_a_wrapping_that_is_no_list_is_refused(pool: labkit.WorkerPool) -> None:
     with pytest.raises(ExerciseError, match="a list of numbers"):
-        lab04.check_wrap(pool, lambda *_: None)  # type: ignore[arg-type,return-value]
+        lab04.check_wrap(pool, lambda *_: 7)  # type: ignore[arg-type,return-value]
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+@pytest.mark.parametrize("name", ["event_order", "collectives", "wrap"])
+def test_a_hole_and_an_answer_that_raises_are_told_apart(pool: labkit.WorkerPool, name: str) -> None:
+    def hole(*_: Any) -> Any:
+        raise NotImplementedError
+
+    def raising(*_: Any) -> Any:
+        return {}["R 7"]
+
+    check = getattr(lab04, f"check_{name}")
+    with pytest.raises(ExerciseError, match=f"{name} is not solved yet"):
+        check(pool, hole)
+    with pytest.raises(ExerciseError, match=rf"(reshard=True|limit 5).*: {name} raised KeyError: 'R 7'"):
+        check(pool, raising)
 
 
 # Exercise 4 -----------------------------------------------------------------------------------------------------------
@@ -288,9 +357,9 @@ def test_the_notebook_s_judge_passes(pool: labkit.WorkerPool) -> None:
     pool.run_cell(exercise("same_training"))
     line = lab04.check_same_training(pool)
     if pool.world_size == 1:
-        assert line == "Solved: 2 right runs accepted, 2 bugs refused. 4 of 8 runs need two ranks and were left out."
+        assert line == "Solved: 3 right runs accepted, 5 bugs refused. 4 of 12 runs need two ranks and were left out."
     else:
-        assert line == "Solved: 3 right runs accepted, 5 bugs refused."
+        assert line == "Solved: 4 right runs accepted, 8 bugs refused."
 
 
 def judge(expression: str) -> str:
@@ -343,6 +412,52 @@ def test_wrong_judges_are_refused_on_the_run_that_they_get_wrong(
     with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
         lab04.check_same_training(pool)
     assert hint in str(caught.value)
+
+
+NEAR_WEIGHTS = "near('weights', 1e-2, 1e-3)"
+SUMS = "all(abs(float((run[{0!r}][n] - reference[{0!r}][n]).sum())) < 1e-4 for n in reference[{0!r}])"
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("expression", "measured", "hint"),
+    [
+        pytest.param(EXACT, "one unit of its last place: refused", "another order", id="bit for bit"),
+        pytest.param(
+            f"{NEAR_WEIGHTS} and max(abs(a - b) for a, b in zip(run['losses'], reference['losses'])) < 1e-4",
+            "gradients twice as large, with the losses and weights of the reference: accepted",
+            "Compare the gradients too",
+            id="weights and losses",
+        ),
+        pytest.param(
+            f"{SUMS.format('gradients')} and {NEAR_WEIGHTS}",
+            "gradients one place further",
+            "plus and minus cancel",
+            id="sum of the gradients' differences",
+        ),
+        pytest.param(
+            f"near('gradients') and {SUMS.format('weights')}",
+            "weights one place further",
+            "plus and minus cancel",
+            id="sum of the weights' differences",
+        ),
+    ],
+)
+def test_a_judge_that_looks_at_one_part_or_at_sums_is_refused_with_two_ranks(
+    pool: labkit.WorkerPool, expression: str, measured: str, hint: str
+) -> None:
+    pool.run_cell(judge(expression))
+    with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
+        lab04.check_same_training(pool)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_a_judge_that_hangs_is_refused_within_the_limit(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(judge("dist.barrier() if dist.get_rank() == 0 else True"))
+    with pytest.raises(ExerciseError, match="same_training hangs") as caught:
+        lab04.check_same_training(pool, timeout_s=TIMEOUT_S)
+    assert "every rank has to reach it" in str(caught.value)
 
 
 @pytest.mark.parametrize("pool", [2], indirect=True)
@@ -438,6 +553,27 @@ def evaluation(*lines: str) -> str:
             id="sum",
         ),
         pytest.param(("return None",), "returned None on rank 0", "Return a number", id="nothing"),
+        pytest.param(
+            (
+                MOST.format(op="MAX"),
+                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                "total = torch.tensor([sum(losses), len(losses)]); dist.reduce(total, 0)",
+                "return (total[0] / total[1]).item() if rank == 0 else None",
+            ),
+            "returned None on rank 1",
+            "all_reduce gives them to each",
+            id="on rank 0 only",
+        ),
+        pytest.param(
+            (
+                MOST.format(op="MAX"),
+                LOSSES.format(batches="batches + [batches[0]] * (int(most) - len(batches))") + "[: len(batches)]",
+                TOTAL,
+            ),
+            "eval_loss fails when rank . has no batch at all",
+            "The filler is there for every rank",
+            id="its own first batch",
+        ),
     ],
 )
 def test_wrong_evaluations_are_refused_and_a_hang_is_explained(

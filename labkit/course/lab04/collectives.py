@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NoReturn
 
 from labkit.course.checks import Pool, hint_for, refuse
+from labkit.course.lab04.answers import answer_to
 from labkit.course.lab04.steps import StepCase, measured_once, recorded_step
 from labkit.errors import ExerciseError
 
@@ -28,25 +30,37 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
         A line with the number of steps that were counted.
 
     Raises:
-        ExerciseError: A count differs; the message shows the case and by how much.
+        ExerciseError: A count differs, or ``collectives`` raises; the message shows the case and by how much.
 
-    Ranks: controller. With one rank the runtime calls no collective: gathers are then counted as unshards, and reductions as
-    backward passes of blocks that reduce. Blocks for ``timeout_s`` and a few seconds at most.
+    Ranks: controller. With one rank the runtime calls no collective: unshards are counted in place of gathers, and reductions
+    follow from the rule. Blocks for ``timeout_s`` and a few seconds at most.
     """
     cases = [StepCase(3, True), StepCase(3, True, num_micro=2, sync_each=False), StepCase(3, True, num_micro=2, keep=True)]
     switches = product((1, 3), (True, False), (True, False), (False, True))
     cases += [StepCase(2, reshard, True, num_micro, sync_each, keep) for num_micro, reshard, sync_each, keep in switches]
     counted = measured_once(pool, _counts, cases, timeout_s=timeout_s)
     for case, truth in zip(cases, counted, strict=True):
-        answer = _as_counts(collectives(case.num_blocks, case.num_micro, case.reshard, case.sync_each, case.keep))
+        answer = _answer(collectives, case)
         if answer != truth:
             _refuse_counts(case, answer, truth, collectives, list(zip(cases, counted, strict=True)))
     gathers, reductions = (sum(column) for column in zip(*counted, strict=True))
+    if pool.world_size == 1:
+        return (
+            f"Solved: {len(cases)} kinds of steps, {gathers} unshards counted, all as predicted. One rank calls no collective: "
+            f"the {reductions} reductions are those of the rule and not counted."
+        )
     return f"Solved: {len(cases)} kinds of steps, {gathers} gathers and {reductions} reductions counted, all as predicted."
 
 
 def _counts(cases: list[StepCase]) -> list[Counts]:
-    return [_count(case) for case in cases]
+    steps = [_step_of(case) for case in cases]
+    counted = {step: _count(step) for step in dict.fromkeys(steps)}
+    return [counted[step] for step in steps]
+
+
+def _step_of(case: StepCase) -> StepCase:
+    """The case that makes the same calls: with one micro-batch, the last, the two switches between micro-batches do nothing."""
+    return replace(case, sync_each=True, keep=False) if case.num_micro == 1 else case
 
 
 def _count(case: StepCase) -> Counts:
@@ -62,6 +76,22 @@ def _count(case: StepCase) -> Counts:
     return trace.calls(UNSHARD)[1], reducing * len(trace.blocks)
 
 
+def _answer(collectives: Formula, case: StepCase) -> Counts:
+    arguments = (case.num_blocks, case.num_micro, case.reshard, case.sync_each, case.keep)
+    return _as_counts(answer_to(_setting(case), lambda: collectives(*arguments), "collectives"))
+
+
+def _setting(case: StepCase) -> str:
+    return (
+        f"{_number(case.num_blocks, 'block')}, {_number(case.num_micro, 'micro-batch', 'es')}, reshard={case.reshard}, "
+        f"sync_each={case.sync_each}, keep={case.keep}"
+    )
+
+
+def _number(count: int, noun: str, plural: str = "s") -> str:
+    return f"{count} {noun}{'' if count == 1 else plural}"
+
+
 def _as_counts(answer: Any) -> Counts:
     try:
         gathers, reductions = answer
@@ -75,19 +105,14 @@ def _as_counts(answer: Any) -> Counts:
 def _refuse_counts(
     case: StepCase, answer: Counts, truth: Counts, collectives: Formula, known: list[tuple[StepCase, Counts]]
 ) -> NoReturn:
-    setting = (
-        f"{case.num_blocks} blocks, {case.num_micro} micro-batches, reshard={case.reshard}, sync_each={case.sync_each}, "
-        f"keep={case.keep}"
-    )
-    names = ("all-gathers", "reduce-scatters")
+    names = ("all-gather", "reduce-scatter")
     off = [
-        f"{abs(said - right)} {name} too {'many' if said > right else 'few'}"
+        f"{_number(abs(said - right), name)} too {'many' if said > right else 'few'}"
         for said, right, name in zip(answer, truth, names, strict=True)
         if said != right
     ]
-
     refuse(
-        f"{setting}: you predict {answer[0]}/{answer[1]}, {' and '.join(off)}.",
+        f"{_setting(case)}: you predict {answer[0]}/{answer[1]}, {' and '.join(off)}.",
         f"{truth[0]}/{truth[1]}.",
         hint_for(known, [(partial(_follow, collectives, rule), hint) for rule, hint in _WRONG_RULES])
         or _hint_for_case(case, answer, truth),
@@ -96,10 +121,7 @@ def _refuse_counts(
 
 def _follow(collectives: Formula, rule: Rule, known: list[tuple[StepCase, Counts]]) -> bool:
     """Whether the answers are those of a wrong rule in every case; one case alone fits several rules."""
-    return all(
-        _as_counts(collectives(case.num_blocks, case.num_micro, case.reshard, case.sync_each, case.keep)) == rule(case, truth)
-        for case, truth in known
-    )
+    return all(_answer(collectives, case) == rule(case, truth) for case, truth in known)
 
 
 def _hint_for_case(case: StepCase, answer: Counts, truth: Counts) -> str:
@@ -142,6 +164,11 @@ def _no_sync_saves_gathers(case: StepCase, truth: Counts) -> Counts:
     return (truth[0] if case.sync_each else per_micro), truth[1]
 
 
+def _no_sync_saves_backward_gathers(case: StepCase, truth: Counts) -> Counts:
+    saved = 0 if case.sync_each or not case.reshard else (case.num_micro - 1) * case.num_blocks
+    return truth[0] - saved, truth[1]
+
+
 _WRONG_RULES: tuple[tuple[Rule, str], ...] = (
     (_no_root, "The root is a group too: it is gathered once per forward and reduced once."),
     (_root_regathered, "The root stays whole after forward, so backward does not gather it again."),
@@ -154,4 +181,8 @@ _WRONG_RULES: tuple[tuple[Rule, str], ...] = (
     ),
     (_one_micro_batch, "Every micro-batch runs forward and backward, and each of them needs whole parameters."),
     (_no_sync_saves_gathers, "Not reducing gradients spares reduce-scatters. The parameters are gathered as before."),
+    (
+        _no_sync_saves_backward_gathers,
+        "Not reducing gradients spares reduce-scatters. Such a backward still needs whole parameters, which forward has freed.",
+    ),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from labkit.course.checks import Pool, from_cell, refuse, require_on_ranks
+from labkit.errors import RunTimeoutError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,7 +17,7 @@ _STEPS, _MICRO = 3, 2
 
 @dataclass(frozen=True)
 class _Kind:
-    """A way to train that the judge has to tell.
+    """A run that the judge has to tell: a way to train, or the reference with something planted in it.
 
     Attributes:
         what: In words.
@@ -38,6 +39,7 @@ _KINDS = {
     "again": _Kind("the reference, trained again", True, 1, "It is equal bit for bit."),
     "ddp": _Kind("DDP", True, 2, _NOISE),
     "fsdp2": _Kind("FSDP2", True, 1, _NOISE),
+    "rounded": _Kind("the reference with every number moved by one unit of its last place", True, 1, _NOISE),
     "sum": _Kind(
         "gradients added up and not divided by the number of ranks",
         False,
@@ -65,13 +67,34 @@ _KINDS = {
         1,
         "The losses of the first step are right. Its gradients are not.",
     ),
+    "doubled": _Kind(
+        "gradients twice as large, with the losses and weights of the reference",
+        False,
+        1,
+        "Weights do not tell everything, since Adam takes a constant factor out. Compare the gradients too.",
+    ),
+    "misplaced_gradients": _Kind(
+        "gradients one place further, with the losses and weights of the reference",
+        False,
+        1,
+        "Compare the gradients element by element. In a sum or a mean of differences, plus and minus cancel.",
+    ),
+    "misplaced_weights": _Kind(
+        "weights one place further, with the losses and gradients of the reference",
+        False,
+        1,
+        "Compare the weights element by element. In a sum or a mean of differences, plus and minus cancel.",
+    ),
 }
+_PLANTED = ("rounded", "doubled", "misplaced_gradients", "misplaced_weights")
 
 
-def check_same_training(pool: Pool, *, timeout_s: float = 120.0) -> str:
-    """Exercise 4: ``same_training(run, reference)`` accepts another order of sums and refuses five bugs.
+def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
+    """Exercise 4: ``same_training(run, reference)`` accepts another order of sums and refuses eight bugs.
 
-    Every run is really made on the ranks. A run counts as accepted when every rank accepts what it saw of it.
+    Eight runs are really made on the ranks. Four are copies of the reference with something planted: rounding for any number of
+    ranks, and differences that a judge overlooks which compares one part only, or sums. A run counts as accepted when every rank
+    accepts what it saw of it.
 
     Args:
         pool: The pool; ``same_training`` is defined on its ranks.
@@ -81,13 +104,23 @@ def check_same_training(pool: Pool, *, timeout_s: float = 120.0) -> str:
         A line with the number of runs, and what this number of ranks cannot show.
 
     Raises:
-        ExerciseError: A wrong verdict; the message says on which run.
+        ExerciseError: A wrong verdict, and the message says on which run; or the judge hangs.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "same_training")
     shown = [name for name, kind in _KINDS.items() if pool.world_size >= kind.needs]
-    verdicts = pool.run(_verdicts, shown, timeout_s=timeout_s)
+    hang = ""
+    try:
+        verdicts = pool.run(_verdicts, shown, timeout_s=timeout_s)
+    except RunTimeoutError as error:
+        hang = str(error)
+    if hang:
+        refuse(
+            f"same_training hangs: {hang}",
+            "a verdict on every rank.",
+            "Each rank judges what it saw itself. If you call a collective, every rank has to reach it in every run.",
+        )
     for name in shown:
         kind = _KINDS[name]
         accepted = all(verdict[name] for verdict in verdicts.values())
@@ -106,7 +139,25 @@ def check_same_training(pool: Pool, *, timeout_s: float = 120.0) -> str:
 def _verdicts(kinds: list[str]) -> dict[str, bool]:
     judge = from_cell("same_training")
     reference = _train("reference")
-    return {kind: bool(judge(_train(kind), _copy(reference))) for kind in kinds}
+    runs = ((kind, _planted(kind, _copy(reference)) if kind in _PLANTED else _train(kind)) for kind in kinds)
+    return {kind: bool(judge(run, _copy(reference))) for kind, run in runs}
+
+
+def _planted(kind: str, run: dict[str, Any]) -> dict[str, Any]:
+    """A copy of the reference with one thing changed in it."""
+    import torch
+
+    if kind == "rounded":
+        above = torch.tensor(float("inf"))
+        for part in ("gradients", "weights"):
+            run[part] = {name: torch.nextafter(tensor, above) for name, tensor in run[part].items()}
+        run["losses"] = torch.nextafter(torch.tensor(run["losses"]), above).tolist()
+    elif kind == "doubled":
+        run["gradients"] = {name: 2 * tensor for name, tensor in run["gradients"].items()}
+    else:
+        part = kind.removeprefix("misplaced_")
+        run[part] = {name: tensor.flatten().roll(1).view_as(tensor) for name, tensor in run[part].items()}
+    return run
 
 
 def _copy(run: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from typing import Any
 
 from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
 from labkit.course.lab04.steps import sharded_model
-from labkit.errors import RunTimeoutError
+from labkit.errors import RankFailedError, RunTimeoutError
+from labkit.ranks import RankResults
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Evaluated:
 def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
     """Exercise 5: ``eval_loss(model, batches, filler)`` gives the mean loss over all batches of all ranks, on every rank.
 
-    Rank 0 has the most batches, the last rank two.
+    It is called twice. Rank 0 has the most batches and the last rank two; then the last rank of several has none.
 
     Args:
         pool: The pool; ``eval_loss`` is defined on its ranks.
@@ -39,14 +40,35 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
         A line with the measured loss.
 
     Raises:
-        ExerciseError: The call hangs, or a rank gets another value; the message says by how much.
+        ExerciseError: The call hangs, raises where a rank has no batch, or a rank gets another value; the message says by how much.
 
-    Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
+    Ranks: controller. Blocks for two times ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "eval_loss")
+    last = pool.world_size - 1
+    line = _judge(_seen(pool, [pool.world_size - rank + 1 for rank in range(pool.world_size)], timeout_s))
+    if last == 0:
+        return f"{line}."
+    empty = [2] * last + [0]
+    failure = ""
+    try:
+        seen = _seen(pool, empty, timeout_s)
+    except RankFailedError as error:
+        failure = str(error)
+    if failure:
+        refuse(
+            f"eval_loss fails when rank {last} has no batch at all. {failure}",
+            "the mean over the batches of the others, on every rank.",
+            "A rank without a batch has nothing of its own to repeat or to divide by. The filler is there for every rank.",
+        )
+    _judge(seen, f", when rank {last} has no batch at all")
+    return f"{line}, also when rank {last} has no batch at all."
+
+
+def _seen(pool: Pool, num_batches: list[int], timeout_s: float) -> RankResults[Evaluated]:
     hang = ""
     try:
-        seen = pool.run(_evaluate, timeout_s=timeout_s)
+        seen = pool.run(_evaluate, num_batches, timeout_s=timeout_s)
     except RunTimeoutError as error:
         hang = str(error)
     if hang:
@@ -55,35 +77,47 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
             "it comes back on every rank.",
             "A forward of a sharded model is a collective call. A rank that has no batch left has to take part until all are done.",
         )
+    return seen
+
+
+def _judge(seen: RankResults[Evaluated], when: str = "") -> str:
     losses = [loss for found in seen.values() for loss in found.losses]
     target = math.fsum(losses) / len(losses)
     for rank, found in seen.items():
         if not _is_close(found.result, target):
             wrong = found.result
             distance = f", {abs(wrong - target):.4g} off" if isinstance(wrong, int | float) else ""
-            refuse(f"eval_loss returned {wrong!r} on rank {rank}{distance}.", f"{target:.6g} on every rank.", _hint(wrong, seen))
+            refuse(
+                f"eval_loss returned {wrong!r} on rank {rank}{when}{distance}.",
+                f"{target:.6g} on every rank.",
+                _hint(wrong, target, seen),
+            )
     counts = ", ".join(str(len(found.losses)) for found in seen.values())
-    return f"Solved: every rank got {target:.6g}, the mean over {len(losses)} batches ({counts} by rank), and nobody waits."
+    return f"Solved: every rank got {target:.6g}, the mean over {len(losses)} batches ({counts} by rank), and nobody waits"
 
 
-def _hint(wrong: Any, seen: Any) -> str:
+def _hint(wrong: Any, target: float, seen: RankResults[Evaluated]) -> str:
     ranks = [found.losses for found in seen.values()]
     filler, most, fewest = seen[0].filler_loss, max(map(len, ranks)), min(map(len, ranks))
     padded = [loss for losses in ranks for loss in [*losses, *[filler] * (most - len(losses))]]
-    repeated = [loss for losses in ranks for loss in [*losses, *[losses[-1]] * (most - len(losses))]]
+    repeated = [loss for losses in ranks for loss in [*losses, *losses[-1:] * (most - len(losses))]]
     cut = [loss for losses in ranks for loss in losses[:fewest]]
-    means = [math.fsum(losses) / len(losses) for losses in ranks]
+    means = [_mean(losses) for losses in ranks if losses]
     everything = math.fsum(loss for losses in ranks for loss in losses)
     return hint_for(
         wrong,
         [
+            (
+                lambda _: _is_close(seen[0].result, target),
+                "Rank 0 has it. Every rank needs the sums of all: dist.all_reduce gives them to each, dist.reduce to one.",
+            ),
             (lambda x: not isinstance(x, int | float), "Return a number, for example with .item()."),
             (
                 lambda x: _is_close(x, _mean(padded)) or _is_close(x, _mean(repeated)),
                 "A batch that only fills up must not be counted.",
             ),
             (
-                lambda x: _is_close(x, _mean(cut)),
+                lambda x: bool(cut) and _is_close(x, _mean(cut)),
                 f"You stop after {fewest} for every rank. The other batches are part of the data.",
             ),
             (
@@ -108,7 +142,8 @@ def _is_close(value: Any, target: float) -> bool:
     return isinstance(value, int | float) and math.isclose(value, target, rel_tol=1e-5)
 
 
-def _evaluate() -> Evaluated:
+def _evaluate(num_batches: list[int]) -> Evaluated:
+    """The learner's function with so many batches, by rank."""
     import torch
     import torch.distributed as dist
 
@@ -116,8 +151,8 @@ def _evaluate() -> Evaluated:
 
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), from_cell("device")
     rows = BatchSampler(batch_size=2 * world_size, seq_len=8, seed=7, rank=rank, world_size=world_size, device=device)
-    batches = [next(rows) for _ in range(world_size - rank + 1)]
-    filler = torch.zeros_like(batches[0])
+    batches = [next(rows) for _ in range(num_batches[rank])]
+    filler = torch.zeros_like(next(rows))
     model = sharded_model(2, reshard=True)
     config = ModelConfig(dim=16, num_layers=2, num_heads=2, hidden_dim=24, max_seq_len=16)
     whole = build_model(config, device=device)

@@ -9,12 +9,17 @@ from itertools import combinations, pairwise
 from typing import Any
 
 from labkit.course.checks import Pool, from_cell, refuse
+from labkit.course.lab04.answers import answer_to
 from labkit.errors import ExerciseError
 
 Wrap = Callable[[int, list[int], int], Sequence[int]]
 
 _WIDTH = 12
 _NUM_RANDOM = 60
+_NOTHING_FOUND = (
+    "Every row that is tried can be cut. A peak equal to the limit is within it, and one group of all layers and a group for each "
+    "layer are cuts too."
+)
 
 
 @dataclass(frozen=True)
@@ -45,17 +50,17 @@ def check_wrap(pool: Pool, wrap: Wrap, *, timeout_s: float = 60.0) -> str:
         A line with the measured peak and the number of all-gathers.
 
     Raises:
-        ExerciseError: A limit is exceeded, or fewer groups would do; the message shows one case.
+        ExerciseError: A limit is exceeded, fewer groups would do, or ``wrap`` raises; the message shows one case.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     for root, sizes, cap in _cases():
-        _judge(root, sizes, cap, _as_lengths(wrap(root, list(sizes), cap), sizes))
+        _judge(root, sizes, cap, _answer(wrap, root, sizes, cap))
     widths = [8, 8, 20, 8, 8, 4]
     sizes = [2 * _WIDTH * width * 4 for width in widths]
     root = _WIDTH * _WIDTH * 4
     cap = root + max(sizes) + sizes[0] + sizes[1]
-    lengths = _as_lengths(wrap(root, list(sizes), cap), sizes)
+    lengths = _answer(wrap, root, sizes, cap)
     _judge(root, sizes, cap, lengths)
     measured = pool.run(_measure, widths, lengths, timeout_s=timeout_s).same()
     if measured.peak_bytes > cap:
@@ -84,15 +89,23 @@ def _cases() -> list[tuple[int, list[int], int]]:
     return cases
 
 
-def _as_lengths(answer: Any, sizes: Sequence[int]) -> list[int]:
+def _answer(wrap: Wrap, root: int, sizes: list[int], cap: int) -> list[int]:
+    row = f"root {root:,}, layers {sizes}, limit {cap:,}"
+    found = answer_to(row, lambda: wrap(root, list(sizes), cap), "wrap")
+    if found is None:
+        refuse(f"{row}: wrap returned None.", "the number of layers of each group.", _NOTHING_FOUND)
+    return _as_lengths(row, found, sizes)
+
+
+def _as_lengths(row: str, answer: Any, sizes: Sequence[int]) -> list[int]:
     try:
         lengths = [int(length) for length in answer]
     except (TypeError, ValueError):
         raise ExerciseError(
-            f"wrap returned {answer!r}. It has to return a list of numbers: how many layers each group has."
+            f"{row}: wrap returned {answer!r}. It has to return a list of numbers: how many layers each group has."
         ) from None
     if sum(lengths) != len(sizes) or any(length < 1 for length in lengths):
-        refuse(f"{lengths} are {sum(lengths)} layers.", f"groups of at least one layer, {len(sizes)} layers together.")
+        refuse(f"{row}: {lengths} are {sum(lengths)} layers.", f"groups of at least one layer, {len(sizes)} layers together.")
     return lengths
 
 
@@ -115,7 +128,9 @@ def _judge(root: int, sizes: Sequence[int], cap: int, lengths: list[int]) -> Non
     peak, fewest = live_peak(root, groups), _fewest(root, sizes, cap)
     what = f"root {root:,}, layers {sizes}, limit {cap:,}: your groups {groups}"
     if peak > cap:
-        if root + max(groups) <= cap < peak:
+        if len(groups) == 1 and peak - root > cap:
+            hint = "A single group has no neighbour, but its own bytes count: it is alive beside the root."
+        elif root + max(groups) <= cap < peak:
             hint = (
                 "Each group fits alone. In backward the next group is gathered while one is in use: two neighbours live together."
             )
@@ -129,6 +144,8 @@ def _judge(root: int, sizes: Sequence[int], cap: int, lengths: list[int]) -> Non
         hint = (
             "A group per layer always fits, and costs the most gathers. Join layers where the limit allows it."
             if alone
+            else "One group of all layers is a cut too: with no neighbour, only its own bytes are alive beside the root."
+            if fewest == 1
             else "Filling each group as far as it goes is not always best: a small one leaves room beside it. Try all cuts."
         )
         refuse(f"{what} are {len(groups)} groups, {len(groups) - fewest} more than needed.", f"{fewest}.", hint)
