@@ -101,7 +101,7 @@ def block_map(
         caption: The line under the picture.
 
     Returns:
-        The picture, with a table of every block.
+        The picture, with a table of every block; chunks on disk have no placements there.
 
     Raises:
         ValueError: No tensor matches, or too many do, or one has more than two dims, or ``disk`` lacks one.
@@ -256,7 +256,8 @@ def _block_rows(lines: _Lines, tensors: Mapping[str, Mapping[int, ShardRecord]])
     rows: list[tuple[str, ...]] = []
     for what, by_name in lines:
         for name, boxes in by_name.items():
-            placements = ", ".join(next(iter(tensors[name].values())).placements) or "plain"
+            # A chunk has offsets and sizes; placements are of a tensor in memory.
+            placements = "" if what == "on disk" else ", ".join(next(iter(tensors[name].values())).placements) or "plain"
             for box in sorted(boxes, key=lambda box: box.chunk.offsets):
                 columns = span(box.chunk, 1)
                 rows.append((what or "live", name, placements, span(box.chunk, 0), columns, format_ranks(box.ranks)))
