@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import labkit
 from labkit.course import lab05
@@ -46,7 +46,7 @@ def exercise(name: str) -> str:
 
 
 def defined_by(source: str, name: str) -> Any:
-    return exercises.defined_by(source, name, torch=torch, ColwiseParallel=ColwiseParallel)
+    return exercises.defined_by(source, name, torch=torch, ColwiseParallel=ColwiseParallel, RowwiseParallel=RowwiseParallel)
 
 
 # Exercise 1 ----------------------------------------------------------------------------------------------------------
@@ -120,6 +120,38 @@ def always_tp_first(row: int, col: int, shape: tuple[int, int], mesh: Grid, spli
     return ranks_at(mesh, solve(row, col, shape, mesh, splits, order=lambda splits: (1, 0)))
 
 
+def ignores_the_mesh(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    width = len(mesh[0])
+    by_row = [[i * width + j for j in range(width)] for i in range(len(mesh))]
+    return ranks_at(by_row, solve(row, col, shape, mesh, splits))
+
+
+def reversed_where_any_is_strided(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    order = (1, 0) if any(split.strided for split in splits) else (0, 1)
+    return ranks_at(mesh, solve(row, col, shape, mesh, splits, order=lambda splits: order))
+
+
+def by_pieces(find: Callable[[list[int], int], list[list[int]]]) -> Owner:
+    """An owner that cuts lists of indices, by another rule than torch's."""
+
+    def owner(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+        left = [list(range(size)) for size in shape]
+        places = [list(range(len(mesh))), list(range(len(mesh[0])))]
+        for axis in sorted((0, 1), key=lambda axis: splits[axis].strided):
+            dim = splits[axis].dim
+            if dim is not None:
+                pieces = find(left[dim], len(places[axis]))
+                places[axis] = [at for at, piece in enumerate(pieces) if (row, col)[dim] in piece]
+                left[dim] = pieces[places[axis][0]]
+        return ranks_at(mesh, places)
+
+    return owner
+
+
+interleaved = by_pieces(lambda indices, num: [indices[at::num] for at in range(num)])
+balanced = by_pieces(lambda indices, num: [part.tolist() for part in torch.tensor_split(torch.tensor(indices), num)])
+
+
 @on_four
 @pytest.mark.parametrize(
     ("wrong", "hint"),
@@ -130,6 +162,10 @@ def always_tp_first(row: int, col: int, shape: tuple[int, int], mesh: Grid, spli
         (swapped_axes, "mesh[i][j] is place i on the first axis"),
         (whole_size_twice, "index within that slice"),
         (always_tp_first, "You let the second axis cut first"),
+        (ignores_the_mesh, "ask mesh[i][j] which rank stands at a place"),
+        (reversed_where_any_is_strided, "You let the second axis cut first"),
+        (interleaved, "A piece is a block of neighbours"),
+        (balanced, "until nothing is left"),
     ],
 )
 def test_wrong_owners_are_refused_with_the_layout_and_a_hint(pool: labkit.WorkerPool, wrong: Owner, hint: str) -> None:
@@ -156,7 +192,11 @@ def test_an_answer_that_is_no_set_is_explained(pool: labkit.WorkerPool) -> None:
 
 
 def lint_with(
-    match: Callable[[str, str], bool], *, first_only: bool = False, by_rows: Callable[[Any], bool] | None = None, sizes: bool = True
+    match: Callable[[str, str], bool],
+    *,
+    among: slice = slice(None),
+    by_rows: Callable[[Any], bool] | None = None,
+    sizes: bool = True,
 ) -> Callable[..., set[str]]:
     def lint(plan: dict[str, Any], model: torch.nn.Module, tp_size: int) -> set[str]:
         bad = set()
@@ -166,7 +206,7 @@ def lint_with(
                 bad.add(key)
                 continue
             rows = by_rows(style) if by_rows else isinstance(style, ColwiseParallel)
-            for module in found[:1] if first_only else found:
+            for module in found[among]:
                 weight = getattr(module, "weight", None)
                 if sizes and weight is not None and weight.shape[0 if rows else 1] % tp_size:
                     bad.add(key)
@@ -180,9 +220,22 @@ def by_level(name: str, key: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
+def by_parts(match: Callable[[str, str], bool]) -> Callable[[str, str], bool]:
+    def matches(name: str, key: str) -> bool:
+        parts, patterns = name.split("."), key.split(".")
+        return len(parts) == len(patterns) and all(map(match, parts, patterns))
+
+    return matches
+
+
+star_or_equal = by_parts(lambda part, pattern: pattern in ("*", part))
+part_of_it = by_parts(lambda part, pattern: fnmatchcase(part, f"*{pattern}*"))
+begins_so = by_parts(lambda part, pattern: fnmatchcase(part, f"{pattern}*"))
+
+
 def test_the_notebook_s_linter_passes() -> None:
     line = lab05.check_plan_linter(defined_by(exercise("lint"), "lint"))
-    assert line == "Solved: 8 plans judged rightly, 6 of them bad."
+    assert line == "Solved: 11 plans judged rightly, 9 of them bad."
 
 
 @pytest.mark.parametrize(
@@ -194,10 +247,27 @@ def test_the_notebook_s_linter_passes() -> None:
         (lint_with(by_level, sizes=False), "hidden size 90", "Column-parallel cuts the rows"),
         (lint_with(by_level, by_rows=lambda style: True), "hidden size 90|more columns than rows", "row-parallel"),
         (lint_with(by_level, by_rows=lambda style: not isinstance(style, ColwiseParallel)), "hidden size 90", "row-parallel"),
-        (lint_with(by_level, first_only=True), "one odd layer", "A pattern matches several modules"),
+        (lint_with(by_level, among=slice(1)), "an odd last layer", "also at the last"),
+        (lint_with(by_level, among=slice(-1, None)), "an odd first layer", "also at the first"),
+        (lint_with(star_or_equal), "a set and a question mark", "A star is not the only pattern"),
+        (lint_with(part_of_it), "a part of a name", "w is not wq"),
+        (lint_with(begins_so), "a part of a name", "w is not wq"),
         (lambda plan, model, tp_size: set(), "a typo", "A key that names no module"),
     ],
-    ids=["exact_names", "star_over_dots", "last_part", "no_sizes", "always_rows", "styles_swapped", "first_match", "nothing"],
+    ids=[
+        "exact_names",
+        "star_over_dots",
+        "last_part",
+        "no_sizes",
+        "always_rows",
+        "styles_swapped",
+        "first_match",
+        "last_match",
+        "star_or_equal",
+        "part_of_a_name",
+        "prefix",
+        "nothing",
+    ],
 )
 def test_wrong_linters_are_refused_with_the_plan_and_a_hint(wrong: Callable[..., set[str]], case: str, hint: str) -> None:
     with pytest.raises(ExerciseError, match=case) as caught:
@@ -267,11 +337,51 @@ def first_file_only(folder: Path, name: str) -> torch.Tensor:
     return whole
 
 
+def reading(start: bool = True, length: bool = True, named: Callable[[str, str], bool] = str.__eq__) -> Callable[..., torch.Tensor]:
+    """A rebuild that is right but for what the flags say."""
+
+    def rebuild(folder: Path, name: str) -> torch.Tensor:
+        whole = whole_of(folder, name)
+        for index, place in dcp.FileSystemReader(folder).read_metadata().storage_data.items():
+            if named(index.fqn, name):
+                data = (folder / place.relative_path).read_bytes()[place.offset if start else 0 :]
+                piece = torch.load(io.BytesIO(data[: place.length] if length else data))
+                whole[tuple(slice(at, at + size) for at, size in zip(index.offset, piece.shape, strict=True))] = piece
+        return whole
+
+    return rebuild
+
+
+def only_rows_as_a_slice(folder: Path, name: str) -> torch.Tensor:
+    whole = whole_of(folder, name)
+    for offset, piece in pieces_of(folder, name):
+        whole[offset[0] : offset[0] + piece.shape[0]] = piece
+    return whole
+
+
+def always_two_slices(folder: Path, name: str) -> torch.Tensor:
+    whole = whole_of(folder, name)
+    for offset, piece in pieces_of(folder, name):
+        whole[offset[0] : offset[0] + piece.shape[0], offset[1] : offset[1] + piece.shape[1]] = piece
+    return whole
+
+
+def read_by_dcp(folder: Path, name: str) -> torch.Tensor:
+    whole = whole_of(folder, name)
+    dcp.load({name: whole}, checkpoint_id=folder, no_dist=True)
+    return whole
+
+
+def not_written(folder: Path, name: str) -> torch.Tensor:
+    raise NotImplementedError
+
+
 def test_the_notebook_s_rebuild_passes(pool: labkit.WorkerPool) -> None:
     line = lab05.check_rebuild(pool, defined_by(exercise("rebuild"), "rebuild"))
-    assert line.startswith("Solved: 6 tensors rebuilt from ")
+    assert line.startswith("Solved: 8 tensors rebuilt from ")
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @on_four
 @pytest.mark.parametrize(
     ("wrong", "said", "hint"),
@@ -281,6 +391,15 @@ def test_the_notebook_s_rebuild_passes(pool: labkit.WorkerPool) -> None:
         (stacked_by_offset, "has the shape", "index.offset has one number per dim"),
         (always_float32, "torch.float32", "properties.dtype says what was saved"),
         (first_file_only, "elements are wrong", "pieces were left out"),
+        (only_rows_as_a_slice, "rebuild raised RuntimeError", "Some tensors are cut by columns too"),
+        (always_two_slices, "one dim: rebuild raised IndexError", "make a slice for each dim that there is"),
+        (reading(start=False), "column-parallel", "place.offset"),
+        (reading(length=False), "uneven too: rebuild raised", "place.length"),
+        (reading(named=str.startswith), "uneven: rebuild raised", "index.fqn has to be equal"),
+        (reading(named=str.endswith), "uneven: rebuild raised", "index.fqn has to be equal"),
+        (reading(named=str.__contains__), "uneven: rebuild raised", "index.fqn has to be equal"),
+        (read_by_dcp, "DCP has read the data", "Leave dcp.load out"),
+        (not_written, "not_written is not written yet", ""),
     ],
 )
 def test_wrong_rebuilds_are_refused_with_a_hint(
@@ -323,6 +442,13 @@ OWN_MESH = """total = 0.0
             dist.all_reduce(square, group=grad.device_mesh.get_group(axis))
         total = total + square
     return total.sqrt()"""
+SORTED = """total = 0.0
+    for grad in grads:
+        whole = grad
+        for dim in range(grad.ndim):
+            whole = whole.sort(dim=dim)[0]
+        total = total + whole.redistribute(placements=[Replicate()] * whole.device_mesh.ndim).to_local().square().sum()
+    return total.sqrt()"""
 DP_ONLY = """total = 0.0
     for grad in grads:
         square = grad.to_local().square().sum()
@@ -349,9 +475,11 @@ def test_a_norm_added_up_by_hand_passes(pool: labkit.WorkerPool) -> None:
         (COPIES, "has the norm", "you count each copy"),
         (SUM_OF_NORMS, "has the norm", "Norms do not add up"),
         (NO_ROOT, "has the norm", "the root is missing"),
+        (OWN_MESH, "has the norm", "along the axes where it is copied"),
         (GATHERED, "elements per parameter", "You gather gradients"),
+        (SORTED, "elements per parameter", "You gather gradients"),
     ],
-    ids=["local", "copies", "sum_of_norms", "no_root", "gathered"],
+    ids=["local", "copies", "sum_of_norms", "no_root", "own_mesh", "gathered", "sorted"],
 )
 def test_wrong_norms_are_refused_with_a_hint(pool: labkit.WorkerPool, body: str, said: str, hint: str) -> None:
     pool.run_cell(ONE_RESULT.format(body=body))
@@ -361,14 +489,32 @@ def test_wrong_norms_are_refused_with_a_hint(pool: labkit.WorkerPool, body: str,
 
 
 @on_four
-@pytest.mark.parametrize(
-    ("body", "hint"), [(OWN_MESH, "along the axes where it is copied"), (DP_ONLY, "on the other axis")], ids=["own_mesh", "dp_only"]
-)
-def test_sums_over_the_wrong_axes_are_refused_with_a_hint(pool: labkit.WorkerPool, body: str, hint: str) -> None:
-    pool.run_cell(ONE_RESULT.format(body=body))
+def test_a_sum_over_the_dp_axis_only_is_refused_with_a_hint(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(ONE_RESULT.format(body=DP_ONLY))
     with pytest.raises(ExerciseError, match="has the norm") as caught:
         lab05.check_grad_norm(pool)
-    assert hint in str(caught.value)
+    assert "on the other axis" in str(caught.value)
+
+
+PER_MESH = """by_mesh = {}
+    for grad in grads:
+        by_mesh.setdefault(grad.device_mesh, []).append(grad)
+    return torch.stack([nn.utils.get_total_norm(group).full_tensor() for group in by_mesh.values()]).norm()"""
+
+
+@on_two_and_four
+def test_what_dtensor_sends_of_itself_is_counted(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(ONE_RESULT.format(body=PER_MESH))
+    line = lab05.check_grad_norm(pool)
+    assert line.startswith("Solved: ")
+    assert "with 0.0 elements" not in line
+
+
+@on_four
+def test_a_grad_norm_that_is_not_written_yet_is_said(pool: labkit.WorkerPool) -> None:
+    pool.run_cell("def grad_norm(model):\n    raise NotImplementedError")
+    with pytest.raises(Exception, match="grad_norm is not written yet"):
+        lab05.check_grad_norm(pool)
 
 
 def test_a_missing_grad_norm_is_said() -> None:

@@ -7,6 +7,7 @@ from math import isclose, sqrt
 from typing import Any
 
 from labkit.course.checks import Pool, from_cell, refuse, require_on_ranks
+from labkit.course.lab05.asking import answer_of
 from labkit.errors import ExerciseError
 
 # Of one parameter a rank may send this many elements: its share of the norm over a few axes, never the gradient.
@@ -20,7 +21,7 @@ class Seen:
     Attributes:
         norm: What ``grad_norm`` returned.
         truth: The norm of the whole gradients.
-        sent: Elements that this rank put into collectives, per parameter with a gradient.
+        sent: Elements that this rank put into collectives, those that DTensor starts among them, per parameter with a gradient.
         guesses: The norms that known mistakes give on this rank, by the mistake's name.
     """
 
@@ -62,6 +63,10 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
             f"at most {_FEW}.",
             "You gather gradients. A rank can square and add up what it holds; only sums have to travel.",
         )
+    if not worst and pool.world_size > 1:
+        raise ExerciseError(
+            "the norm is right, and no collective was seen that brought it. Compute it from the gradients of the model."
+        )
     norm = seen[0].truth
     note = "" if pool.world_size > 1 else " One rank cannot show more: it holds everything once."
     return f"Solved: {norm:.6g} on every rank, with {worst:.1f} elements sent per parameter.{note}"
@@ -95,7 +100,7 @@ def _measure() -> Seen:
     local = [float(grad.to_local().double().square().sum()) for grad in grads if isinstance(grad, DTensor)]
     counter = _counter()
     with counter:
-        answer = from_cell("grad_norm")(model)
+        answer = answer_of(from_cell("grad_norm"), model)
     norm = _as_number(answer)
     everyone = _added(torch.tensor(sum(local), dtype=torch.float64, device=device))
     own_mesh = dp_only = 0.0
@@ -135,7 +140,7 @@ def _added(value: Any, group: Any = None) -> float:
 
 
 def _model(device: Any, world_size: int) -> Any:
-    """Gradients on a two-axis mesh (cut twice, cut once and copied), and on its dp axis alone; one parameter has none."""
+    """Gradients on a two-axis mesh (cut twice, or cut once and copied), and on its dp axis alone; one parameter has none."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -145,7 +150,8 @@ def _model(device: Any, world_size: int) -> Any:
     layouts: dict[str, tuple[tuple[int, ...], Any, list[Any]]] = {
         "twice": ((24, 16), mesh, [Shard(0), Shard(1)]),
         "uneven": ((7, 30), mesh, [Shard(0), Shard(0)]),
-        "copied": ((18, 16), mesh, [Replicate(), Shard(0)]),
+        "copied on dp": ((18, 16), mesh, [Replicate(), Shard(0)]),
+        "copied on tp": ((10, 6), mesh, [Shard(0), Replicate()]),
         "norm": ((320,), mesh["dp"], [Shard(0)]),
         "frozen": ((4,), mesh["dp"], [Shard(0)]),
     }
@@ -163,6 +169,7 @@ def _model(device: Any, world_size: int) -> Any:
 def _counter() -> Any:
     """A context manager that counts the elements which this rank puts into collectives."""
     import torch
+    from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_flatten
 
@@ -173,8 +180,11 @@ def _counter() -> Any:
             super().__init__()  # type: ignore[no-untyped-call]
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            name = func.namespace
-            if name in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
+            # DTensor has to do its part first: it starts collectives of its own, and those come here with plain tensors.
+            if any(issubclass(one, DTensor) for one in types):
+                return NotImplemented
+            helper = func.__name__.startswith(("wait", "_"))
+            if func.namespace in ("c10d", "_c10d_functional") and not helper:
                 held = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, torch.Tensor)]
                 self.elements += min((tensor.numel() for tensor in held), default=0)
             return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.course.checks import refuse
+from labkit.course.lab05.asking import answer_of
 from labkit.errors import ExerciseError
 
 Lint = Callable[[Mapping[str, Any], Any, int], Iterable[str]]
@@ -40,7 +41,7 @@ def check_plan_linter(lint: Lint) -> str:
     """
     cases = _cases()
     for case in cases:
-        answer = lint(dict(case.plan), case.model, case.tp_size)
+        answer = answer_of(lint, dict(case.plan), case.model, case.tp_size)
         if isinstance(answer, str) or not isinstance(answer, Iterable):
             raise ExerciseError(f"lint returned {answer!r}. It has to return a set of keys of the plan.")
         found = frozenset(answer)
@@ -58,7 +59,8 @@ def _cases() -> list[Case]:
 
     model = build_model(device="meta")
     uneven = build_model(ModelConfig(dim=24, hidden_dim=90), device="meta")
-    last = build_model(device="meta")
+    first, last = build_model(device="meta"), build_model(device="meta")
+    first.layers[0].feed_forward.w1 = _linear(64, 191)  # type: ignore[union-attr]
     last.layers[2].feed_forward.w1 = _linear(64, 191)  # type: ignore[union-attr]
     good = tensor_parallel_plan()
     columns, rows = ColwiseParallel(), RowwiseParallel()
@@ -101,7 +103,22 @@ def _cases() -> list[Case]:
             4,
             "Here the styles are the other way round, and the dims that they cut do divide. ColwiseParallel cuts dim 0 of weight.",
         ),
-        ("one odd layer", good, last, 2, "A pattern matches several modules. Look at all of them, also at the last."),
+        ("an odd last layer", good, last, 2, "A pattern matches several modules. Look at all of them, also at the last."),
+        ("an odd first layer", good, first, 2, "A pattern matches several modules. Look at all of them, also at the first."),
+        (
+            "patterns with a set and a question mark",
+            {"layers.[01].feed_forward.w[13]": columns, "layers.*.attention.w?": columns, "layers.*.feed_forward.w[45]": columns},
+            model,
+            2,
+            "A star is not the only pattern: fnmatchcase also knows w[13] and w?, and there is neither a w4 nor a w5.",
+        ),
+        (
+            "a part of a name",
+            {"layers.*.attention.w": columns, "layers.*.attention.wq_": columns, "layer.*.attention.wk": columns},
+            model,
+            2,
+            "A pattern has to match the whole name between two dots: w is not wq.",
+        ),
     ]
     cases = []
     for what, plan, on, tp_size, hint in table:

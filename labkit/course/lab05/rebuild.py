@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from labkit.course.checks import Pool, from_cell, refuse
+from labkit.course.lab05.asking import answer_of
 from labkit.errors import ExerciseError
 
 Rebuild = Callable[[Path, str], Any]
@@ -27,7 +30,8 @@ def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
         A line with the numbers of tensors and files.
 
     Raises:
-        ExerciseError: A tensor is wrong; the message says in how many elements.
+        ExerciseError: A tensor is wrong, and the message says in how many elements; or it cannot be put together; or DCP has read
+            it.
 
     Ranks: controller.
     """
@@ -35,10 +39,48 @@ def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
         folder = Path(scratch, "checkpoint")
         truth = pool.run(_save, str(folder))[0]
         for name, expected in truth.items():
-            _judge(name, rebuild(folder, name), expected)
+            _judge(name, _rebuilt(rebuild, folder, name, truth), expected)
         num_files = len(list(folder.glob("*.distcp")))
     files = f"{num_files} file" + ("s" if num_files != 1 else "")
     return f"Solved: {len(truth)} tensors rebuilt from {files}, all equal bit for bit, and no process group was there to help."
+
+
+def _rebuilt(rebuild: Rebuild, folder: Path, name: str, truth: dict[str, Any]) -> Any:
+    """What the learner's function returns, with what it raises told as a hint."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    def read_data(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return original(self, *args, **kwargs)
+
+    calls: list[str] = []
+    original = FileSystemReader.read_data
+    try:
+        with patch.object(FileSystemReader, "read_data", read_data):
+            got = answer_of(rebuild, folder, name)
+    except (RuntimeError, IndexError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        said = (str(error).strip() or "no text").splitlines()[0][:160]
+        refuse(f"{name}: rebuild raised {type(error).__name__}: {said}.", "a whole tensor.", _hint_for_error(name, said, truth))
+    if calls:
+        refuse(
+            f"{name}: DCP has read the data.", "your own reading, from the bytes.", "Leave dcp.load out; read_metadata is enough."
+        )
+    return got
+
+
+def _hint_for_error(name: str, said: str, truth: dict[str, Any]) -> str:
+    if "PytorchStreamReader" in said or "read" in said.lower() or "pickle" in said.lower():
+        return "torch.load cannot read these bytes. A piece begins at place.offset in its file and is place.length bytes long."
+    if name == next(iter(truth)):
+        return (
+            "The piece does not fit where you put it. Is it this tensor's? Its bytes begin at place.offset and are place.length "
+            "long; index.fqn is its name; index.offset and the shape of the piece give one slice per dim."
+        )
+    if any(name != other and name in other for other in truth):
+        return "The piece is another tensor's: its name holds this name. index.fqn has to be equal to it."
+    if truth[name].dim() == 1:
+        return "This tensor has one dim, and index.offset one number: make a slice for each dim that there is."
+    return "Some tensors are cut by columns too: index.offset has one number per dim, and each dim needs its slice."
 
 
 def _judge(name: str, got: Any, expected: Any) -> None:
@@ -89,9 +131,12 @@ def _save(folder: str) -> dict[str, Any]:
     # The simplest mistakes are to be found out by the simplest tensors: even pieces come before uneven ones.
     whole: dict[str, torch.Tensor] = {
         "column-parallel": first,
-        "bfloat16": torch.arange(1.0, 13.0).view(6, 2).bfloat16(),
+        "bfloat16": torch.arange(1.0, 25.0).view(6, 4).bfloat16(),
         "row-parallel": second,
         "uneven": torch.arange(1.0, 36.0).view(7, 5),
+        # Names that begin or end as another does, and pieces that do not fit there.
+        "uneven too": torch.arange(1.0, 64.0).view(9, 7),
+        "not uneven": torch.arange(2.0, 65.0).view(9, 7),
         "one dim": torch.arange(1.0, 12.0),
         "copied": torch.arange(1.0, 9.0).view(2, 4),
     }
@@ -105,5 +150,6 @@ def _save(folder: str) -> dict[str, Any]:
     for name, parameter in zip(("column-parallel", "row-parallel"), pair.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
         state[name] = parameter
-    dcp.save(state, checkpoint_id=folder)
+    # The tensor that is judged first is the last in its files: who reads from the start of a file is found out at once.
+    dcp.save(dict(reversed(state.items())), checkpoint_id=folder)
     return whole
