@@ -24,6 +24,15 @@ from labkit.checkpoint.show import DEFAULT_ROWS, bytes_text, describe, printable
 PATH = click.Path(path_type=Path)
 TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
+ORDER_HELP = """
+An optimizer's own state_dict() has numbers for names. With one parameter group, --model is enough to name them. Several groups,
+such as those with and without weight decay, need --order too. Where the old code has made the optimizer, this prints the file:
+
+\b
+  names = {id(p): n for n, p in model.named_parameters()}
+  print(*(names[id(p)] for g in optimizer.param_groups for p in g["params"]), sep="\\n")
+"""
+
 
 @click.group()
 def checkpoint() -> None:
@@ -92,7 +101,7 @@ def verify_command(
     sys.exit(0 if report.ok and not (strict and report.findings) else 1)
 
 
-@checkpoint.command("migrate")
+@checkpoint.command("migrate", epilog=ORDER_HELP)
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH)
 @click.option("--to", type=click.Choice(["dcp", "safetensors", "torch"]), help="Default: by DESTINATION's suffix, else dcp.")
@@ -100,7 +109,11 @@ def verify_command(
     "--model",
     help="FILE.py:FUNCTION or MODULE:FUNCTION that builds the model: for FSDP1 LOCAL, numbered optimizer state, tied names.",
 )
-@click.option("--order", type=TEXT_FILE, help="File with the optimizer's parameter names in its order, one a line.")
+@click.option(
+    "--order",
+    type=TEXT_FILE,
+    help="File with the names of the optimizer's parameters, one a line, in its order; for several parameter groups.",
+)
 @click.option("--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line; an empty right side drops.")
 @click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out keys such as 'scheduler.*'. May be repeated.")
 @click.option(

@@ -17,6 +17,7 @@ import torch
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.model import Checkpoint, TensorEntry
 from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn
+from labkit.checkpoint.rank_shares import is_flat
 
 _ALIGN_BYTES = 16
 
@@ -67,8 +68,8 @@ def units_of(checkpoint: Checkpoint, prefix: str) -> dict[str, TensorEntry]:
     """The flat parameters by the canonical name of their unit; the root's name is empty."""
     return {
         canonical_fqn(entry.key.removeprefix(prefix)).removesuffix(FLAT_PARAMETER).rstrip("."): entry
-        for entry in checkpoint.tensors.values()
-        if entry.flat
+        for entry in checkpoint.section("model")
+        if is_flat(entry)
     }
 
 

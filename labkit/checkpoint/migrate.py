@@ -55,7 +55,8 @@ def migrate(
             hold the model's tensors only: without a suffix, a directory of shards with an index.
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
-        order: The optimizer's parameter names in its order, where the model's order is not the optimizer's.
+        order: The names of the optimizer's parameters in its order, where the model's order is not the optimizer's: several
+            parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them.
         rules: Rename rules, from :func:`labkit.checkpoint.rename.read_rules`.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are

@@ -7,11 +7,15 @@ from dataclasses import replace
 from math import prod
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, read_values
+from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.entry_names import DROP_ADVICE, is_group_parameters, map_state_names, split_state
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
-from labkit.checkpoint.flat import ParameterList, Stretch
+from labkit.checkpoint.flat import ParameterList, Stretch, units_of
 from labkit.checkpoint.model import Chunk, ChunkTable, TensorEntry
-from labkit.checkpoint.names import canonical_fqn
+from labkit.checkpoint.names import canonical_fqn, counted
+from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order
+from labkit.checkpoint.rank_shares import moment_shares
+from labkit.checkpoint.sections import is_moment_piece, model_prefix
 from labkit.checkpoint.sources import EntrySource, FlatSource
 
 
@@ -23,27 +27,30 @@ def name_numbers(
     Args:
         contents: Changed in place.
         parameters: The model's.
-        order: Parameter names in the order that the optimizer was given them.
+        order: Names in the order that the optimizer was given them, of parameters or of flat parameters.
         where: What lies in each flat parameter.
 
     Raises:
-        FQNMismatchError: There are no names for the numbers, or not as many.
+        FQNMismatchError: There are no names for the numbers, or they do not fit.
         CheckpointMismatchError: A piece of state does not have its parameter's shape.
     """
     groups = [item for item in contents.values if is_group_parameters(item)]
     ids = read_values(contents, groups, drop_advice=DROP_ADVICE)
     numbered = [item for item in groups if ids[item.key] and all(isinstance(number, int) for number in ids[item.key])]
+    if not numbered or parameters is None:
+        _refuse_shares(contents)
     if not numbered:
         return
-    numbers = sorted(number for item in numbered for number in ids[item.key])
-    if where and len(numbers) == len(where) and order is None:
-        # use_orig_params=False: the optimizer saw the flat parameters, in the order of the units.
-        members = {number: [stretch.name for stretch in where[unit]] for number, unit in zip(numbers, where, strict=True)}
-        _split_flat_moments(contents, dict(zip(numbers, where.values(), strict=True)))
+    numbering = _numbering(contents, [ids[item.key] for item in numbered], parameters, where)
+    meaning = _meaning(contents, numbering, parameters, order)
+    if meaning.units:
+        members = {number: [stretch.name for stretch in where[unit]] for number, unit in meaning.units.items()}
+        _check_flat_moments(contents, numbering, meaning)
+        _split_flat_moments(contents, {number: where[unit] for number, unit in meaning.units.items()})
     else:
-        names = _names_by_number(contents, [ids[item.key] for item in numbered], parameters, order)
+        names = meaning.parameters
         members = {number: [name] for number, name in names.items()}
-        map_state_names(contents, lambda name: names.get(int(name), name) if name.isdigit() else name)
+        map_state_names(contents, lambda name: names[int(name)] if name.isdigit() else name)
     for index, item in enumerate(contents.values):
         if item in numbered:
             listed = [name for number in ids[item.key] for name in members[number]]
@@ -51,6 +58,103 @@ def name_numbers(
     if parameters is not None:
         _join_pieces(contents, parameters)
         _check_moments(contents, parameters)
+
+
+def _refuse_shares(contents: Contents) -> None:
+    kept = {item.source.entry.key for item in contents.tensors if isinstance(item.source, EntrySource)}
+    shares = [entry.key for entry in moment_shares(contents.checkpoint) if entry.key in kept]
+    if shares:
+        raise FQNMismatchError(
+            contents.checkpoint.path,
+            problems=[f"each rank's file has a share of {key}, and not what belongs where" for key in shares],
+            advice="Name the model that puts them together, model=... (--model FILE.py:FUNCTION), and keep the "
+            "optimizer's param_groups.",
+        )
+
+
+def _numbering(
+    contents: Contents, groups: Sequence[Sequence[int]], parameters: ParameterList | None, where: Mapping[str, list[Stretch]]
+) -> Numbering:
+    checkpoint = contents.checkpoint
+    lengths: dict[int, int] = {}
+    held = set()
+    items: list[OutTensor | OutValue] = [*contents.tensors, *contents.values]
+    for item in items:
+        split = split_state(item.path) if item.section == "optimizer" else None
+        if split is None or not split[1].isdigit():
+            continue
+        held.add(int(split[1]))
+        if isinstance(item, OutTensor) and isinstance(item.source, EntrySource) and is_moment_piece(item.source.entry):
+            lengths[int(split[1])] = _concatenated(item.source.entry).numel
+    numbers = {number for group in groups for number in group}
+    if len(numbers) < sum(map(len, groups)):
+        raise FQNMismatchError(
+            checkpoint.path,
+            problems=["the state of several optimizers is numbered, and one number stands for several parameters"],
+            advice="Migrate them one by one: leave the others out with drop=[...] (--drop).",
+        )
+    strange = sorted(held - numbers)
+    if strange:
+        raise FQNMismatchError(
+            checkpoint.path,
+            problems=[f"the optimizer has state of its parameter {number}, which is in none of its groups" for number in strange],
+            advice="Groups and state are not of one save. Leave them out with drop=[...] (--drop), or use another checkpoint.",
+        )
+    if len(held) < len(numbers):
+        contents.notes.append(f"{counted(len(numbers - held), 'parameter')} of the optimizer's groups had no state")
+    if parameters is not None:
+        names = {name: name for name in parameters.shapes} | dict(parameters.tied)
+    else:
+        prefix = model_prefix(checkpoint)
+        names = {name: name for entry in checkpoint.section("model") for name in [canonical_fqn(entry.key.removeprefix(prefix))]}
+    units = units_of(checkpoint, model_prefix(checkpoint))
+    # Each rank's share of a moment is padded to one length; the flat parameter's own length may lack that padding.
+    padded = {unit: range(units[unit].numel, units[unit].numel + len(units[unit].chunks)) for unit in where}
+    return Numbering(checkpoint.path, groups, lengths, names, where, padded)
+
+
+def _meaning(contents: Contents, numbering: Numbering, parameters: ParameterList | None, order: Sequence[str] | None) -> Meaning:
+    if order is not None:
+        return by_order(numbering, order, parameters)
+    if parameters is None:
+        raise FQNMismatchError(
+            numbering.path,
+            problems=["its optimizer state is numbered by position, and nothing says which parameter each number is"],
+            advice=f"Name the model, model=... (--model FILE.py:FUNCTION), or the parameters. {ORDER_ADVICE}",
+        )
+    meaning = by_model(numbering, parameters)
+    shapes: list[object] = [parameters.shapes[name] for name in meaning.parameters.values()]
+    shapes += [tuple((part.start, part.shape) for part in numbering.units[unit]) for unit in meaning.units.values()]
+    same = alike(shapes)
+    if same:
+        what = "flat parameters" if meaning.units else "parameters"
+        contents.notes.append(
+            f"moments were assigned in the model's order; {same} {what} share shapes with others, so a swap would not show"
+        )
+    return meaning
+
+
+def _check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meaning) -> None:
+    wrong = {
+        number: unit
+        for number, unit in meaning.units.items()
+        if number in numbering.lengths and numbering.lengths[number] not in numbering.padded[unit]
+    }
+    if not wrong:
+        return
+    fits_another = all(any(numbering.lengths[number] in lengths for lengths in numbering.padded.values()) for number in wrong)
+    raise CheckpointMismatchError(
+        contents.checkpoint.path,
+        [
+            f"state {number} of its optimizer has {numbering.lengths[number]} elements, and the flat parameter of "
+            f"{unit or 'the root'} has {numbering.padded[unit].start}"
+            for number, unit in wrong.items()
+        ],
+        advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
+        if fits_another
+        else "The shares of other ranks are missing. Keep the files of all ranks together; what DCP saved of numbered state is "
+        "one rank's share. To go on without it, leave it out with drop=[...] (--drop).",
+    )
 
 
 def _split_flat_moments(contents: Contents, stretches: Mapping[int, list[Stretch]]) -> None:
@@ -76,58 +180,43 @@ def _split_flat_moments(contents: Contents, stretches: Mapping[int, list[Stretch
             contents.values[index : index + 1] = copies
 
 
-def _names_by_number(
-    contents: Contents, groups: Sequence[Sequence[int]], parameters: ParameterList | None, order: Sequence[str] | None
-) -> dict[int, str]:
-    path = contents.checkpoint.path
-    numbers = [number for group in groups for number in group]
-    if order is None and parameters is not None:
-        if sum(bool(group) for group in groups) > 1:
-            raise FQNMismatchError(
-                path,
-                unexpected=[f"optimizer state numbered over {len(groups)} parameter groups"],
-                advice="The model's order does not say how its parameters were divided into groups. List the names in the "
-                "optimizer's order: order=[...] (--order FILE, one a line).",
-            )
-        every = list(parameters.shapes)
-        trainable = [name for name in every if name in parameters.trainable]
-        order = every if len(every) == len(numbers) else trainable
-    if order is None:
-        raise FQNMismatchError(
-            path,
-            unexpected=["optimizer state that is numbered by position"],
-            advice="Name the parameters: model=... (--model FILE.py:FUNCTION), or order=[...] in the optimizer's order "
-            "(--order FILE, one name a line).",
-        )
-    if len(order) != len(numbers):
-        raise FQNMismatchError(
-            path,
-            unexpected=[f"optimizer state of {len(numbers)} parameters, and {len(order)} names were given"],
-            advice="Give the names of the parameters that the optimizer had, in its order: order=[...] (--order FILE).",
-        )
-    return dict(zip(sorted(numbers), (canonical_fqn(name) for name in order), strict=True))
-
-
 def _join_pieces(contents: Contents, parameters: ParameterList) -> None:
     """Put together what each rank's file has of a moment: 1-D pieces of the flattened parameter, in rank order."""
     joined: list[OutTensor] = []
+    wrong: dict[str, tuple[int, int]] = {}
     for item in contents.tensors:
         split = split_state(item.path) if item.section == "optimizer" else None
         shape = parameters.shapes.get(split[1]) if split is not None else None
         source = item.source
         in_pieces = contents.checkpoint.kind == "torch_ranks" and len(source.shape) == 1
-        if shape is None or not isinstance(source, EntrySource) or not in_pieces or source.shape == shape:
+        if shape is None or not isinstance(source, EntrySource) or not in_pieces or _is_whole(source.entry, shape):
             joined.append(item)
             continue
         flat = _concatenated(source.entry)
-        if flat.numel != prod(shape):
-            raise CheckpointMismatchError(
-                contents.checkpoint.path,
-                [f"{item.key}: its pieces have {flat.numel} elements together, and the parameter has {prod(shape)}"],
-                advice="Keep the files of all ranks together, and name the model that they were saved from.",
-            )
-        joined.append(replace(item, source=FlatSource(flat, 0, shape)))
+        if flat.numel == prod(shape):
+            joined.append(replace(item, source=FlatSource(flat, 0, shape)))
+        else:
+            wrong[item.key] = flat.numel, prod(shape)
+    if wrong:
+        sizes = {prod(shape) for shape in parameters.shapes.values()}
+        raise CheckpointMismatchError(
+            contents.checkpoint.path,
+            [
+                f"{key}: its pieces have {found} elements together, and the parameter has {size}"
+                for key, (found, size) in wrong.items()
+            ],
+            advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
+            if all(found in sizes for found, _ in wrong.values())
+            else "Keep the files of all ranks together, and name the model that they were saved from.",
+        )
     contents.tensors = joined
+
+
+def _is_whole(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
+    """Whether each file holds all of a moment, or a box that says where it lies, and not a stretch without a place."""
+    if entry.shape != shape or not coverage(entry.chunks, shape).exact:
+        return False
+    return len(entry.chunks) > 1 or all(chunk.sizes == shape for table in entry.replicas for chunk in table)
 
 
 def _concatenated(entry: TensorEntry) -> TensorEntry:
@@ -152,5 +241,5 @@ def _check_moments(contents: Contents, parameters: ParameterList) -> None:
         raise CheckpointMismatchError(
             contents.checkpoint.path,
             wrong,
-            advice="The names are in another order than the optimizer's. Give them with order=[...] (--order FILE).",
+            advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}",
         )

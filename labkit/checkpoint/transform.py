@@ -9,15 +9,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue
+from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.entry_names import (
     map_group_names,
     map_state_names,
     split_model,
     split_state,
 )
-from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
+from labkit.checkpoint.errors import CheckpointError, FQNMismatchError, IncompleteCheckpointError
 from labkit.checkpoint.flat import ParameterList, Stretch, layout, units_of
-from labkit.checkpoint.names import canonical_fqn, counted
+from labkit.checkpoint.model import Checkpoint, TensorEntry
+from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, counted
 from labkit.checkpoint.numbered_state import name_numbers
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import model_prefix
@@ -30,8 +32,8 @@ class Options:
 
     Attributes:
         parameters: The model's parameters, for flat parameters and for state numbered by position.
-        order: Parameter names in the order that the optimizer was given them; by default the trainable ones in the
-            model's order.
+        order: Names in the order that the optimizer was given them, of parameters or of flat parameters; by default all or
+            the trainable ones in the model's order.
         rules: Rename rules for canonical parameter names, applied to the model and to its optimizer state alike.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of model names to dtype; the first match wins.
@@ -50,6 +52,7 @@ def transform(contents: Contents, options: Options) -> Contents:
     Raises:
         FQNMismatchError: Names collide or do not fit the model, or numbered state comes without names.
         CheckpointMismatchError: Shapes do not fit the model.
+        IncompleteCheckpointError: Other ranks' parts of a flat parameter are missing.
 
     Ranks: local. Reads values, no tensor data.
     """
@@ -58,6 +61,7 @@ def transform(contents: Contents, options: Options) -> Contents:
     _canonical(contents)
     where = _take_flat_apart(contents, options)
     name_numbers(contents, options.parameters, options.order, where)
+    _refuse_flat(contents)
     _rename(contents, options.rules)
     _add_tied(contents, options.parameters)
     _cast(contents, options.dtypes)
@@ -106,20 +110,51 @@ def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Str
             advice="A LOCAL state dict does not say which parameters are in it. Name the model that it was saved from: "
             "model=... (--model FILE.py:FUNCTION).",
         )
+    _check_all_ranks(checkpoint, units.values())
     flat_keys = {entry.key for entry in units.values()}
-    plain = [item for item in contents.tensors if not (isinstance(item.source, EntrySource) and item.source.entry.key in flat_keys)]
+    flat = {
+        item.source.entry.key: split_model(contents, item.path)[0]
+        for item in contents.tensors
+        if isinstance(item.source, EntrySource) and item.source.entry.key in flat_keys
+    }
+    plain = [item for item in contents.tensors if not (isinstance(item.source, EntrySource) and item.source.entry.key in flat)]
     outside = frozenset(split_model(contents, item.path)[1] for item in plain if item.section == "model")
-    num_ranks = int(checkpoint.metadata.get("ranks", 1))
+    num_ranks = int(checkpoint.metadata.get("ranks", max(len(entry.chunks) for entry in units.values())))
     where = layout(units, options.parameters, outside, num_ranks, checkpoint.path)
-    nesting = next(split_model(contents, item.path)[0] for item in contents.tensors if item not in plain)
     made = {
-        stretch.name: OutTensor((*nesting, stretch.name), FlatSource(units[unit], stretch.start, stretch.shape), "model")
+        stretch.name: OutTensor(
+            (*flat[units[unit].key], stretch.name), FlatSource(units[unit], stretch.start, stretch.shape), "model"
+        )
         for unit, stretches in where.items()
+        if units[unit].key in flat
         for stretch in stretches
     }
     contents.tensors = [made[name] for name in options.parameters.shapes if name in made] + plain
     contents.notes.append(f"{counted(len(units), 'flat parameter')} became {counted(len(made), 'parameter')}")
     return where
+
+
+def _check_all_ranks(checkpoint: Checkpoint, flat: Iterable[TensorEntry]) -> None:
+    for entry in flat:
+        found = coverage(entry.chunks, entry.shape)
+        if found.missing:
+            raise IncompleteCheckpointError(
+                checkpoint.path,
+                f"{entry.key}: {entry.numel - found.missing} of its {entry.numel} elements are here. The files of other ranks are "
+                "missing. Name the directory with the files of all ranks together.",
+            )
+
+
+def _refuse_flat(contents: Contents) -> None:
+    """State that is kept by the name of a flat parameter, which no model under FSDP2 has."""
+    left = [item.key for item in contents.tensors if item.section == "optimizer" and FLAT_PARAMETER in item.key.split(".")]
+    if left:
+        raise FQNMismatchError(
+            contents.checkpoint.path,
+            problems=[f"{key} is state of a flat parameter" for key in left],
+            advice="labkit takes such state apart where it is numbered, as optimizer.state_dict() gives it. Leave it out with "
+            "drop=[...] (--drop), or save a FULL or SHARDED optimizer state from the old code.",
+        )
 
 
 # -- names, ties, dtypes ----------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
 
 
 def test_a_local_checkpoint_without_a_rank_or_with_another_model_is_refused(launcher: Launcher, tmp_path: Path) -> None:
-    from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
+    from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
 
     launcher.run(save_old, 2, tmp_path, "raw", True, str(tmp_path))
     with pytest.raises(FQNMismatchError, match="--model"):
@@ -110,5 +110,5 @@ def test_a_local_checkpoint_without_a_rank_or_with_another_model_is_refused(laun
     with pytest.raises((CheckpointMismatchError, FQNMismatchError)):
         migrate(tmp_path, tmp_path / "new", model=torch.nn.Sequential(torch.nn.Linear(2, 2)))
     (tmp_path / "old_rank1.pt").unlink()
-    with pytest.raises(CheckpointMismatchError, match="files of all ranks together"):
+    with pytest.raises(IncompleteCheckpointError, match="files of all ranks together"):
         migrate(tmp_path, tmp_path / "new", model=Net())

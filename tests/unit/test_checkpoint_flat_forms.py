@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from labkit.checkpoint import Reader, migrate, open_checkpoint, reshard
 from labkit.checkpoint.cli import checkpoint as command
-from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
 
 RANKS = 2
 
@@ -172,3 +174,125 @@ def test_a_shard_rule_that_matches_nothing_is_noted(tmp_path: Path) -> None:
     )
     assert told.exit_code == 0, told.output
     assert "note: the shard pattern 'tp:*.nosuch' matches nothing" in told.output
+
+
+# -- migrate ----------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_are_never_migrated_without_the_model_that_joins_them(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    for rank in range(RANKS):
+        state = {"state": {0: {"exp_avg": torch.arange(3.0) + rank}}, "param_groups": [{"params": [0]}]}
+        torch.save({"model": {"w": torch.ones(2, 3)}, "optim": state}, tmp_path / f"old/rank{rank}.pt")
+    for options in ({"order": ["w"]}, {"drop": ["optim.param_groups*"]}):
+        with pytest.raises(FQNMismatchError, match=r"(?s)share of optim\.state\.0\.exp_avg.*--model"):
+            migrate(tmp_path / "old", tmp_path / "new", **options)  # type: ignore[arg-type]
+
+
+FLAT_GROUPS = [["blocks.1", "blocks.0"], [""]]
+FLAT_NAMES = ["blocks.1._flat_param", "blocks.0._flat_param", "_flat_param"]
+TRAINED = [name for name in SHAPES if not name.startswith("frozen")]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        FLAT_NAMES,
+        [f"_fsdp_wrapped_module.{name}" for name in FLAT_NAMES],
+        [name for group in FLAT_GROUPS for unit in group for name in UNITS[unit]],
+        ["blocks.1.weight", "blocks.0.weight", "embed.weight"],
+    ],
+    ids=["flat", "wrapped", "all", "first"],
+)
+def test_groups_of_flat_parameters_are_named_by_them_or_by_what_is_in_them(tmp_path: Path, order: list[str]) -> None:
+    save_local(tmp_path / "old", FLAT_GROUPS)
+    with pytest.raises(FQNMismatchError, match=r"(?s)2 parameter groups and numbers instead of names.*--order"):
+        migrate(tmp_path / "old", tmp_path / "new", model=Net)
+    migrate(tmp_path / "old", tmp_path / "new", model=Net, order=order)
+    check(tmp_path / "new", TRAINED)
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert reader.value("optim.param_groups.1.params") == UNITS[""]
+
+
+@pytest.mark.parametrize("given", [["", "blocks.0", "blocks.1", "frozen"], ["", "blocks.0", "blocks.1"]], ids=["all", "trainable"])
+def test_one_group_of_flat_parameters_follows_the_model_without_its_frozen_units(tmp_path: Path, given: list[str]) -> None:
+    save_local(tmp_path / "old", [given], stateless=["frozen"])
+    result = migrate(tmp_path / "old", tmp_path / "new", model=Net)
+    check(tmp_path / "new", TRAINED)
+    assert [note for note in result.notes if "2 flat parameters share shapes with others, so a swap would not show" in note]
+    without_state = [note for note in result.notes if note == "1 parameter of the optimizer's groups had no state"]
+    assert len(without_state) == ("frozen" in given)
+
+
+def test_groups_of_original_parameters_are_joined_by_their_order(tmp_path: Path) -> None:
+    save_local(tmp_path / "old", ORIGINAL_GROUPS, original=True)
+    names = [name for group in ORIGINAL_GROUPS for name in group]
+    migrate(tmp_path / "old", tmp_path / "new", model=Net, order=names)
+    check(tmp_path / "new", TRAINED)
+
+
+def test_an_order_that_cannot_be_is_refused_by_what_is_wrong_with_it(tmp_path: Path) -> None:
+    flat = save_local(tmp_path / "flat", FLAT_GROUPS)
+    original = save_local(tmp_path / "original", ORIGINAL_GROUPS, original=True)
+    names = [name for group in ORIGINAL_GROUPS for name in group]
+    for source, order, message in (
+        (
+            original,
+            [*names[:-1], "norm.bais"],
+            r"order names norm\.bais, and the model has no such parameter \(did you mean norm\.bias\?\)",
+        ),
+        (original, [*names[:-1], names[0]], r"order names embed\.weight twice"),
+        (original, names[:-1], r"its optimizer had 7 parameters, and 6 names are in the order"),
+        (original, names[::-1], r"(?s)its pieces have .* another order than the optimizer's.*--order"),
+        (original, FLAT_NAMES, r"had 7 parameters, and 3 names are in the order; the checkpoint has 4 flat parameters"),
+        (flat, [*FLAT_NAMES[:-1], "blocks.2._flat_param"], r"order names blocks\.2\._flat_param, and the checkpoint has no such"),
+        (flat, [*FLAT_NAMES[:-1], "embed.weight"], r"order names both flat parameters \(blocks\.1\._flat_param\) and others"),
+        (flat, FLAT_NAMES[::-1], r"(?s)state 0 of its optimizer has 16 elements.*root has 36.* another order than the optimizer's"),
+        (flat, names, r"another order than the optimizer's"),
+    ):
+        with pytest.raises(CheckpointMismatchError, match=message):
+            migrate(source, tmp_path / "new", model=Net, order=order)
+    assert not list(tmp_path.glob("new*"))
+
+
+def test_numbers_of_two_optimizers_or_of_no_group_are_refused(tmp_path: Path) -> None:
+    model = {"a": torch.ones(2), "b": torch.ones(2)}
+    moments = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": model, "opt_a": moments, "opt_b": moments}, tmp_path / "two.pt")
+    with pytest.raises(FQNMismatchError, match=r"(?s)state of several optimizers is numbered.*--drop"):
+        migrate(tmp_path / "two.pt", tmp_path / "new", order=["a", "b"])
+    migrate(tmp_path / "two.pt", tmp_path / "new", order=["a"], drop=["opt_b.*"])
+    torch.save(
+        {"model": model, "opt": {"state": {4: moments["state"][0]}, "param_groups": [{"params": [0]}]}}, tmp_path / "orphan.pt"
+    )
+    with pytest.raises(FQNMismatchError, match=r"state of its parameter 4, which is in none of its groups"):
+        migrate(tmp_path / "orphan.pt", tmp_path / "other", order=["a"])
+
+
+def test_an_order_is_compared_with_the_checkpoints_own_names_where_no_model_is_given(tmp_path: Path) -> None:
+    moments = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"model": {"module.norm.bias": torch.ones(2)}, "opt": moments}, tmp_path / "x.pt")
+    with pytest.raises(FQNMismatchError, match=r"order names norm\.bais, and the checkpoint has no such parameter \(did you mean"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", order=["norm.bais"])
+    migrate(tmp_path / "x.pt", tmp_path / "new", order=["module.norm.bias"])
+
+
+@pytest.mark.parametrize("original", [True, False])
+def test_one_ranks_file_alone_says_that_the_others_are_missing(tmp_path: Path, original: bool) -> None:
+    groups = ORIGINAL_GROUPS if original else FLAT_GROUPS
+    order = [name for group in ORIGINAL_GROUPS for name in group] if original else FLAT_NAMES
+    save_local(tmp_path / "old", groups, original=original)
+    for options in ({}, {"order": order}):
+        with pytest.raises(IncompleteCheckpointError, match=r"The files of other ranks are missing\. Name the directory"):
+            migrate(tmp_path / "old/ckpt_rank_0_of_2.pt", tmp_path / "new", model=Net, **options)
+
+
+def test_the_help_says_how_to_write_the_order_and_what_it_says_runs() -> None:
+    lines = CliRunner().invoke(command, ["migrate", "--help"]).output.splitlines()
+    code = [line.strip() for line in lines if line.strip().startswith(("names = ", "print("))]
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([{"params": model[1].parameters()}, {"params": model[0].parameters()}])
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        exec("\n".join(code), {"model": model, "optimizer": optimizer})
+    assert told.getvalue().split() == ["1.weight", "1.bias", "0.weight", "0.bias"]
