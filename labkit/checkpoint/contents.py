@@ -10,7 +10,13 @@ from typing import Any, Literal
 import torch
 
 from labkit.checkpoint import safe_pickle
-from labkit.checkpoint.errors import CheckpointError, FQNMismatchError, RankDivergenceError
+from labkit.checkpoint.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    FQNMismatchError,
+    IncompleteCheckpointError,
+    RankDivergenceError,
+)
 from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
@@ -97,10 +103,17 @@ def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Content
             are not synchronised): refuse, or take the first rank's.
 
     Raises:
+        IncompleteCheckpointError: A file of the checkpoint is missing.
         RankDivergenceError: Such copies differ and ``copies`` is ``refuse``.
 
     Ranks: local. Reads the copies of replicated tensors.
     """
+    for name in checkpoint.files:
+        if not (checkpoint.root / name).is_file():
+            raise IncompleteCheckpointError(
+                checkpoint.root / name,
+                "the checkpoint names this file, and it is missing. Copy it from where it was saved, or use an earlier checkpoint.",
+            )
     result = Contents(checkpoint)
     per_rank = _per_rank_roots(checkpoint, copies, result.notes)
     for entry in checkpoint.tensors.values():
@@ -172,6 +185,7 @@ def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: 
     """The plain data of values, by key.
 
     Raises:
+        IncompleteCheckpointError, CorruptCheckpointError: The file that holds a value is missing, cut off or damaged.
         CheckpointError: A value holds something that labkit does not rebuild; the message names its key.
     """
     result: dict[str, Any] = {}
@@ -186,6 +200,8 @@ def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: 
                     result[item.key] = reader.value(item.entry.key)
                 else:
                     result[item.key] = safe_pickle.plain(item.entry.inline, path)
+            except (IncompleteCheckpointError, CorruptCheckpointError):
+                raise  # of the file, and not of this value
             except CheckpointError as error:
                 raise CheckpointError(f"{item.key}: {error}. {drop_advice}") from None
     return result

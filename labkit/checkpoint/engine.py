@@ -12,7 +12,7 @@ from typing import Any
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.coverage import coverage
-from labkit.checkpoint.errors import CheckpointWriteError
+from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.staging_area import StagingArea
@@ -64,6 +64,16 @@ class Result:
     num_files: int
     resumed: int = 0
     notes: tuple[str, ...] = ()
+
+
+def check_destination(source: Path, destination: Path) -> None:
+    """Raise :class:`CheckpointExistsError` when the destination exists, :class:`CheckpointError` when it lies in the source."""
+    if destination.exists():
+        raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
+    if source.is_dir() and destination.resolve().is_relative_to(source.resolve()):
+        raise CheckpointError(
+            f"{destination} lies in {source}, and a source is only read. Choose a destination beside it or elsewhere."
+        )
 
 
 def run(

@@ -30,11 +30,13 @@ class ParameterList:
         shapes: Canonical name to shape, in the order of ``named_parameters``.
         tied: Further names of the same parameters: name to the first name.
         trainable: The names with ``requires_grad``.
+        tensors: Canonical name to shape of all that its ``state_dict()`` has: tied names and persistent buffers too.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, str]
     trainable: frozenset[str]
+    tensors: Mapping[str, tuple[int, ...]]
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ParameterList:
@@ -52,7 +54,10 @@ class ParameterList:
                     trainable.add(name)
             else:
                 tied[name] = owner
-        return cls(shapes, tied, frozenset(trainable))
+        tensors = {
+            canonical_fqn(name): tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+        }
+        return cls(shapes, tied, frozenset(trainable), tensors)
 
 
 @dataclass(frozen=True)

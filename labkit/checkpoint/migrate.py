@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,9 +12,9 @@ import torch
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
-from labkit.checkpoint.engine import Result, run
+from labkit.checkpoint.engine import Result, check_destination, run
 from labkit.checkpoint.entry_names import DROP_ADVICE, split_model
-from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError
+from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.transform import Options, transform
@@ -51,7 +52,7 @@ def migrate(
         source: As for :func:`open_checkpoint`; it is only read.
         destination: Must not exist. It appears, complete and verified, by one rename at the end. What a killed run has
             finished is in ``destination.partial``, and the same call goes on from there.
-        to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, else ``dcp``. Safetensors
+        to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, ``dcp`` without one. Safetensors
             hold the model's tensors only: without a suffix, a directory of shards with an index.
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
@@ -70,6 +71,7 @@ def migrate(
 
     Raises:
         CheckpointExistsError: The destination exists.
+        CheckpointError: It lies in the source, or its suffix and the format contradict each other.
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
@@ -83,13 +85,12 @@ def migrate(
             f"to={to!r} is no format. Use 'dcp' (what FSDP2 loads), 'safetensors' (the model's tensors only) or 'torch'."
         )
     source, destination = Path(source), Path(destination)
-    if destination.exists():
-        raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
+    chosen = _format_of(destination, to)
+    check_destination(source, destination)
     checkpoint = open_checkpoint(source)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, drop, dtypes or {}))
-    chosen = to or _format_of(destination)
     writer = _writer(contents, chosen, destination, shard_bytes)
     options: dict[str, Any] = {
         "to": chosen,
@@ -101,10 +102,19 @@ def migrate(
         return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
 
 
-def _format_of(destination: Path) -> Format:
-    if destination.suffix == ".safetensors":
-        return "safetensors"
-    return "torch" if destination.suffix in _TORCH_SUFFIXES else "dcp"
+def _format_of(destination: Path, to: Format | None) -> Format:
+    suffix = destination.suffix.lower()
+    meant: Format | None = "safetensors" if suffix == ".safetensors" else "torch" if suffix in _TORCH_SUFFIXES else None
+    if to is not None:
+        if meant is not None and meant != to:
+            raise CheckpointError(f"{destination}: the format {to!r} (--to {to}) and the suffix {suffix} contradict each other.")
+        return to
+    if meant is None and suffix != ".dcp" and re.fullmatch(r"\.[a-z][a-z0-9]*", suffix):  # and not as in llama-3.1-8b
+        raise CheckpointError(
+            f"{destination}: the suffix {suffix} says no format. Files end in .safetensors or {', '.join(_TORCH_SUFFIXES)}; a "
+            "DCP directory has no suffix. For any other name, say the format with to=... (--to dcp, safetensors or torch)."
+        )
+    return meant or "dcp"
 
 
 def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int | None) -> Writer:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
-from labkit.checkpoint.engine import Result, run
+from labkit.checkpoint.engine import Result, check_destination, run
 from labkit.checkpoint.entry_names import split_model, split_state
-from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, FQNMismatchError
+from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.rank_shares import is_flat, moment_shares
@@ -81,8 +81,7 @@ def reshard(
     """
     source, destination = Path(source), Path(destination)
     axes = _axes(mesh)
-    if destination.exists():
-        raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
+    check_destination(source, destination)
     strange = [rule.axis for rule in rules if rule.axis not in axes or rule.axis in DATA_AXES]
     if strange or prod(axes.values()) < 1:
         raise CheckpointError(

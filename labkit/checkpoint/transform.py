@@ -16,9 +16,10 @@ from labkit.checkpoint.entry_names import (
     split_model,
     split_state,
 )
-from labkit.checkpoint.errors import CheckpointError, FQNMismatchError, IncompleteCheckpointError
+from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
 from labkit.checkpoint.flat import ParameterList, Stretch, layout, units_of
 from labkit.checkpoint.model import Checkpoint, TensorEntry
+from labkit.checkpoint.model_fit import misfit
 from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, counted
 from labkit.checkpoint.numbered_state import name_numbers
 from labkit.checkpoint.rename import Rule
@@ -50,7 +51,8 @@ def transform(contents: Contents, options: Options) -> Contents:
     """Bring contents into the form that FSDP2 and ``torch.distributed.checkpoint.state_dict`` load.
 
     Raises:
-        FQNMismatchError: Names collide or do not fit the model, or numbered state comes without names.
+        FQNMismatchError: Names collide, numbered state comes without names, or names fit the model neither before the rename
+            rules nor after them.
         CheckpointMismatchError: Shapes do not fit the model.
         IncompleteCheckpointError: Other ranks' parts of a flat parameter are missing.
 
@@ -62,11 +64,18 @@ def transform(contents: Contents, options: Options) -> Contents:
     where = _take_flat_apart(contents, options)
     name_numbers(contents, options.parameters, options.order, where)
     _refuse_flat(contents)
+    first = _misfit(contents, options)
     _rename(contents, options.rules)
+    if first is not None and (not options.rules or _misfit(contents, options) is not None):
+        raise first
     _add_tied(contents, options.parameters)
     _cast(contents, options.dtypes)
     contents.check_unique()
     return contents
+
+
+def _misfit(contents: Contents, options: Options) -> CheckpointMismatchError | None:
+    return None if options.parameters is None else misfit(contents, options.parameters, options.drop)
 
 
 def _note_idle(contents: Contents, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
@@ -187,15 +196,17 @@ def _dropped(item: OutTensor | OutValue) -> bool:
 
 
 def _add_tied(contents: Contents, parameters: ParameterList | None) -> None:
-    """A tied parameter has every one of its names in ``model.state_dict()``; FSDP1 saved some forms with the first only."""
+    """A tied parameter has every one of its names in ``model.state_dict()``; FSDP1 saved some forms with one of them."""
     if parameters is None:
         return
     by_name = {split_model(contents, item.path): item for item in contents.tensors if item.section == "model"}
     for (nesting, name), item in list(by_name.items()):
-        for alias, owner in parameters.tied.items():
-            if owner == name and (nesting, alias) not in by_name:
-                contents.tensors.append(replace(item, path=(*nesting, alias)))
-                contents.notes.append(f"{alias} is tied to {name}")
+        owner = parameters.tied.get(name, name)
+        for other in (owner, *(alias for alias, first in parameters.tied.items() if first == owner)):
+            if (nesting, other) not in by_name:
+                by_name[nesting, other] = replace(item, path=(*nesting, other))
+                contents.tensors.append(by_name[nesting, other])
+                contents.notes.append(f"{other} is tied to {name}")
 
 
 def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:

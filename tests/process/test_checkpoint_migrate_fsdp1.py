@@ -85,10 +85,13 @@ def load_new(rank: int, folder: str, how: str) -> Any:
 def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
     launcher: Launcher, tmp_path: Path, form: str, use_orig_params: bool
 ) -> None:
-    losses = launcher.run(save_old, 2, tmp_path, form, use_orig_params, str(tmp_path))
-    source = tmp_path / "old.pt" if form.startswith("full") else tmp_path / "old" if form == "sharded_dcp" else tmp_path
+    (tmp_path / "saved").mkdir()
+    losses = launcher.run(save_old, 2, tmp_path, form, use_orig_params, str(tmp_path / "saved"))
+    source = tmp_path / "saved"
+    if form in ("full", "full_optim", "sharded_dcp"):
+        source /= "old" if form == "sharded_dcp" else "old.pt"
     result = migrate(source, tmp_path / "new", model=Net())
-    report = verify(tmp_path / "new", against=tmp_path / "truth", model=Net())
+    report = verify(tmp_path / "new", against=tmp_path / "saved/truth", model=Net())
     # FSDP1 leaves a tied name out of some forms; which of the two, and whether the truth has both, differs by form. Names alone
     # may differ there: what both sides hold must be equal in every bit.
     names = ("missing-key", "unexpected-key")
@@ -104,11 +107,13 @@ def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
 def test_a_local_checkpoint_without_a_rank_or_with_another_model_is_refused(launcher: Launcher, tmp_path: Path) -> None:
     from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
 
-    launcher.run(save_old, 2, tmp_path, "raw", True, str(tmp_path))
+    old = tmp_path / "saved"
+    old.mkdir()
+    launcher.run(save_old, 2, tmp_path, "raw", True, str(old))
     with pytest.raises(FQNMismatchError, match="--model"):
-        migrate(tmp_path, tmp_path / "new")
+        migrate(old, tmp_path / "new")
     with pytest.raises((CheckpointMismatchError, FQNMismatchError)):
-        migrate(tmp_path, tmp_path / "new", model=torch.nn.Sequential(torch.nn.Linear(2, 2)))
-    (tmp_path / "old_rank1.pt").unlink()
+        migrate(old, tmp_path / "new", model=torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    (old / "old_rank1.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="files of all ranks together"):
-        migrate(tmp_path, tmp_path / "new", model=Net())
+        migrate(old, tmp_path / "new", model=Net())

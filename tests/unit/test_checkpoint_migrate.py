@@ -28,6 +28,7 @@ from labkit.checkpoint.errors import (
     CorruptCheckpointError,
     DtypeNarrowingError,
     FQNMismatchError,
+    IncompleteCheckpointError,
 )
 from labkit.checkpoint.layout import coordinate_of, local_box
 from labkit.checkpoint.read import same_bits
@@ -130,6 +131,44 @@ def test_two_groups_are_refused_without_their_order(tmp_path: Path) -> None:
         assert reader.value("optim.param_groups.0.params") == ["1.weight", "1.bias"]
 
 
+def test_a_model_that_the_weights_do_not_fit_is_refused_by_names_and_shapes(tmp_path: Path) -> None:
+    full_file(tmp_path / "full.pt")
+
+    class Wider(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = torch.ones(5)
+
+    class Longer(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tail = nn.Linear(4, 4)
+
+    out, order = tmp_path / "out", [name for name, _ in Net().named_parameters()]
+    with pytest.raises(CheckpointMismatchError, match=r"scale has shape \(4,\), and in the model \(5,\)"):
+        migrate(tmp_path / "full.pt", out, model=Wider)
+    with pytest.raises(FQNMismatchError, match=r"missing in the checkpoint: tail\.weight") as caught:
+        migrate(tmp_path / "full.pt", out, model=Longer, order=order)
+    assert caught.value.missing == ("tail.weight", "tail.bias")
+    migrate(tmp_path / "full.pt", tmp_path / "without", model=Longer, order=order, drop=["model.tail.*"])
+    # A model without some of what is saved: an error, unless it is dropped.
+    torch.save({"model": Net().state_dict() | {"inv_freq": torch.ones(2)}}, tmp_path / "more.pt")
+    with pytest.raises(FQNMismatchError, match="unexpected in the checkpoint: inv_freq"):
+        migrate(tmp_path / "more.pt", out, model=Net)
+    assert not out.exists()
+    migrate(tmp_path / "more.pt", out, model=Net, drop=["model.inv_freq"])
+
+
+def test_a_model_may_be_the_one_before_or_after_the_rename_rules(tmp_path: Path) -> None:
+    saved = {name.replace("body.", "layers."): value for name, value in Net().state_dict().items()}
+    del saved["embed.weight"]  # tied to head.weight
+    torch.save({"model": saved}, tmp_path / "old.pt")
+    migrate(tmp_path / "old.pt", tmp_path / "new", model=Net, rules=[Rule("layers.*", "body.*")])
+    assert verify(tmp_path / "new", model=Net()).findings == []
+    with pytest.raises(FQNMismatchError, match=r"unexpected in the checkpoint: layers\.0\.weight"):
+        migrate(tmp_path / "old.pt", tmp_path / "other", model=Net, rules=[Rule("layers.*", "trunk.*")])
+
+
 def test_a_round_trip_through_torch_save_restores_moments_and_ties(tmp_path: Path) -> None:
     model, optimizer = full_file(tmp_path / "full.pt")
     migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net())
@@ -220,6 +259,54 @@ def test_the_destination_is_never_overwritten(tmp_path: Path) -> None:
         migrate(tmp_path / "full.pt", tmp_path / "dcp", model=Net())
     with pytest.raises(CheckpointExistsError):
         reshard(tmp_path / "full.pt", tmp_path / "dcp", 2)
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_a_missing_file_of_a_dcp_directory_is_named_and_nothing_else_is_advised(tmp_path: Path, manifest: bool) -> None:
+    if manifest:
+        torch.save({"a": torch.ones(6, 2), "step": 3}, tmp_path / "x.pt")
+        reshard(tmp_path / "x.pt", tmp_path / "dcp", 2)
+    else:
+        dcp.save({"a": torch.ones(6, 2), "step": 3}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    (tmp_path / "dcp/__0_0.distcp").unlink()
+    for work in (migrate, functools.partial(reshard, mesh=2)):
+        with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp: .*it is missing\. Copy it") as caught:
+            work(tmp_path / "dcp", tmp_path / "out")
+        assert "drop" not in str(caught.value)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "message"),
+    [
+        ("out.safetensors", "torch", r"--to torch\) and the suffix \.safetensors contradict each other"),
+        ("out.pt", "dcp", r"--to dcp\) and the suffix \.pt contradict"),
+        ("out.bin", "safetensors", r"--to safetensors\) and the suffix \.bin contradict"),
+        ("out.onnx", None, r"suffix \.onnx says no format.*\.safetensors or \.pt, \.pth, \.bin, \.ckpt.*--to"),
+    ],
+)
+def test_a_suffix_that_says_another_format_or_none_is_refused_before_anything_is_written(
+    tmp_path: Path, name: str, to: Any, message: str
+) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=message):
+        migrate(tmp_path / "x.pt", tmp_path / name, to=to)
+    assert [path.name for path in tmp_path.iterdir()] == ["x.pt"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [("llama-3.1-8b", "dcp"), ("step.100", "dcp"), ("OUT.PT", "torch")])
+def test_a_dot_in_a_directorys_name_is_no_suffix(tmp_path: Path, name: str, kind: str) -> None:
+    torch.save({"a": torch.ones(2)}, tmp_path / "x.pt")
+    migrate(tmp_path / "x.pt", tmp_path / name)
+    assert open_checkpoint(tmp_path / name).kind == kind
+
+
+def test_nothing_is_written_into_the_source(tmp_path: Path) -> None:
+    dcp.save({"a": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    for work in (migrate, functools.partial(reshard, mesh=2)):
+        with pytest.raises(CheckpointError, match="a source is only read"):
+            work(tmp_path / "dcp", tmp_path / "dcp/sub/new")
+    assert not (tmp_path / "dcp/sub").exists()
 
 
 def test_a_flipped_bit_in_the_source_is_refused(tmp_path: Path) -> None:
