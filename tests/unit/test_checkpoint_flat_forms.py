@@ -238,8 +238,8 @@ def test_an_order_that_cannot_be_is_refused_by_what_is_wrong_with_it(tmp_path: P
     for source, order, message in (
         (
             original,
-            [*names[:-1], "norm.bais"],
-            r"order names norm\.bais, and the model has no such parameter \(did you mean norm\.bias\?\)",
+            [*names[:-1], "norm.bia"],
+            r"order names norm\.bia, and the model has no such parameter \(did you mean norm\.bias\?\)",
         ),
         (original, [*names[:-1], names[0]], r"order names embed\.weight twice"),
         (original, names[:-1], r"its optimizer had 7 parameters, and 6 names are in the order"),
@@ -272,8 +272,8 @@ def test_numbers_of_two_optimizers_or_of_no_group_are_refused(tmp_path: Path) ->
 def test_an_order_is_compared_with_the_checkpoints_own_names_where_no_model_is_given(tmp_path: Path) -> None:
     moments = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
     torch.save({"model": {"module.norm.bias": torch.ones(2)}, "opt": moments}, tmp_path / "x.pt")
-    with pytest.raises(FQNMismatchError, match=r"order names norm\.bais, and the checkpoint has no such parameter \(did you mean"):
-        migrate(tmp_path / "x.pt", tmp_path / "new", order=["norm.bais"])
+    with pytest.raises(FQNMismatchError, match=r"order names norm\.bia, and the checkpoint has no such parameter \(did you mean"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", order=["norm.bia"])
     migrate(tmp_path / "x.pt", tmp_path / "new", order=["module.norm.bias"])
 
 
