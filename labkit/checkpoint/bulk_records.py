@@ -11,7 +11,7 @@ from labkit.checkpoint.bulk_parts import Block, OtherFormError, Run
 from labkit.machine import usable_cores
 
 T = TypeVar("T")
-# Array operations let other threads run; what lies between them does not, so more threads bring little.
+# Array operations let other threads run, and what lies between them does not. Measured on two cores only.
 MOST_THREADS = 4
 
 

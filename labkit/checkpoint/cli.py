@@ -13,13 +13,14 @@ import torch
 from rich.console import Console
 
 from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.describe import describe
 from labkit.checkpoint.engine import Result
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.names import counted
 from labkit.checkpoint.safe_pickle import Unknown
-from labkit.checkpoint.show import DEFAULT_ROWS, bytes_text, describe, printable, render
+from labkit.checkpoint.show import DEFAULT_ROWS, bytes_text, printable, render
 
 PATH = click.Path(path_type=Path)
 TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from labkit.checkpoint.errors import (
     RankDivergenceError,
 )
 from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
+from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.sources import EntrySource, Source
@@ -74,6 +75,10 @@ class Contents:
     values: list[OutValue] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def note_idle(self, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
+        """Note the patterns that match nothing: that is mostly a slip of the pen."""
+        self.notes.extend(f"the {kind} pattern {pattern!r} matches nothing" for pattern in patterns if not matches(pattern))
+
     def check_unique(self) -> None:
         """Raise :class:`FQNMismatchError` when two entries have one key."""
         keys = Counter([item.key for item in self.tensors] + [item.key for item in self.values])
@@ -84,11 +89,6 @@ class Contents:
                 unexpected=[f"two entries get the name {key}" for key in twice],
                 advice="Give one of them another name with a rename rule.",
             )
-
-
-def flat_key(path: Path_) -> str:
-    """Nested keys as DCP flattens them."""
-    return ".".join(map(str, path))
 
 
 def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Contents:

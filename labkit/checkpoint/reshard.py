@@ -93,7 +93,9 @@ def reshard(
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
     files = _files(contents, axes, rules)
-    _note_idle(contents, rules)
+    names = {_name(contents, tensor) for tensor in contents.tensors if tensor.section != "other"}
+    patterns = {f"{rule.axis}:{rule.pattern}": rule.pattern for rule in rules}
+    contents.note_idle("shard", patterns, lambda pattern: bool(fnmatch.filter(names, patterns[pattern])))
     writer = DcpWriter(files, plain=_plain(contents))
     options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
     with task("reshard", checkpoint.size_bytes) as writing:
@@ -145,13 +147,6 @@ def _files(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRul
     if not kept:
         raise CheckpointError(f"{contents.checkpoint.path}: there is nothing to write")
     return kept
-
-
-def _note_idle(contents: Contents, rules: Sequence[ShardRule]) -> None:
-    names = {_name(contents, tensor) for tensor in contents.tensors if tensor.section != "other"}
-    for rule in rules:
-        if not fnmatch.filter(names, rule.pattern):
-            contents.notes.append(f"the shard pattern {f'{rule.axis}:{rule.pattern}'!r} matches nothing")
 
 
 def _owner(item: OutTensor | OutValue, rank: int, num_ranks: int) -> int:

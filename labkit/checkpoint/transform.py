@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -78,14 +78,9 @@ def _misfit(contents: Contents, options: Options) -> CheckpointMismatchError | N
     return None if options.parameters is None else misfit(contents, options.parameters, options.drop)
 
 
-def _note_idle(contents: Contents, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
-    """A pattern that matches nothing is mostly a slip of the pen."""
-    contents.notes.extend(f"the {kind} pattern {pattern!r} matches nothing" for pattern in patterns if not matches(pattern))
-
-
 def _drop(contents: Contents, patterns: Sequence[str]) -> None:
     keys = [*(item.key for item in contents.tensors), *(item.key for item in contents.values)]
-    _note_idle(contents, "drop", patterns, lambda pattern: bool(fnmatch.filter(keys, pattern)))
+    contents.note_idle("drop", patterns, lambda pattern: bool(fnmatch.filter(keys, pattern)))
 
     def kept(key: str) -> bool:
         return not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
@@ -176,7 +171,7 @@ def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
     names = [split_model(contents, item.path)[1] for item in contents.tensors if item.section == "model"]
     names += [split[1] for item in contents.tensors if (split := split_state(item.path)) is not None]
     by_pattern = {rule.pattern: rule for rule in rules}
-    _note_idle(contents, "rename", by_pattern, lambda pattern: any(by_pattern[pattern].apply(name) is not None for name in names))
+    contents.note_idle("rename", by_pattern, lambda pattern: any(by_pattern[pattern].apply(name) is not None for name in names))
 
     def change(name: str) -> str:
         return next((new for rule in rules if (new := rule.apply(name)) is not None), name)
@@ -214,7 +209,7 @@ def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:
     for pattern, given in dtypes.items():
         if not isinstance(given, torch.dtype):
             raise CheckpointError(f"dtypes[{pattern!r}]={given!r} is no torch.dtype. Write torch.bfloat16, for example.")
-    _note_idle(contents, "dtype", dtypes, lambda pattern: bool(fnmatch.filter(names, pattern)))
+    contents.note_idle("dtype", dtypes, lambda pattern: bool(fnmatch.filter(names, pattern)))
     for index, item in enumerate(contents.tensors):
         if item.section != "model" or not item.source.dtype.is_floating_point:
             continue

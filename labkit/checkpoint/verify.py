@@ -53,7 +53,8 @@ def verify(
         report.error("unreadable", path, str(error).removeprefix(f"{path}: "), "a load fails, or is not safe")
         return report
     built = verify_against.build_model(model)
-    _check_index(checkpoint, report, built)
+    flat = built is not None and verify_against.report_flat(checkpoint, report)
+    _check_index(checkpoint, report, None if flat else built)
     found = verify_index.check_manifest(checkpoint, report)
     missing = any(finding.code in ("missing-file", "short-file") for finding in report.findings)
     to_read = data * sum(checkpoint.files.values()) + (against is not None) * checkpoint.size_bytes
@@ -66,12 +67,12 @@ def verify(
             entries = list(checkpoint.tensors.values())
             verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers)
             verify_data.check_moments(checkpoint, report, workers)
-        if built is not None and not verify_against.is_flat(checkpoint, report):
+        if built is not None and not flat:
             verify_against.check_model(checkpoint, built, report)
         if against is not None and not missing:
             other = open_checkpoint(against, unknown="opaque")
-            flat = [verify_against.is_flat(side, report) for side in (checkpoint, other)]
-            if not any(flat):
+            either = [verify_against.report_flat(side, report) for side in (checkpoint, other)]
+            if not any(either):
                 verify_against.check_against(checkpoint, other, report, workers, reading.advance)
     report.findings.sort(key=lambda finding: (finding.severity != "error", finding.code, finding.where))
     return report
@@ -82,6 +83,5 @@ def _check_index(checkpoint: Checkpoint, report: Report, model: nn.Module | None
     verify_index.check_coverage(checkpoint, report)
     verify_index.check_byte_ranges(checkpoint, report)
     verify_index.check_names(checkpoint, report)
-    flat = any(entry.flat for entry in checkpoint.section("model"))
-    trainable = None if model is None or flat else verify_against.trainable_names(model)
+    trainable = None if model is None else verify_against.trainable_names(model)
     verify_index.check_optimizer(checkpoint, report, trainable)

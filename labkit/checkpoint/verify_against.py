@@ -11,6 +11,7 @@ from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.names import canonical_fqn, counted, match_names
+from labkit.checkpoint.rank_shares import is_flat
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.verify_data import Progress, each
@@ -59,9 +60,9 @@ def model_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     return {entry.key.removeprefix(prefix): entry for entry in checkpoint.section("model")}
 
 
-def is_flat(checkpoint: Checkpoint, report: Report) -> bool:
-    """Whether a checkpoint holds flat parameters, which nothing can be compared with; then that is the one finding."""
-    flat = [entry.key for entry in checkpoint.section("model") if entry.flat]
+def report_flat(checkpoint: Checkpoint, report: Report) -> bool:
+    """Whether a checkpoint holds flat parameters, with which nothing can be compared; then that is one finding."""
+    flat = [entry.key for entry in checkpoint.section("model") if is_flat(entry)]
     if flat and not any(finding.code == "flat-parameters" and finding.where == str(checkpoint.path) for finding in report.findings):
         report.error(
             "flat-parameters",

@@ -46,7 +46,33 @@ def refuse(measured: str, target: str, hint: str = "") -> NoReturn:
     Raises:
         ExerciseError: Always.
     """
-    raise ExerciseError(f"{measured}\nTarget: {target}" + (f"\nHint: {hint}" if hint else ""))
+    # From None: what the check itself caught on the way is no matter of the learner's.
+    raise ExerciseError(f"{measured}\nTarget: {target}" + (f"\nHint: {hint}" if hint else "")) from None
+
+
+def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
+    """The learner's answer.
+
+    Args:
+        function: The learner's.
+        *args: What it is asked.
+        case: The case in words, where the arguments say less.
+
+    Raises:
+        ExerciseError: It is still a hole, or it raised; then the message names the case, and the cause is what it raised.
+
+    Ranks: controller or local.
+    """
+    name = getattr(function, "__name__", "the function")
+    try:
+        return function(*args)
+    except Exception as error:  # whatever a learner's code raises is shown to them
+        # With a text it is torch's own: DTensor says so of operators that it does not know.
+        if isinstance(error, NotImplementedError) and not error.args:
+            raise ExerciseError(f"{name} is not solved yet. Fill in the exercise's cell and run it again.") from None
+        asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
+        raised = f"{type(error).__name__}: {error}".rstrip(": ")
+        raise ExerciseError(f"{asked} raised {raised}. Call it for this case to see where it fails.") from error
 
 
 def hint_for(measured: MeasuredT, mistakes: Sequence[tuple[Callable[[MeasuredT], bool], str]], otherwise: str = "") -> str:

@@ -67,7 +67,7 @@ def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str
 
     Raises:
         MeshError: The mesh lacks names or one of the two axes; or FSDP1 is to shard over an axis inside of the TP axis, where
-            it trains right and saves wrong weights.
+            it trains right and saves wrong weights, or does not train at all where an axis has one rank.
 
     Ranks: local; equal on all ranks.
     """
@@ -77,8 +77,9 @@ def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str
         raise MeshError(f"FSDP over TP needs a mesh with the axes {dp!r} and {tp!r}; this one has {has}. Use make_mesh().")
     if fsdp == 1 and names.index(dp) > names.index(tp):
         raise MeshError(
-            f"FSDP1 over the mesh {names}: {dp!r} lies inside of {tp!r}. Training would be right, and every sharded checkpoint "
-            f"would hold wrong weights without an error. Make the mesh with {dp!r} outside: ({dp!r}, {tp!r}), or use fully_shard."
+            f"FSDP1 over the mesh {names}: {dp!r} lies inside of {tp!r}. With two ranks on each axis training is right, and every "
+            f"sharded checkpoint holds wrong weights without an error. Make the mesh with {dp!r} outside: ({dp!r}, {tp!r}), or use "
+            "fully_shard."
         )
     return mesh
 

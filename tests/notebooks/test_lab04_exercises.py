@@ -343,6 +343,7 @@ def test_a_hole_and_an_answer_that_raises_are_told_apart(pool: labkit.WorkerPool
     def raising(*_: Any) -> Any:
         return {}["R 7"]
 
+    hole.__name__ = raising.__name__ = name
     check = getattr(lab04, f"check_{name}")
     with pytest.raises(ExerciseError, match=f"{name} is not solved yet"):
         check(pool, hole)
@@ -496,6 +497,13 @@ TOTAL = "total = torch.tensor([sum(losses), len(losses)]); dist.all_reduce(total
 MOST = "most = torch.tensor(len(batches)); dist.all_reduce(most, op=dist.ReduceOp.{op})"
 
 
+# Every rank takes part until all are done, and counts its own batches only.
+FILLED_UP = (
+    MOST.format(op="MAX"),
+    LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+)
+
+
 def evaluation(*lines: str) -> str:
     return "@torch.no_grad()\ndef eval_loss(model, batches, filler):\n" + "".join(f"    {line}\n" for line in lines)
 
@@ -524,8 +532,7 @@ def evaluation(*lines: str) -> str:
         ),
         pytest.param(
             (
-                MOST.format(op="MAX"),
-                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                *FILLED_UP,
                 "mean = torch.tensor(sum(losses) / len(losses)); dist.all_reduce(mean); return (mean / world_size).item()",
             ),
             "off.",
@@ -534,8 +541,7 @@ def evaluation(*lines: str) -> str:
         ),
         pytest.param(
             (
-                MOST.format(op="MAX"),
-                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                *FILLED_UP,
                 "return sum(losses) / len(losses)",
             ),
             "off.",
@@ -544,8 +550,7 @@ def evaluation(*lines: str) -> str:
         ),
         pytest.param(
             (
-                MOST.format(op="MAX"),
-                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                *FILLED_UP,
                 "total = torch.tensor(sum(losses)); dist.all_reduce(total); return total.item()",
             ),
             "off.",
@@ -555,8 +560,7 @@ def evaluation(*lines: str) -> str:
         pytest.param(("return None",), "returned None on rank 0", "Return a number", id="nothing"),
         pytest.param(
             (
-                MOST.format(op="MAX"),
-                LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))") + "[: len(batches)]",
+                *FILLED_UP,
                 "total = torch.tensor([sum(losses), len(losses)]); dist.reduce(total, 0)",
                 "return (total[0] / total[1]).item() if rank == 0 else None",
             ),

@@ -399,7 +399,7 @@ def test_the_notebook_s_rebuild_passes(pool: labkit.WorkerPool) -> None:
         (reading(named=str.endswith), "uneven: rebuild raised", "index.fqn has to be equal"),
         (reading(named=str.__contains__), "uneven: rebuild raised", "index.fqn has to be equal"),
         (read_by_dcp, "DCP has read the data", "Leave dcp.load out"),
-        (not_written, "not_written is not written yet", ""),
+        (not_written, "not_written is not solved yet", ""),
     ],
 )
 def test_wrong_rebuilds_are_refused_with_a_hint(
@@ -513,7 +513,7 @@ def test_what_dtensor_sends_of_itself_is_counted(pool: labkit.WorkerPool) -> Non
 @on_four
 def test_a_grad_norm_that_is_not_written_yet_is_said(pool: labkit.WorkerPool) -> None:
     pool.run_cell("def grad_norm(model):\n    raise NotImplementedError")
-    with pytest.raises(Exception, match="grad_norm is not written yet"):
+    with pytest.raises(Exception, match="grad_norm is not solved yet"):
         lab05.check_grad_norm(pool)
 
 

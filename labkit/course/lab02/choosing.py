@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
-from labkit.course.checks import refuse
-from labkit.course.lab02.asking import ask
+from labkit.course.checks import ask, refuse
 from labkit.errors import ExerciseError
 
 Choose = Callable[[list[int], list[int], list[float], int], Iterable[int]]

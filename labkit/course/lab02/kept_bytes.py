@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, hint_for, refuse
-from labkit.course.lab02.asking import ask
+from labkit.course.checks import Pool, ask, from_cell, hint_for, refuse
 from labkit.errors import ExerciseError
 
 _SIZES = ((6, 8, 20, 4), (3, 4, 8, 8), (16, 12, 4, 4), (5, 8, 24, 2))

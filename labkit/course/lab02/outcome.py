@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, refuse
-from labkit.course.lab02.asking import ask
+from labkit.course.checks import Pool, ask, from_cell, refuse
 from labkit.errors import ExerciseError
 
 Order = tuple[str, ...]

@@ -8,8 +8,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NoReturn
 
-from labkit.course.checks import Pool, hint_for, refuse
-from labkit.course.lab04.answers import answer_to
+from labkit.course.checks import Pool, ask, hint_for, refuse
 from labkit.course.lab04.steps import StepCase, measured_once, recorded_step
 from labkit.errors import ExerciseError
 
@@ -78,7 +77,7 @@ def _count(case: StepCase) -> Counts:
 
 def _answer(collectives: Formula, case: StepCase) -> Counts:
     arguments = (case.num_blocks, case.num_micro, case.reshard, case.sync_each, case.keep)
-    return _as_counts(answer_to(_setting(case), lambda: collectives(*arguments), "collectives"))
+    return _as_counts(ask(collectives, *arguments, case=_setting(case)))
 
 
 def _setting(case: StepCase) -> str:

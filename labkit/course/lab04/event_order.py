@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import product
 from typing import Any, NoReturn
 
-from labkit.course.checks import Pool, hint_for, refuse
-from labkit.course.lab04.answers import answer_to
+from labkit.course.checks import Pool, ask, hint_for, refuse
 from labkit.course.lab04.steps import StepCase, measured_once, recorded_step
 from labkit.errors import ExerciseError
 
@@ -37,9 +35,7 @@ def check_event_order(pool: Pool, event_order: EventOrder, *, timeout_s: float =
     recorded = measured_once(pool, _orders, cases, timeout_s=timeout_s)
     num_events = 0
     for case, truth in zip(cases, recorded, strict=True):
-        answer = _as_texts(
-            answer_to(_setting(case), partial(event_order, case.num_blocks, case.reshard, case.prefetch), "event_order")
-        )
+        answer = _as_texts(ask(event_order, case.num_blocks, case.reshard, case.prefetch, case=_setting(case)))
         if answer != truth:
             _refuse_order(case, answer, truth)
         num_events += len(truth)

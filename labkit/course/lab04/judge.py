@@ -110,14 +110,11 @@ def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
     """
     require_on_ranks(pool, "same_training")
     shown = [name for name, kind in _KINDS.items() if pool.world_size >= kind.needs]
-    hang = ""
     try:
         verdicts = pool.run(_verdicts, shown, timeout_s=timeout_s)
     except RunTimeoutError as error:
-        hang = str(error)
-    if hang:
         refuse(
-            f"same_training hangs: {hang}",
+            f"same_training hangs: {error}",
             "a verdict on every rank.",
             "Each rank judges what it saw itself. If you call a collective, every rank has to reach it in every run.",
         )

@@ -50,14 +50,11 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
     if last == 0:
         return f"{line}."
     empty = [2] * last + [0]
-    failure = ""
     try:
         seen = _seen(pool, empty, timeout_s)
     except RankFailedError as error:
-        failure = str(error)
-    if failure:
         refuse(
-            f"eval_loss fails when rank {last} has no batch at all. {failure}",
+            f"eval_loss fails when rank {last} has no batch at all. {error}",
             "the mean over the batches of the others, on every rank.",
             "A rank without a batch has nothing of its own to repeat or to divide by. The filler is there for every rank.",
         )
@@ -66,18 +63,14 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
 
 
 def _seen(pool: Pool, num_batches: list[int], timeout_s: float) -> RankResults[Evaluated]:
-    hang = ""
     try:
-        seen = pool.run(_evaluate, num_batches, timeout_s=timeout_s)
+        return pool.run(_evaluate, num_batches, timeout_s=timeout_s)
     except RunTimeoutError as error:
-        hang = str(error)
-    if hang:
         refuse(
-            f"eval_loss hangs: {hang}",
+            f"eval_loss hangs: {error}",
             "it comes back on every rank.",
             "A forward of a sharded model is a collective call. A rank that has no batch left has to take part until all are done.",
         )
-    return seen
 
 
 def _judge(seen: RankResults[Evaluated], when: str = "") -> str:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, refuse
-from labkit.course.lab04.answers import answer_to
+from labkit.course.checks import Pool, ask, from_cell, refuse
 from labkit.errors import ExerciseError
 
 Wrap = Callable[[int, list[int], int], Sequence[int]]
@@ -91,7 +90,7 @@ def _cases() -> list[tuple[int, list[int], int]]:
 
 def _answer(wrap: Wrap, root: int, sizes: list[int], cap: int) -> list[int]:
     row = f"root {root:,}, layers {sizes}, limit {cap:,}"
-    found = answer_to(row, lambda: wrap(root, list(sizes), cap), "wrap")
+    found = ask(wrap, root, list(sizes), cap, case=row)
     if found is None:
         refuse(f"{row}: wrap returned None.", "the number of layers of each group.", _NOTHING_FOUND)
     return _as_lengths(row, found, sizes)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import isclose, sqrt
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, refuse, require_on_ranks
-from labkit.course.lab05.asking import answer_of
+from labkit.course.checks import Pool, ask, from_cell, refuse, require_on_ranks
 from labkit.errors import ExerciseError
 
 # Of one parameter a rank may send this many elements: its share of the norm over a few axes, never the gradient.
@@ -100,7 +99,7 @@ def _measure() -> Seen:
     local = [float(grad.to_local().double().square().sum()) for grad in grads if isinstance(grad, DTensor)]
     counter = _counter()
     with counter:
-        answer = answer_of(from_cell("grad_norm"), model)
+        answer = ask(from_cell("grad_norm"), model, case="a model of six parameters")
     norm = _as_number(answer)
     everyone = _added(torch.tensor(sum(local), dtype=torch.float64, device=device))
     own_mesh = dp_only = 0.0

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
-from labkit.course.checks import Pool, refuse
-from labkit.course.lab05.asking import answer_of
+from labkit.course.checks import Pool, ask, refuse
 from labkit.course.lab05.owner_layouts import Case, Grid, Shape, pretended_cases, real_cases
 from labkit.course.lab05.owner_mistakes import hint_for_answers
 from labkit.errors import ExerciseError
@@ -37,7 +36,7 @@ def check_owner(pool: Pool, owner: Owner) -> str:
     real, pretended = real_cases(pool), pretended_cases(pool)
     num_answers = 0
     for case in [*real, *pretended]:
-        answers = {place: _as_ranks(answer_of(owner, *place, case.shape, case.grid, case.splits)) for place in case.elements}
+        answers = {place: _as_ranks(ask(owner, *place, case.shape, case.grid, case.splits)) for place in case.elements}
         wrong = [place for place, said in answers.items() if said != case.owners(*place)]
         if wrong:
             _refuse_owner(case, answers, wrong)

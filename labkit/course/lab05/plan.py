@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.course.checks import refuse
-from labkit.course.lab05.asking import answer_of
+from labkit.course.checks import ask, refuse
 from labkit.errors import ExerciseError
 
 Lint = Callable[[Mapping[str, Any], Any, int], Iterable[str]]
@@ -41,7 +40,7 @@ def check_plan_linter(lint: Lint) -> str:
     """
     cases = _cases()
     for case in cases:
-        answer = answer_of(lint, dict(case.plan), case.model, case.tp_size)
+        answer = ask(lint, dict(case.plan), case.model, case.tp_size, case=case.what)
         if isinstance(answer, str) or not isinstance(answer, Iterable):
             raise ExerciseError(f"lint returned {answer!r}. It has to return a set of keys of the plan.")
         found = frozenset(answer)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from labkit.course.checks import Pool, from_cell, refuse
-from labkit.course.lab05.asking import answer_of
+from labkit.course.checks import Pool, ask, from_cell, refuse
 from labkit.errors import ExerciseError
 
 Rebuild = Callable[[Path, str], Any]
@@ -57,10 +56,13 @@ def _rebuilt(rebuild: Rebuild, folder: Path, name: str, truth: dict[str, Any]) -
     original = FileSystemReader.read_data
     try:
         with patch.object(FileSystemReader, "read_data", read_data):
-            got = answer_of(rebuild, folder, name)
-    except (RuntimeError, IndexError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        said = (str(error).strip() or "no text").splitlines()[0][:160]
-        refuse(f"{name}: rebuild raised {type(error).__name__}: {said}.", "a whole tensor.", _hint_for_error(name, said, truth))
+            got = ask(rebuild, folder, name, case=name)
+    except ExerciseError as error:
+        cause = error.__cause__
+        if not isinstance(cause, RuntimeError | IndexError | ValueError | EOFError | pickle.UnpicklingError):
+            raise
+        said = (str(cause).strip() or "no text").splitlines()[0][:160]
+        refuse(f"{name}: rebuild raised {type(cause).__name__}: {said}.", "a whole tensor.", _hint_for_error(name, said, truth))
     if calls:
         refuse(
             f"{name}: DCP has read the data.", "your own reading, from the bytes.", "Leave dcp.load out; read_metadata is enough."

@@ -1,0 +1,134 @@
+"""What is in a checkpoint, as plain data for programs."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry, ValueEntry
+from labkit.checkpoint.sections import wrappers_of
+
+SECTIONS: tuple[Section, ...] = ("model", "optimizer", "other")
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorEntry]:
+    """The tensors whose name matches one of the patterns (``*`` and ``?``), all of them for no pattern."""
+    entries = list(checkpoint.tensors.values())
+    if not patterns:
+        return entries
+    return [entry for entry in entries if any(fnmatch.fnmatchcase(entry.key, pattern) for pattern in patterns)]
+
+
+def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bool = False) -> dict[str, Any]:
+    """A checkpoint as plain data, ready for JSON.
+
+    Args:
+        checkpoint: An opened checkpoint.
+        patterns: Only tensors whose name matches; the totals are of all.
+        chunks: Whether to list each chunk with its file, byte range, box and writing rank.
+
+    Ranks: local.
+    """
+    return {
+        "path": str(checkpoint.path),
+        "kind": checkpoint.kind,
+        "step": checkpoint.step,
+        "metadata": checkpoint.metadata,
+        "totals": totals(checkpoint),
+        "wrappers": wrappers_of(checkpoint),
+        "tied": ties(checkpoint),
+        "notes": checkpoint.notes,
+        "opaque": list(checkpoint.opaque),
+        "files": checkpoint.files,
+        "tensors": [_tensor(entry, chunks) for entry in select(checkpoint, patterns)],
+        "values": [_value(entry) for entry in checkpoint.values.values()],
+    }
+
+
+def totals(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Counts and bytes, in all and per section; a tied tensor is counted under each name, its elements and bytes once."""
+    result: dict[str, Any] = {
+        "num_tensors": len(checkpoint.tensors),
+        "num_values": len(checkpoint.values),
+        "num_chunks": checkpoint.num_chunks,
+        "num_files": len(checkpoint.files),
+        "size_bytes": checkpoint.size_bytes,
+        "file_bytes": sum(size for size in checkpoint.files.values() if size > 0),
+    }
+    for section in SECTIONS:
+        every = list(checkpoint.section(section))
+        entries = [entry for entry in every if entry.tied_to is None]
+        result[section] = {
+            "num_tensors": len(every),
+            "num_elements": sum(entry.numel for entry in entries),
+            "size_bytes": sum(entry.size_bytes for entry in entries),
+        }
+    return result
+
+
+def ties(checkpoint: Checkpoint) -> list[list[str]]:
+    """Groups of names that share their bytes in the file."""
+    groups: dict[str, list[str]] = {}
+    for entry in checkpoint.tensors.values():
+        if entry.tied_to is not None:
+            groups.setdefault(entry.tied_to, [entry.tied_to]).append(entry.key)
+    return list(groups.values())
+
+
+def _tensor(entry: TensorEntry, chunks: bool) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "key": entry.key,
+        "shape": list(entry.shape),
+        "dtype": dtype_text(entry.dtype),
+        "size_bytes": entry.size_bytes,
+        "section": entry.section,
+        "num_chunks": len(entry.chunks),
+        "files": entry.chunks.file_names(),
+    }
+    if entry.tied_to is not None:
+        result["tied_to"] = entry.tied_to
+    if entry.replicas:
+        result["num_replicas"] = len(entry.replicas)
+    if entry.flat:
+        result["flat"] = True
+    if chunks:
+        result["chunks"] = [_chunk(chunk) for chunk in entry.chunks]
+    return result
+
+
+def _chunk(chunk: Chunk) -> dict[str, Any]:
+    return {
+        "offsets": list(chunk.offsets),
+        "sizes": list(chunk.sizes),
+        "file": chunk.file,
+        "start": chunk.start,
+        "length": chunk.length,
+        "writer": chunk.writer,
+    }
+
+
+def _value(entry: ValueEntry) -> dict[str, Any]:
+    result: dict[str, Any] = {"key": entry.key, "section": entry.section, "file": entry.file}
+    if entry.length:
+        result["length"] = entry.length
+    elif isinstance(entry.inline, str | int | float | bool) or entry.inline is None:
+        result["value"] = entry.inline
+    else:
+        result["repr"] = short(entry.inline)
+    return result
+
+
+def short(value: Any, limit: int = 60) -> str:
+    """A value in a few words."""
+    if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > 20:
+        return f"{type(value).__name__} of {len(value)} items"
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
