@@ -1,39 +1,83 @@
 """Checkpoint tools: look, verify, migrate, reshard, and a save that cannot lose the last good one.
 
-Usable without a notebook and without a pool; ``labkit checkpoint`` is the same on the command line.
+Usable without a notebook and without a pool; ``labkit checkpoint`` is the same on the command line. The names below load their
+module when they are first used, so that looking into a checkpoint does not wait for what writes one.
 """
 
 from __future__ import annotations
 
-from labkit.checkpoint.catalog import open_checkpoint
-from labkit.checkpoint.engine import Result
-from labkit.checkpoint.errors import (
-    CheckpointError,
-    CheckpointExistsError,
-    CheckpointFormatError,
-    CheckpointMismatchError,
-    CheckpointNotFoundError,
-    CheckpointWriteError,
-    CorruptCheckpointError,
-    DtypeNarrowingError,
-    FQNMismatchError,
-    IncompleteCheckpointError,
-    RankDivergenceError,
-    UnsafeCheckpointError,
-)
-from labkit.checkpoint.findings import Finding, Report
-from labkit.checkpoint.load import LoadReport, load
-from labkit.checkpoint.migrate import migrate
-from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry
-from labkit.checkpoint.modules import module_state
-from labkit.checkpoint.names import canonical_fqn
-from labkit.checkpoint.optimizers import optimizer_state
-from labkit.checkpoint.read import Reader
-from labkit.checkpoint.reshard import reshard
-from labkit.checkpoint.save import PendingSave, save, save_async
-from labkit.checkpoint.show import show
-from labkit.checkpoint.state import PerRank, Rng
-from labkit.checkpoint.verify import verify
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from labkit.checkpoint.catalog import open_checkpoint
+    from labkit.checkpoint.engine import Result
+    from labkit.checkpoint.errors import (
+        CheckpointError,
+        CheckpointExistsError,
+        CheckpointFormatError,
+        CheckpointMismatchError,
+        CheckpointNotFoundError,
+        CheckpointWriteError,
+        CorruptCheckpointError,
+        DtypeNarrowingError,
+        FQNMismatchError,
+        IncompleteCheckpointError,
+        RankDivergenceError,
+        UnsafeCheckpointError,
+    )
+    from labkit.checkpoint.findings import Finding, Report
+    from labkit.checkpoint.loading import LoadReport, load
+    from labkit.checkpoint.migration import migrate
+    from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry
+    from labkit.checkpoint.modules import module_state
+    from labkit.checkpoint.names import canonical_fqn
+    from labkit.checkpoint.optimizers import optimizer_state
+    from labkit.checkpoint.read import Reader
+    from labkit.checkpoint.resharding import reshard
+    from labkit.checkpoint.saving import PendingSave, save, save_async
+    from labkit.checkpoint.state import PerRank, Rng
+    from labkit.checkpoint.table import show
+    from labkit.checkpoint.verification import verify
+
+# No module here has the name of what is in it: once imported, it would stand in its place.
+_HOME = {
+    "Checkpoint": "model",
+    "CheckpointError": "errors",
+    "CheckpointExistsError": "errors",
+    "CheckpointFormatError": "errors",
+    "CheckpointMismatchError": "errors",
+    "CheckpointNotFoundError": "errors",
+    "CheckpointWriteError": "errors",
+    "Chunk": "model",
+    "CorruptCheckpointError": "errors",
+    "DtypeNarrowingError": "errors",
+    "FQNMismatchError": "errors",
+    "Finding": "findings",
+    "IncompleteCheckpointError": "errors",
+    "LoadReport": "loading",
+    "PendingSave": "saving",
+    "PerRank": "state",
+    "RankDivergenceError": "errors",
+    "Reader": "read",
+    "Report": "findings",
+    "Result": "engine",
+    "Rng": "state",
+    "TensorEntry": "model",
+    "UnsafeCheckpointError": "errors",
+    "ValueEntry": "model",
+    "canonical_fqn": "names",
+    "load": "loading",
+    "migrate": "migration",
+    "module_state": "modules",
+    "open_checkpoint": "catalog",
+    "optimizer_state": "optimizers",
+    "reshard": "resharding",
+    "save": "saving",
+    "save_async": "saving",
+    "show": "table",
+    "verify": "verification",
+}
 
 __all__ = [
     "Checkpoint",
@@ -72,3 +116,15 @@ __all__ = [
     "show",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> object:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

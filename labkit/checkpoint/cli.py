@@ -6,21 +6,18 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import click
-import torch
-from rich.console import Console
 
-from labkit.checkpoint.catalog import open_checkpoint
-from labkit.checkpoint.describe import describe
-from labkit.checkpoint.engine import Result
-from labkit.checkpoint.errors import CheckpointError
-from labkit.checkpoint.findings import Report
-from labkit.checkpoint.model import Checkpoint
-from labkit.checkpoint.names import counted
-from labkit.checkpoint.safe_pickle import Unknown
-from labkit.checkpoint.show import DEFAULT_ROWS, bytes_text, printable, render
+from labkit.errors import CheckpointError
+
+# A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
+if TYPE_CHECKING:
+    import torch
+
+    from labkit.checkpoint.engine import Result
+    from labkit.checkpoint.findings import Report
 
 PATH = click.Path(path_type=Path)
 TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -40,27 +37,28 @@ def checkpoint() -> None:
     """Look into checkpoints, verify, migrate and reshard them. Needs no GPU, no ranks, and runs nothing from a file."""
 
 
-def open_or_fail(path: Path, unknown: Unknown = "refuse") -> Checkpoint:
-    """Open a checkpoint for a command; its errors become the command's."""
-    try:
-        return open_checkpoint(path, unknown=unknown)
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from None
-
-
 @checkpoint.command("show")
 @click.argument("path", type=PATH)
 @click.argument("patterns", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
 @click.option("--chunks", is_flag=True, help="List each shard: its rows, file, byte and writing rank.")
-@click.option("--all", "all_rows", is_flag=True, help=f"List all tensors, not the first {DEFAULT_ROWS}.")
+@click.option("--all", "all_rows", is_flag=True, help="List every tensor and value, however many.")
 @click.option("--opaque", is_flag=True, help="Go on past names outside the allow-list. They are listed, not run.")
 def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: bool, all_rows: bool, opaque: bool) -> None:
     """Show what is in the checkpoint at PATH: a DCP directory, a torch.save file or folder, safetensors, or a store.
 
     PATTERNS such as 'model.layers.0.*' choose tensors.
     """
-    found = open_or_fail(path, "opaque" if opaque else "refuse")
+    from rich.console import Console
+
+    from labkit.checkpoint.catalog import open_checkpoint
+    from labkit.checkpoint.describe import describe
+    from labkit.checkpoint.table import DEFAULT_ROWS, render
+
+    try:
+        found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
+    except CheckpointError as error:
+        raise click.ClickException(str(error)) from None
     if as_json:
         json.dump(describe(found, patterns=patterns, chunks=chunks), sys.stdout, indent=1, default=str)
         sys.stdout.write("\n")
@@ -88,7 +86,7 @@ def verify_command(
 
     One line a finding: what, where, and what a load would have done silently. The exit code is 0 without errors, 1 with.
     """
-    from labkit.checkpoint.verify import verify
+    from labkit.checkpoint.verification import verify
 
     try:
         report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)
@@ -142,7 +140,7 @@ def migrate_command(
 
     SOURCE is only read. DESTINATION appears complete and verified, or not at all; a killed run goes on where it was.
     """
-    from labkit.checkpoint.migrate import migrate
+    from labkit.checkpoint.migration import migrate
     from labkit.checkpoint.rename import read_rules
 
     def work() -> Result:
@@ -174,7 +172,7 @@ def reshard_command(
     source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
 ) -> None:
     """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end."""
-    from labkit.checkpoint.reshard import parse_rule, reshard
+    from labkit.checkpoint.resharding import parse_rule, reshard
     from labkit.spmd.layouts import parse_mesh
 
     if (ranks is None) == (mesh is None):
@@ -193,6 +191,8 @@ def reshard_command(
 
 
 def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
+    import torch
+
     pattern, _, name = text.rpartition("=")
     dtype = getattr(torch, name, None)
     if not pattern or not isinstance(dtype, torch.dtype):
@@ -201,6 +201,9 @@ def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
 
 
 def _run_and_tell(work: Callable[[], Result]) -> None:
+    from labkit.checkpoint.names import counted
+    from labkit.checkpoint.table import bytes_text, printable
+
     try:
         result = work()
     except CheckpointError as error:
@@ -216,6 +219,9 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
 
 
 def _print_report(report: Report) -> None:
+    from labkit.checkpoint.names import counted
+    from labkit.checkpoint.table import printable
+
     for finding in report.findings:
         click.echo(printable(finding.line()).plain)
     for text in report.unchecked:

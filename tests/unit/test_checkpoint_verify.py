@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from labkit import checkpoint
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.findings import Report
-from labkit.checkpoint.verify import verify
+from labkit.checkpoint.verification import verify
 
 
 class Net(nn.Module):

@@ -76,3 +76,43 @@ for wrong in (0, -1, True, 1.5, "4", 1000):
     assert found["children"] == []
     assert found["threads"] == ["MainThread"]
     assert "torch" not in found["modules"]
+
+
+def test_help_needs_no_torch_and_show_and_verify_need_no_writer(tmp_path: Path) -> None:
+    code = """
+import contextlib, io, sys
+from labkit.cli import main
+
+def run(*arguments):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        main.main(["checkpoint", *arguments], prog_name="labkit", standalone_mode=False)
+    return out.getvalue()
+
+for command in ("show", "verify", "migrate", "reshard"):
+    assert "Usage: labkit checkpoint " + command in run(command, "--help")
+assert "torch" not in sys.modules
+import torch
+torch.save({"weight": torch.ones(2)}, "model.pt")
+assert "weight" in run("show", "model.pt")
+try:
+    run("verify", "model.pt")
+except SystemExit as end:
+    assert end.code == 0
+"""
+    modules = _after(code, tmp_path)["modules"]
+    writers = {"torch.distributed.checkpoint", "sympy", "labkit.checkpoint.writers", "labkit.checkpoint.saving"}
+    assert writers.intersection(modules) == set()
+    assert "labkit.controller.pool" not in modules
+
+
+def test_a_name_of_labkit_checkpoint_is_the_function_whatever_was_imported_before(tmp_path: Path) -> None:
+    code = """
+import labkit.checkpoint
+assert set(labkit.checkpoint.__all__) <= set(dir(labkit.checkpoint))
+import labkit.checkpoint.cli, labkit.checkpoint.verification, labkit.checkpoint.migration
+for name in ("show", "verify", "migrate", "reshard", "load", "save"):
+    assert callable(getattr(labkit.checkpoint, name)), name
+from labkit.checkpoint import *
+assert all(hasattr(labkit.checkpoint, name) for name in labkit.checkpoint.__all__)
+"""
+    _after(code, tmp_path)
