@@ -6,22 +6,38 @@ notebook and begins to warm up the fork server.
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from labkit.controller.current import current_pool
-from labkit.controller.pool import WorkerPool
-from labkit.errors import (
-    LabkitError,
-    PoolStateError,
-    RankFailedError,
-    RunInterrupted,
-    RunTimeoutError,
-    WorkerDiedError,
-)
-from labkit.notebook.expect import expect_error
-from labkit.ranks import RankResults
+from labkit.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from labkit.controller.current import current_pool
+    from labkit.controller.pool import WorkerPool
+    from labkit.errors import (
+        LabkitError,
+        PoolStateError,
+        RankFailedError,
+        RunInterrupted,
+        RunTimeoutError,
+        WorkerDiedError,
+    )
+    from labkit.notebook.expect import expect_error
+    from labkit.ranks import RankResults
+
+# Loaded when they are first used: the command line's tools need no pool.
+_HOME = {
+    "LabkitError": "errors",
+    "PoolStateError": "errors",
+    "RankFailedError": "errors",
+    "RankResults": "ranks",
+    "RunInterrupted": "errors",
+    "RunTimeoutError": "errors",
+    "WorkerDiedError": "errors",
+    "WorkerPool": "controller.pool",
+    "current_pool": "controller.current",
+    "expect_error": "notebook.expect",
+}
 
 __all__ = [
     "LabkitError",
@@ -32,10 +48,23 @@ __all__ = [
     "RunTimeoutError",
     "WorkerDiedError",
     "WorkerPool",
+    "__version__",
     "current_pool",
     "expect_error",
     "load_ipython_extension",
 ]
+
+
+def __getattr__(name: str) -> object:
+    try:
+        home = _HOME[name]
+    except KeyError:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def load_ipython_extension(shell: Any) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from labkit.errors import LabkitError
+from labkit.version import __version__
 
 if TYPE_CHECKING:
     from labkit.course.execution import NotebookResult
@@ -56,7 +57,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="torch-labkit", prog_name="labkit")
+@click.version_option(__version__, prog_name="labkit")
 def main() -> None:
     """Ranks inside a notebook: a tutorial and lab kit for PyTorch's distributed state."""
 

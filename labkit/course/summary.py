@@ -6,12 +6,12 @@ import html
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from labkit.course.execution import NotebookResult
+from labkit.version import __version__
 
 PAGE = "index.html"
 
@@ -42,9 +42,7 @@ def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapp
     passed = sum(result.passed for result in results)
     title = f"{passed} of {len(results)} notebooks passed"
     given = ", ".join(f"{name} = {value!r}" for name, value in parameters.items()) or "the notebooks' own parameters"
-    setting = (
-        f"labkit {version('torch-labkit')}, Python {platform.python_version()}, {platform.system()} {platform.machine()}; {given}"
-    )
+    setting = f"labkit {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}; {given}"
     page = out / PAGE
     page.write_text(
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
-from importlib import metadata
+
+from labkit.version import __version__
 
 
 def versions() -> dict[str, str]:
     """By name: code travels as this Python's byte code, messages as this labkit's classes."""
-    return {"Python": ".".join(platform.python_version_tuple()[:2]), "labkit": metadata.version("torch-labkit")}
+    return {"Python": ".".join(platform.python_version_tuple()[:2]), "labkit": __version__}

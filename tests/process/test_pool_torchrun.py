@@ -15,7 +15,9 @@ import psutil
 import pytest
 import torch
 
+import labkit
 from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
+from labkit.controller.launch_text import Launch
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.worker.__main__ import main as agent_main
 from labkit.worker.place import Place
@@ -148,6 +150,23 @@ def test_torchrun_that_cannot_start_the_agent_is_quoted(monkeypatch: pytest.Monk
     with pytest.raises(WorkerStartError, match="torchrun has ended") as caught:
         WorkerPool(1, "cpu", launcher="torchrun", replace=True)
     assert "NOT_A_LEVEL" in str(caught.value)
+
+
+def test_an_agent_that_cannot_start_is_quoted_and_torchrun_s_summary_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = Launch.arguments
+    monkeypatch.setattr(Launch, "arguments", lambda self, endpoint: [*arguments(self, endpoint), "--wait", "nan"])
+    with pytest.raises(WorkerStartError, match=r"torchrun has ended[\s\S]*argument --wait: invalid") as caught:
+        WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    assert "ChildFailedError" not in str(caught.value)
+
+
+def test_an_agent_runs_where_labkit_is_not_installed_but_found_on_the_path(tmp_path: Path) -> None:
+    """As on a machine that mounts a checkout: there are no installed metadata to ask for labkit's version."""
+    (tmp_path / "labkit").symlink_to(Path(labkit.__file__).parent)
+    code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; from labkit.wire.versions import versions"
+    command = [sys.executable, "-S", "-c", f"{code}; print(versions()['labkit'])"]
+    asked = subprocess.run(command, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path)}, cwd=tmp_path, check=False)
+    assert (asked.stdout.strip(), asked.stderr) == (labkit.__version__, "")
 
 
 def test_an_unknown_launcher_is_refused() -> None:

@@ -20,6 +20,7 @@ from labkit.errors import WorkerStartError
 
 _END_S = 8.0
 _TAIL_LINES = 20
+_FAILED = "] failed (exitcode: "  # torchrun's log names the worker that ended
 
 
 class LocalTorchrun:
@@ -81,7 +82,8 @@ class LocalTorchrun:
             if (code := process.poll()) is not None:
                 self._output.seek(0)
                 lines = self._output.read().decode("utf-8", "replace").splitlines()
-                raise WorkerStartError("torchrun has ended", exitcode=code, stderr_tail="\n".join(lines[-_TAIL_LINES:]))
+                said = _before_summary(lines)
+                raise WorkerStartError("torchrun has ended", exitcode=code, stderr_tail="\n".join(said[-_TAIL_LINES:]))
 
     @property
     def gone(self) -> bool:
@@ -105,6 +107,12 @@ class LocalTorchrun:
         if processes:
             self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _before_summary(lines: list[str]) -> list[str]:
+    """What came before torchrun's own words on a failed agent, which are long and give no cause; all, where that is nothing."""
+    summary = next((number for number, line in enumerate(lines) if _FAILED in line), 0)
+    return lines[:summary] or lines
 
 
 def _gpus_of(number: int, launch: Launch) -> dict[str, str]:
