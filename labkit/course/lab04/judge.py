@@ -174,7 +174,8 @@ def _train(kind: str) -> dict[str, Any]:
 
     rank, world_size, device = (from_cell(name) for name in ("rank", "world_size", "device"))
     model, held, sync = _built(kind)
-    optimizer = torch.optim.Adam(held, lr=1e-2)
+    # One tensor at a time: on a GPU torch updates them in one call, which refuses sharded and plain ones together.
+    optimizer = torch.optim.Adam(held, lr=1e-2, foreach=False)
     rows = BatchSampler(batch_size=2 * world_size, seq_len=12, seed=5, rank=rank, world_size=world_size, device=device)
     losses, gradients = [], {}
     for step in range(_STEPS):
