@@ -19,7 +19,7 @@ from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.transform import Options, transform
 from labkit.checkpoint.verify_against import ModelSource, build_model
-from labkit.checkpoint.writers import DcpWriter, OutFile, SafetensorsWriter, TorchWriter, Writer, whole
+from labkit.checkpoint.writers import OutFile, SafetensorsWriter, TorchWriter, Writer, whole
 from labkit.progress import task
 
 Format = Literal["dcp", "safetensors", "torch"]
@@ -123,6 +123,8 @@ def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int 
             f"{contents.checkpoint.path}: there is no tensor to write. See what is in it with show, and what drop leaves."
         )
     if to == "dcp":
+        from labkit.checkpoint.dcp_directory import DcpWriter  # with it comes all of DCP, which the others do not need
+
         files = bins(contents.tensors, shard_bytes or DEFAULT_FILE_BYTES)
         outs = [OutFile(f"__0_{index}.distcp", [whole(tensor) for tensor in part]) for index, part in enumerate(files)]
         outs[0].values = list(contents.values)

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
+from labkit.checkpoint.dcp_directory import DcpWriter
 from labkit.checkpoint.engine import Result, check_destination, run
 from labkit.checkpoint.entry_names import split_model, split_state
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.rank_shares import is_flat, moment_shares
-from labkit.checkpoint.writers import DcpWriter, OutFile, Piece
+from labkit.checkpoint.writers import OutFile, Piece
 from labkit.progress import task
 from labkit.spmd.layouts import DATA_AXES, parse_mesh
 

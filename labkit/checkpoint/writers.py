@@ -1,8 +1,7 @@
-"""Write contents as a DCP directory, as safetensors, or as one torch.save file: file by file, tensor by tensor."""
+"""Write contents as safetensors or as one torch.save file: file by file, tensor by tensor."""
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -12,23 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
 from labkit.checkpoint.byte_ranges import copy_ranges
-from labkit.checkpoint.checksums import crc32, read_into
+from labkit.checkpoint.checksums import crc32
 from labkit.checkpoint.contents import OutTensor, OutValue
-from labkit.checkpoint.dcp_format import METADATA_FILE
-from labkit.checkpoint.dcp_writer import DCP_VERSION, write_item, write_metadata
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.layout import Box
@@ -36,7 +21,7 @@ from labkit.checkpoint.manifest import FileSum
 from labkit.checkpoint.read import Reader, bits
 from labkit.checkpoint.safetensors_format import NAMES
 from labkit.checkpoint.staging_area import Written
-from labkit.checkpoint.torch_writer import write_state, write_tensor
+from labkit.checkpoint.torch_writer import write_state
 
 Reserve = Callable[[int], AbstractContextManager[None]]
 
@@ -100,69 +85,6 @@ class Writer(Protocol):
 
     def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
         """Write what comes after all files, such as an index."""
-
-
-@dataclass
-class DcpWriter:
-    """A DCP directory. Each file notes where its items are; ``.metadata`` is made of the notes."""
-
-    files: list[OutFile]
-    single: str | None = None
-    plain: Mapping[str, Any] = field(default_factory=dict)
-    """The values that are not copied byte for byte, by key."""
-
-    def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
-        items: list[Any] = []
-        with HashedFile(path) as out:
-            for value in file.values:
-                start = out.tell()
-                write_item(out, self._value(value, reader))
-                items.append([value.key, None, None, start, out.tell() - start])
-            for piece in file.pieces:
-                start = out.tell()
-                write_tensor(out, piece, reader, reserve)
-                items.append([piece.tensor.key, list(piece.box[0]), list(piece.box[1]), start, out.tell() - start])
-                progress(piece.size_bytes)
-        return Written(out.total(), items)
-
-    def _value(self, value: OutValue, reader: Reader) -> io.BytesIO:
-        entry = value.entry
-        if value.key not in self.plain and entry is not None and entry.length:
-            data = bytearray(entry.length)
-            got = read_into(reader.open(entry.file).fileno(), memoryview(data), entry.start)
-            if got != entry.length:
-                raise CheckpointError(f"{reader.checkpoint.root / entry.file}: it ends inside {entry.key!r}")
-            return io.BytesIO(data)
-        buffer = io.BytesIO()
-        torch.save(self.plain[value.key], buffer)
-        return buffer
-
-    def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
-        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        storage: dict[MetadataIndex, _StorageInfo] = {}
-        paths: dict[str, tuple[str | int, ...]] = {}
-        tensors = {piece.tensor.key: piece.tensor for file in self.files for piece in file.pieces}
-        for file in self.files:
-            paths |= {value.key: value.path for value in file.values}
-            paths |= {piece.tensor.key: piece.tensor.path for piece in file.pieces}
-            for key, offsets, sizes, start, length in done[file.name].items:
-                info = _StorageInfo(file.name, start, length)
-                if offsets is None:
-                    described[key] = BytesStorageMetadata()
-                    storage[MetadataIndex(key)] = info
-                    continue
-                source = tensors[key].source
-                made = described.setdefault(
-                    key, TensorStorageMetadata(TensorProperties(dtype=source.dtype), torch.Size(source.shape), [])
-                )
-                assert isinstance(made, TensorStorageMetadata)
-                storage[MetadataIndex(key, offsets, len(made.chunks))] = info
-                made.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
-        metadata = Metadata(dict(described), planner_data=paths, storage_data=storage, version=DCP_VERSION)
-        metadata.storage_meta = StorageMeta()
-        for leftover in (folder / METADATA_FILE, folder / (METADATA_FILE + ".tmp")):
-            leftover.unlink(missing_ok=True)
-        return {METADATA_FILE: write_metadata(folder, metadata)}
 
 
 @dataclass
