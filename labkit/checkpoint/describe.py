@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry, ValueEntry
+from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry
 from labkit.checkpoint.sections import wrappers_of
+from labkit.checkpoint.small_values import SmallValue, short, small_values
 
 SECTIONS: tuple[Section, ...] = ("model", "optimizer", "other")
 
@@ -21,10 +22,12 @@ def dtype_text(dtype: torch.dtype) -> str:
 
 def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorEntry]:
     """The tensors whose name matches one of the patterns (``*`` and ``?``), all of them for no pattern."""
-    entries = list(checkpoint.tensors.values())
-    if not patterns:
-        return entries
-    return [entry for entry in entries if any(fnmatch.fnmatchcase(entry.key, pattern) for pattern in patterns)]
+    return [entry for entry in checkpoint.tensors.values() if matches(entry.key, patterns)]
+
+
+def matches(key: str, patterns: Sequence[str]) -> bool:
+    """Whether a name matches one of the patterns, or there are none."""
+    return not patterns or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bool = False) -> dict[str, Any]:
@@ -32,11 +35,14 @@ def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bo
 
     Args:
         checkpoint: An opened checkpoint.
-        patterns: Only tensors whose name matches; the totals are of all.
+        patterns: Only tensors and values whose name matches; the totals are of all.
         chunks: Whether to list each chunk with its file, byte range, box and writing rank.
+
+    Values of up to 64 KiB are read; what one asks for outside the allow-list is named and not run.
 
     Ranks: local.
     """
+    values = list(small_values(checkpoint, (value for value in checkpoint.values.values() if matches(value.key, patterns))))
     return {
         "path": str(checkpoint.path),
         "kind": checkpoint.kind,
@@ -46,10 +52,10 @@ def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bo
         "wrappers": wrappers_of(checkpoint),
         "tied": ties(checkpoint),
         "notes": checkpoint.notes,
-        "opaque": list(checkpoint.opaque),
+        "opaque": sorted({*checkpoint.opaque, *(name for value in values for name in value.asks_for)}),
         "files": checkpoint.files,
         "tensors": [_tensor(entry, chunks) for entry in select(checkpoint, patterns)],
-        "values": [_value(entry) for entry in checkpoint.values.values()],
+        "values": [_value(value) for value in values],
     }
 
 
@@ -115,20 +121,17 @@ def _chunk(chunk: Chunk) -> dict[str, Any]:
     }
 
 
-def _value(entry: ValueEntry) -> dict[str, Any]:
+def _value(found: SmallValue) -> dict[str, Any]:
+    entry, content = found.entry, found.content
     result: dict[str, Any] = {"key": entry.key, "section": entry.section, "file": entry.file}
     if entry.length:
         result["length"] = entry.length
-    elif isinstance(entry.inline, str | int | float | bool) or entry.inline is None:
-        result["value"] = entry.inline
+    if found.asks_for:
+        result["asks_for"] = list(found.asks_for)
+    elif found.unread:
+        result["unread"] = found.unread
+    elif content is None or isinstance(content, str | bool | float) or (isinstance(content, int) and content.bit_length() < 64):
+        result["value"] = content
     else:
-        result["repr"] = short(entry.inline)
+        result["repr"] = short(content)
     return result
-
-
-def short(value: Any, limit: int = 60) -> str:
-    """A value in a few words."""
-    if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > 20:
-        return f"{type(value).__name__} of {len(value)} items"
-    text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -21,6 +21,9 @@ from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.safe_pickle import TensorRef
 
+# A checkpoint may have more files than a process may open, often 1,024, and several threads have a reader each.
+_MOST_OPEN = 32
+
 
 class Reader:
     """Reads tensors and values of one checkpoint. Keeps its files open; close it, or use it in a ``with`` block.
@@ -124,6 +127,16 @@ class Reader:
         archive = self._archive(entry.file, entry.start, entry.length)
         raw, _ = archive.load()
         return safe_pickle.plain(raw, path, tensor=lambda ref: self._referenced(archive, ref, entry))
+
+    def stored(self, entry: ValueEntry) -> tuple[Any, tuple[str, ...]]:
+        """A value to look at: records and references stand for what is no plain data; and names outside the allow-list.
+
+        Raises:
+            CheckpointFormatError: It cannot be read.
+        """
+        if not entry.length:
+            return entry.inline, ()
+        return self._archive(entry.file, entry.start, entry.length).load("opaque")
 
     def _unknown(self, key: str, names: Iterable[str], others: Iterable[str], method: str) -> FQNMismatchError:
         close = get_close_matches(key, names, n=3)
@@ -258,7 +271,7 @@ class Reader:
         return TorchArchive(self.open(file), self.checkpoint.root / file, start, length)
 
     def open(self, file: str) -> Any:
-        """An open binary file of the checkpoint; it stays open until :meth:`close`.
+        """An open binary file of the checkpoint, for use at once: :meth:`close` closes it, and so may opening others.
 
         Raises:
             IncompleteCheckpointError: It is missing.
@@ -266,6 +279,8 @@ class Reader:
         found = self._files.get(file)
         if found is None:
             path: Path = self.checkpoint.root / file
+            while len(self._files) >= _MOST_OPEN:
+                self._files.pop(next(iter(self._files))).close()
             try:
                 found = self._files[file] = path.open("rb")
             except FileNotFoundError:

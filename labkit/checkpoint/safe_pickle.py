@@ -70,6 +70,9 @@ class TensorRef:
     strides: tuple[int, ...]
     offset: int
 
+    def __repr__(self) -> str:
+        return f"<tensor {'x'.join(map(str, self.shape)) or 'scalar'} {str(self.dtype).removeprefix('torch.')}>"
+
 
 class Record:
     """An object of a class on the allow-list, as its arguments and state only. Nothing of the class is run."""
@@ -323,44 +326,54 @@ def _check_memo(data: bytes) -> None:
             raise pickle.UnpicklingError("a memo index larger than the file")
 
 
-def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], torch.Tensor] | None = None, depth: int = 0) -> Any:
-    """Turn what :func:`load` gave into ordinary Python data.
+def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
+    """Turn what :func:`load` gave into ordinary Python data. What occurs several times in it is one object, as it was.
 
     Args:
         value: A value made of plain data, records and references.
         path: The file, for messages.
         tensor: Reads a tensor that is referred to; None where no tensor may occur.
-        depth: How deep the value is nested already.
 
     Raises:
         CheckpointFormatError: It holds something that is no plain data (a tensor, an opaque record, deep nesting).
     """
-    if depth > _MAX_DEPTH:
-        raise CheckpointFormatError(path, f"a value is nested deeper than {_MAX_DEPTH} levels")
-    if isinstance(value, dict):
-        items = {key: plain(item, path, tensor=tensor, depth=depth + 1) for key, item in value.items()}
-        return OrderedDict(items) if isinstance(value, OrderedDict) else items
-    if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(plain(item, path, tensor=tensor, depth=depth + 1) for item in value)
-    if isinstance(value, _NumpyArray | _NumpyScalar):
-        return _to_numpy(value, path)
-    if isinstance(value, TensorRef) and tensor is not None:
-        return tensor(value)
-    if isinstance(value, Record | Stateful | TensorRef | StorageRef | _Inert | type):
-        raise CheckpointFormatError(path, f"it holds {value!r}, which labkit does not turn back into an object")
-    return value
+    # A few bytes of pickle can say "twice the list before" sixty times over.
+    known: dict[int, Any] = {}
+
+    def turn(item: Any, depth: int) -> Any:
+        if depth > _MAX_DEPTH:
+            raise CheckpointFormatError(path, f"a value is nested deeper than {_MAX_DEPTH} levels")
+        if isinstance(item, dict | list | tuple | set | frozenset) and not isinstance(item, Stateful):
+            if id(item) not in known:
+                known[id(item)] = gather(item, depth + 1)
+            return known[id(item)]
+        if isinstance(item, _NumpyArray | _NumpyScalar):
+            return _to_numpy(item, path)
+        if isinstance(item, TensorRef) and tensor is not None:
+            return tensor(item)
+        if isinstance(item, Record | Stateful | TensorRef | StorageRef | _Inert | type):
+            raise CheckpointFormatError(path, f"it holds {item!r}, which labkit does not turn back into an object")
+        return item
+
+    def gather(items: Any, depth: int) -> Any:
+        if isinstance(items, dict):
+            pairs = {key: turn(item, depth) for key, item in items.items()}
+            return OrderedDict(pairs) if isinstance(items, OrderedDict) else pairs
+        return type(items)(turn(item, depth) for item in items)
+
+    return turn(value, 0)
 
 
 def _to_numpy(value: Record, path: object) -> Any:
-    if isinstance(value, _NumpyScalar):
-        dtype, data = value.args
-        return np.frombuffer(_as_bytes(data), dtype=_numpy_dtype(dtype, path))[0]
-    state = value.state.get("state")
-    if not isinstance(state, tuple) or len(state) != 5:
-        raise CheckpointFormatError(path, "a numpy array whose state cannot be read")
-    _, shape, dtype, fortran, data = state
-    array = np.frombuffer(_as_bytes(data), dtype=_numpy_dtype(dtype, path))
-    return array.reshape(shape, order="F" if fortran else "C").copy()
+    try:
+        if isinstance(value, _NumpyScalar):
+            dtype, data = value.args
+            return np.frombuffer(_as_bytes(data), dtype=_numpy_dtype(dtype, path))[0]
+        _, shape, dtype, fortran, data = value.state["state"]
+        array = np.frombuffer(_as_bytes(data), dtype=_numpy_dtype(dtype, path))
+        return array.reshape(shape, order="F" if fortran else "C").copy()
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise CheckpointFormatError(path, f"a numpy array that cannot be read ({error})") from None
 
 
 def _as_bytes(data: Any) -> bytes:
@@ -393,13 +406,14 @@ def walk(value: Any, path: object) -> Iterator[tuple[tuple[str | int, ...], Any]
             raise CheckpointFormatError(path, f"a state nested deeper than {_MAX_DEPTH} levels, or one that contains itself")
         if isinstance(item, dict) and (item or not prefix):
             stack.extend(((*prefix, key if isinstance(key, int) else str(key)), sub) for key, sub in reversed(item.items()))
-        elif isinstance(item, list | tuple) and _holds_tensors(item, _MAX_DEPTH):
+        elif isinstance(item, list | tuple) and _holds_tensors(item, _MAX_DEPTH, set()):
             stack.extend(((*prefix, index), sub) for index, sub in reversed(list(enumerate(item))))
         else:
             yield prefix, item
 
 
-def _holds_tensors(items: Any, depth: int) -> bool:
+def _holds_tensors(items: Any, depth: int, without: set[int]) -> bool:
+    """Whether a tensor or a dict lies in a list; ``without`` collects the lists that hold none, which may occur many times."""
     if depth == 0:
         return True
     for item in items:
@@ -407,6 +421,7 @@ def _holds_tensors(items: Any, depth: int) -> bool:
             isinstance(item, Record) and isinstance(item.state.get("_local_tensor"), TensorRef)
         ):
             return True
-        if isinstance(item, list | tuple) and _holds_tensors(item, depth - 1):
+        if isinstance(item, list | tuple) and id(item) not in without and _holds_tensors(item, depth - 1, without):
             return True
+    without.add(id(items))
     return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -11,10 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from labkit.checkpoint.catalog import open_checkpoint
-from labkit.checkpoint.describe import SECTIONS, dtype_text, select, short, ties, totals
-from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry, writer_rank
+from labkit.checkpoint.describe import SECTIONS, dtype_text, matches, select, ties, totals
+from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, writer_rank
 from labkit.checkpoint.names import counted
 from labkit.checkpoint.sections import wrappers_of
+from labkit.checkpoint.small_values import SmallValue, small_values
 from labkit.ranks import format_ranks
 
 KINDS = {
@@ -63,12 +63,16 @@ def render(
         if chunks:
             for chunk in entry.chunks:
                 table.add_row(*map(printable, _chunk_row(chunk)), style="dim")
-    parts: list[RenderableType] = [_summary(checkpoint), table]
-    if patterns and not entries:
-        parts.append(Text(f"No tensor's name matches {' or '.join(map(repr, patterns))}.", style="italic"))
+    named = [value for value in checkpoint.values.values() if matches(value.key, patterns)]
+    values = list(small_values(checkpoint, named if rows is None else named[:rows]))
+    parts: list[RenderableType] = [_summary(checkpoint, values)]
+    if entries:
+        parts.append(table)
+    elif patterns and not named:
+        parts.append(Text(f"No name matches {' or '.join(map(repr, patterns))}.", style="italic"))
     if len(shown) < len(entries):
         parts.append(Text(f"and {counted(len(entries) - len(shown), 'more tensor')} (rows=None, --all: every one)", style="italic"))
-    parts.extend(_values_table(checkpoint.values.values(), patterns, rows))
+    parts += [Text(""), *_values_table(values, len(named))] if entries and values else _values_table(values, len(named))
     return Group(*parts)
 
 
@@ -127,7 +131,7 @@ def _chunk_row(chunk: Chunk) -> list[str]:
     ]
 
 
-def _summary(checkpoint: Checkpoint) -> Text:
+def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue]) -> Text:
     numbers = totals(checkpoint)
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     lines = [
@@ -152,26 +156,23 @@ def _summary(checkpoint: Checkpoint) -> Text:
     for group in ties(checkpoint):
         lines.append("tied: " + " = ".join(group))
     lines.extend(f"note: {note}" for note in checkpoint.notes)
-    if checkpoint.opaque:
-        lines.append("names outside the allow-list, not run and not read: " + ", ".join(checkpoint.opaque))
+    strange = {*checkpoint.opaque, *(name for value in values for name in value.asks_for)}
+    if strange:
+        lines.append("names outside the allow-list, not run: " + ", ".join(sorted(strange)))
     return Text("\n".join(printable(line).plain for line in lines) + "\n")
 
 
-def _values_table(values: Iterable[ValueEntry], patterns: Sequence[str], rows: int | None) -> list[RenderableType]:
-    chosen = [value for value in values if not patterns or any(fnmatch.fnmatchcase(value.key, pattern) for pattern in patterns)]
-    if not chosen:
+def _values_table(values: Sequence[SmallValue], num_values: int) -> list[RenderableType]:
+    if not values:
         return []
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("value", "content", "file", "part of"):
         table.add_column(column, overflow="fold")
-    shown = chosen if rows is None else chosen[:rows]
-    for value in shown:
-        content = f"{counted(value.length, 'byte')}, not read" if value.length else short(value.inline)
-        table.add_row(*map(printable, (value.key, content, value.file, value.section)))
-    rest: list[RenderableType] = (
-        [Text(f"and {counted(len(chosen) - len(shown), 'more value')}", style="italic")] if len(shown) < len(chosen) else []
-    )
-    return [Text(""), table, *rest]
+    for value in values:
+        table.add_row(*map(printable, (value.entry.key, value.text, value.entry.file, value.entry.section)))
+    more = num_values - len(values)
+    rest: list[RenderableType] = [Text(f"and {counted(more, 'more value')} (rows=None, --all: every one)", style="italic")]
+    return [table, *(rest if more else [])]
 
 
 # What fits on a printed page; a notebook cuts off or scrolls what is wider.

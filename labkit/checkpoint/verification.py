@@ -64,6 +64,7 @@ def verify(
                 verify_data.check_hashes(checkpoint, found, report, workers, reading.advance)
             else:
                 verify_data.check_archives(checkpoint, report, workers, reading.advance)
+            verify_data.check_values(checkpoint, report, workers)
             entries = list(checkpoint.tensors.values())
             verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers)
             verify_data.check_moments(checkpoint, report, workers)

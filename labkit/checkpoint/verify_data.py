@@ -15,7 +15,7 @@ from labkit.checkpoint.checksums import file_crc
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.manifest import Manifest
-from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
+from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.names import counted
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
@@ -96,6 +96,23 @@ def _check_archive(job: tuple[str, int, int, str], reader: Reader, report: Repor
             )
         report.count("checksummed bytes", record.length)
     progress(length)
+
+
+def check_values(checkpoint: Checkpoint, report: Report, workers: int) -> None:
+    """No value's pickle in a DCP directory asks for anything outside the allow-list; elsewhere the index told already."""
+
+    def check(value: ValueEntry, reader: Reader) -> None:
+        try:
+            _, names = reader.stored(value)
+        except CheckpointError as error:
+            # What is cut off or changed is a finding already.
+            if not any(value.file in finding.where for finding in report.findings):
+                report.error("unreadable", value.key, str(error), "a load fails on the reading rank only")
+            return
+        if names:
+            report.error("unsafe", value.key, f"its pickle asks for {', '.join(names)}", "DCP runs it")
+
+    each([value for value in checkpoint.values.values() if value.length], check, checkpoint, workers)
 
 
 def check_tensors(

@@ -1,0 +1,87 @@
+"""Values that are no tensors, put into a few words: read where they are small, named where they cannot be read."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from labkit.checkpoint import safe_pickle
+from labkit.checkpoint.errors import CheckpointFormatError
+from labkit.checkpoint.model import Checkpoint, ValueEntry
+from labkit.checkpoint.names import counted
+from labkit.checkpoint.read import Reader
+
+SMALL_BYTES = 1 << 16
+_MOST_ITEMS = 20
+_MOST_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class SmallValue:
+    """A value as far as it was read.
+
+    Attributes:
+        entry: Which value.
+        content: The value; inert records stand for what is no plain data.
+        asks_for: Names outside the allow-list that its pickle asks for. Nothing of it was run.
+        unread: Why it was not read; empty where it was.
+    """
+
+    entry: ValueEntry
+    content: Any = None
+    asks_for: tuple[str, ...] = ()
+    unread: str = ""
+
+    @property
+    def text(self) -> str:
+        """What it is, in a few words."""
+        if self.asks_for:
+            return f"asks for {', '.join(self.asks_for)}, not run"
+        return f"{self.unread}, not read" if self.unread else short(self.content)
+
+
+def small_values(checkpoint: Checkpoint, entries: Iterable[ValueEntry]) -> Iterator[SmallValue]:
+    """Read values of a checkpoint, those of up to 64 KiB. Ranks: local. Runs nothing, and reads no tensor."""
+    with Reader(checkpoint) as reader:
+        for entry in entries:
+            if entry.length > SMALL_BYTES:
+                yield SmallValue(entry, unread=counted(entry.length, "byte"))
+                continue
+            try:
+                content, asks_for = reader.stored(entry)
+            except CheckpointFormatError as error:
+                yield SmallValue(entry, unread=error.reason.removesuffix("."))
+                continue
+            try:
+                content = safe_pickle.plain(content, checkpoint.root / entry.file, tensor=lambda reference: reference)
+            except CheckpointFormatError:
+                pass  # what it holds is shown as the records that they are
+            yield SmallValue(entry, content, asks_for)
+
+
+class _Short(reprlib.Repr):
+    """Writes out a few levels and items of a value: a file of a few bytes may hold a list of 2**60 items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 4
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = _MOST_ITEMS
+        self.maxstring = self.maxlong = self.maxother = _MOST_CHARACTERS
+
+    repr_OrderedDict = reprlib.Repr.repr_dict  # noqa: N815 -- named after the class
+
+    def repr_Stateful(self, value: object, level: int) -> str:  # noqa: N802 -- as above
+        return "<record>"
+
+    def repr_int(self, value: int, level: int) -> str:
+        return f"an int of {value.bit_length():,} bits" if value.bit_length() > 1024 else super().repr_int(value, level)
+
+
+def short(value: Any) -> str:
+    """A value in a few words."""
+    if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > _MOST_ITEMS:
+        return f"{type(value).__name__} of {len(value)} items"
+    text = _Short().repr(value)
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 3] + "..."
