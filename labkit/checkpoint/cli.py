@@ -201,8 +201,8 @@ def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
 
 
 def _run_and_tell(work: Callable[[], Result]) -> None:
-    from labkit.checkpoint.names import counted
-    from labkit.checkpoint.table import bytes_text, printable
+    from labkit.checkpoint.table import printable
+    from labkit.checkpoint.wording import bytes_text, counted
 
     try:
         result = work()
@@ -219,8 +219,8 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
 
 
 def _print_report(report: Report) -> None:
-    from labkit.checkpoint.names import counted
     from labkit.checkpoint.table import printable
+    from labkit.checkpoint.wording import counted
 
     for finding in report.findings:
         click.echo(printable(finding.line()).plain)

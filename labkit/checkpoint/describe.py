@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from labkit.checkpoint.held import Held, missing_files
 from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry
 from labkit.checkpoint.sections import wrappers_of
 from labkit.checkpoint.small_values import SmallValue, short, small_values
@@ -54,9 +55,15 @@ def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bo
         "notes": checkpoint.notes,
         "opaque": sorted({*checkpoint.opaque, *(name for value in values for name in value.asks_for)}),
         "files": checkpoint.files,
+        "missing": [_missing(name, held) for name, held in missing_files(checkpoint).items()],
         "tensors": [_tensor(entry, chunks) for entry in select(checkpoint, patterns)],
         "values": [_value(value) for value in values],
     }
+
+
+def _missing(name: str, held: Held) -> dict[str, Any]:
+    fields = ("num_tensors", "num_values", "size_bytes", "first")
+    return {"file": name, **{field: getattr(held, field) for field in fields}}
 
 
 def totals(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -43,11 +43,6 @@ def canonical_fqn(name: str) -> str:
     return canonical_fqn(cleaned) if cleaned.startswith("module.") and cleaned != name else cleaned
 
 
-def counted(number: int, noun: str) -> str:
-    """A number with its noun for people: ``1 file``, ``1,024 files``."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
 def wrappers_in(names: Iterable[str]) -> dict[str, int]:
     """How many names carry each wrapper's part: ``{"_orig_mod": 12, "module": 12}``."""
     found: Counter[str] = Counter()

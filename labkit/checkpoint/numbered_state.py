@@ -12,11 +12,12 @@ from labkit.checkpoint.entry_names import DROP_ADVICE, is_group_parameters, map_
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.flat import ParameterList, Stretch, units_of
 from labkit.checkpoint.model import Chunk, ChunkTable, TensorEntry
-from labkit.checkpoint.names import canonical_fqn, counted
+from labkit.checkpoint.names import canonical_fqn
 from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order
 from labkit.checkpoint.rank_shares import moment_shares
 from labkit.checkpoint.sections import is_moment_piece, model_prefix
 from labkit.checkpoint.sources import EntrySource, FlatSource
+from labkit.checkpoint.wording import counted
 
 
 def name_numbers(

@@ -10,7 +10,8 @@ from math import prod
 
 from labkit.checkpoint.errors import FQNMismatchError
 from labkit.checkpoint.flat import ParameterList, Stretch
-from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, counted
+from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn
+from labkit.checkpoint.wording import counted
 
 ORDER_ADVICE = (
     "List the names of the optimizer's parameters, in its order: order=[...] (--order FILE, one a line; "

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from labkit.checkpoint.describe import totals
 from labkit.checkpoint.model import Checkpoint, Section
-from labkit.checkpoint.names import counted
-from labkit.checkpoint.table import KINDS, bytes_text, printable
+from labkit.checkpoint.table import KINDS, printable
+from labkit.checkpoint.wording import bytes_text, counted
 
 # Okabe and Ito's colours; the patterns keep the parts apart in black and white.
 _COLOURS: Mapping[Section, str] = {"model": "#0072B2", "optimizer": "#E69F00", "other": "#999999"}

@@ -10,8 +10,8 @@ from typing import Any
 from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.errors import CheckpointFormatError
 from labkit.checkpoint.model import Checkpoint, ValueEntry
-from labkit.checkpoint.names import counted
 from labkit.checkpoint.read import Reader
+from labkit.checkpoint.wording import counted
 
 SMALL_BYTES = 1 << 16
 _MOST_ITEMS = 20

@@ -11,10 +11,11 @@ from rich.text import Text
 
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.describe import SECTIONS, dtype_text, matches, select, ties, totals
+from labkit.checkpoint.held import missing_files
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, writer_rank
-from labkit.checkpoint.names import counted
 from labkit.checkpoint.sections import wrappers_of
 from labkit.checkpoint.small_values import SmallValue, small_values
+from labkit.checkpoint.wording import bytes_text, counted
 from labkit.ranks import format_ranks
 
 KINDS = {
@@ -24,16 +25,6 @@ KINDS = {
     "safetensors": "safetensors",
 }
 DEFAULT_ROWS = 200
-
-
-def bytes_text(size: int) -> str:
-    """A size for people: ``1.5 MiB``."""
-    value, unit = float(size), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def printable(text: str) -> Text:
@@ -153,6 +144,8 @@ def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue]) -> Text:
     wrappers = wrappers_of(checkpoint)
     if wrappers:
         lines.append("wrappers in names: " + ", ".join(f"{name} ({count})" for name, count in wrappers.items()))
+    for name, held in missing_files(checkpoint).items():
+        lines.append(f"missing: {name}, which held {held.text}")
     for group in ties(checkpoint):
         lines.append("tied: " + " = ".join(group))
     lines.extend(f"note: {note}" for note in checkpoint.notes)

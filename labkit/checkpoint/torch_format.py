@@ -16,8 +16,9 @@ from labkit.checkpoint.archive import RecordRange, TorchArchive
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
-from labkit.checkpoint.names import FLAT_PARAMETER, counted
+from labkit.checkpoint.names import FLAT_PARAMETER
 from labkit.checkpoint.safe_pickle import Record, TensorRef, Unknown
+from labkit.checkpoint.wording import counted
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".distcp.pt")
 INDEX_FILE = "pytorch_model.bin.index.json"

@@ -20,11 +20,12 @@ from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, F
 from labkit.checkpoint.flat import ParameterList, Stretch, layout, units_of
 from labkit.checkpoint.model import Checkpoint, TensorEntry
 from labkit.checkpoint.model_fit import misfit
-from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, counted
+from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn
 from labkit.checkpoint.numbered_state import name_numbers
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.sources import CastSource, EntrySource, FlatSource
+from labkit.checkpoint.wording import counted
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
-
 from labkit.checkpoint import verify_against, verify_data, verify_index
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.findings import Report
+from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.verify_against import ModelSource
+from labkit.checkpoint.verify_data import Progress
 from labkit.progress import task
 
 
@@ -54,24 +54,21 @@ def verify(
         return report
     built = verify_against.build_model(model)
     flat = built is not None and verify_against.report_flat(checkpoint, report)
-    _check_index(checkpoint, report, None if flat else built)
+    broken = _check_index(checkpoint, report)
     found = verify_index.check_manifest(checkpoint, report)
-    missing = any(finding.code in ("missing-file", "short-file") for finding in report.findings)
-    to_read = data * sum(checkpoint.files.values()) + (against is not None) * checkpoint.size_bytes
+    whole = not any(finding.code in ("missing-file", "short-file") for finding in report.findings)
+    other = None if against is None else _open_other(against, report)
+    if not whole and (data or other is not None):
+        report.unchecked.append("the data, since files are missing or cut off")
+    to_read = data * sum(checkpoint.files.values()) + (other is not None) * checkpoint.size_bytes
     with task("verify", to_read) as reading:
-        if data and not missing:
-            if found is not None:
-                verify_data.check_hashes(checkpoint, found, report, workers, reading.advance)
-            else:
-                verify_data.check_archives(checkpoint, report, workers, reading.advance)
-            verify_data.check_values(checkpoint, report, workers)
-            entries = list(checkpoint.tensors.values())
-            verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers)
-            verify_data.check_moments(checkpoint, report, workers)
+        if data and whole:
+            broken = _check_data(checkpoint, found, report, finite, workers, reading.advance)
+        trainable = None if built is None or flat else verify_against.trainable_names(built)
+        verify_index.check_optimizer(checkpoint, report, trainable, broken)
         if built is not None and not flat:
             verify_against.check_model(checkpoint, built, report)
-        if against is not None and not missing:
-            other = open_checkpoint(against, unknown="opaque")
+        if other is not None and whole:
             either = [verify_against.report_flat(side, report) for side in (checkpoint, other)]
             if not any(either):
                 verify_against.check_against(checkpoint, other, report, workers, reading.advance)
@@ -79,10 +76,35 @@ def verify(
     return report
 
 
-def _check_index(checkpoint: Checkpoint, report: Report, model: nn.Module | None) -> None:
-    verify_index.check_files(checkpoint, report)
+def _check_index(checkpoint: Checkpoint, report: Report) -> set[str]:
+    broken = verify_index.check_files(checkpoint, report)
     verify_index.check_coverage(checkpoint, report)
     verify_index.check_byte_ranges(checkpoint, report)
     verify_index.check_names(checkpoint, report)
-    trainable = None if model is None else verify_against.trainable_names(model)
-    verify_index.check_optimizer(checkpoint, report, trainable)
+    return broken
+
+
+def _check_data(
+    checkpoint: Checkpoint, found: Manifest | None, report: Report, finite: bool, workers: int, progress: Progress
+) -> set[str]:
+    """Read everything. Returns the files that are damaged."""
+    if found is not None:
+        damaged = verify_data.check_hashes(checkpoint, found, report, workers, progress)
+    else:
+        damaged = verify_data.check_archives(checkpoint, report, workers, progress)
+    verify_data.check_values(checkpoint, report, workers, damaged)
+    entries = list(checkpoint.tensors.values())
+    verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers, damaged=damaged)
+    verify_data.check_moments(checkpoint, report, workers)
+    return damaged
+
+
+def _open_other(path: str | Path, report: Report) -> Checkpoint | None:
+    """The checkpoint to compare with; None, and findings, when files of it are missing or cut off."""
+    other = open_checkpoint(path, unknown="opaque")
+    beside = Report(str(path))
+    if not verify_index.check_files(other, beside):
+        return other
+    report.findings += [finding for finding in beside.findings if finding.severity == "error"]
+    report.unchecked.append(f"equality with {path}, since files of it are missing or cut off")
+    return None

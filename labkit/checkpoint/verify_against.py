@@ -10,11 +10,12 @@ from torch import nn
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
-from labkit.checkpoint.names import canonical_fqn, counted, match_names
+from labkit.checkpoint.names import canonical_fqn, match_names
 from labkit.checkpoint.rank_shares import is_flat
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.verify_data import Progress, each
+from labkit.checkpoint.wording import counted, listed
 from labkit.lookup import FunctionNotFoundError, find_function
 
 ModelSource = nn.Module | str | Callable[[], nn.Module]
@@ -167,6 +168,7 @@ def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, wor
             continue
         jobs.extend((name, left, right, chunk) for chunk in left.chunks)
     different: set[str] = set()
+    unreadable: dict[str, dict[str, str]] = {}
 
     def compare(job: tuple[str, TensorEntry, TensorEntry, Chunk], reader: Reader) -> None:
         name, left, right, chunk = job
@@ -174,7 +176,7 @@ def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, wor
             with Reader(other) as theirs_reader:
                 same = same_bits(reader.chunk(left, chunk), theirs_reader.box(right, chunk.offsets, chunk.sizes))
         except CheckpointError as error:
-            report.error("unreadable", name, str(error), "a load fails")
+            unreadable.setdefault(getattr(error, "path", name), {})[name] = str(error)
             return
         if not same and name not in different:
             different.add(name)
@@ -182,3 +184,8 @@ def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, wor
         progress(chunk.numel * left.dtype.itemsize)
 
     each(jobs, compare, checkpoint, workers)
+    known = {finding.where for finding in report.findings}
+    for where, names in unreadable.items():
+        first = next(iter(names.values())).removeprefix(f"{where}: ")
+        if where not in known:
+            report.error("unreadable", where, f"{counted(len(names), 'tensor')} ({listed([*names])}): {first}", "a load fails")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -14,11 +16,12 @@ from labkit.checkpoint.archive import TorchArchive
 from labkit.checkpoint.checksums import file_crc
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
+from labkit.checkpoint.held import Held
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
-from labkit.checkpoint.names import counted
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
+from labkit.checkpoint.wording import counted
 
 Progress = Callable[[int], None]
 T = TypeVar("T")
@@ -49,64 +52,123 @@ def each(jobs: Iterable[T], work: Callable[[T, Reader], None], checkpoint: Check
             reader.close()
 
 
-def check_hashes(checkpoint: Checkpoint, found: Manifest, report: Report, workers: int, progress: Progress) -> None:
-    """Every file has the hash that the manifest gives."""
+def check_hashes(checkpoint: Checkpoint, found: Manifest, report: Report, workers: int, progress: Progress) -> set[str]:
+    """Every file has the hash that the manifest gives. Returns those that have another."""
+    changed: set[str] = set()
 
     def check(name: str, _: Reader) -> None:
         try:
             manifest.check_file(checkpoint.path, name, found.files[name])
         except CheckpointError as error:
+            changed.add(name)
             report.error("changed-content", checkpoint.path / name, str(error).split(": ", 1)[-1], "torch loads the changed values")
         report.count("hashed bytes", found.files[name].size)
         progress(found.files[name].size)
 
     each(sorted(found.files), check, checkpoint, workers)
+    return changed
 
 
-def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progress: Progress) -> None:
-    """Every record of every torch.save archive has the CRC-32 that torch noted when it wrote it (and never looks at again)."""
+@dataclass(frozen=True, slots=True, eq=False)
+class _Archive:
+    """A torch.save archive to check: a whole file, or what holds one entry of a DCP directory."""
+
+    file: str
+    start: int
+    length: int
+    entry: TensorEntry | ValueEntry | None = None
+    size_bytes: int = 0
+
+    @property
+    def where(self) -> str:
+        return self.file if self.entry is None else f"{self.entry.key} in {self.file}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Fault:
+    archive: _Archive
+    code: str
+    what: str
+    consequence: str
+
+
+def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progress: Progress) -> set[str]:
+    """Every record of every torch.save archive has the CRC-32 that torch noted when it wrote it (and never looks at again).
+
+    Returns:
+        The files with a fault; what is wrong in one file is one finding.
+    """
     if checkpoint.kind == "safetensors":
         report.unchecked.append("safetensors files carry no checksum, and there is no manifest: changed bits cannot be told")
-        return
-    each(list(_archives(checkpoint)), lambda job, reader: _check_archive(job, reader, report, progress), checkpoint, workers)
+        return set()
+    faults: dict[str, list[_Fault]] = {}
+
+    def check(archive: _Archive, reader: Reader) -> None:
+        for fault in _faults(archive, reader, report):
+            faults.setdefault(archive.file, []).append(fault)
+        progress(archive.length)
+
+    each(_archives(checkpoint), check, checkpoint, workers)
+    for file, found in faults.items():
+        _report_faults(checkpoint.root / file, found, report)
+    return set(faults)
 
 
-def _archives(checkpoint: Checkpoint) -> Iterator[tuple[str, int, int, str]]:
+def _archives(checkpoint: Checkpoint) -> Iterator[_Archive]:
     if checkpoint.kind != "dcp":
-        yield from ((name, 0, size, name) for name, size in checkpoint.files.items() if not name.endswith(".json"))
+        yield from (_Archive(name, 0, size) for name, size in checkpoint.files.items() if not name.endswith(".json"))
         return
     for entry in checkpoint.tensors.values():
-        yield from ((chunk.file, chunk.start, chunk.length, f"{entry.key} in {chunk.file}") for chunk in entry.chunks)
-    yield from ((value.file, value.start, value.length, f"{value.key} in {value.file}") for value in checkpoint.values.values())
+        for chunk in entry.chunks:
+            yield _Archive(chunk.file, chunk.start, chunk.length, entry, chunk.numel * entry.dtype.itemsize)
+    for value in checkpoint.values.values():
+        yield _Archive(value.file, value.start, value.length, value)
 
 
-def _check_archive(job: tuple[str, int, int, str], reader: Reader, report: Report, progress: Progress) -> None:
-    file, start, length, where = job
-    path = reader.checkpoint.root / file
+def _faults(archive: _Archive, reader: Reader, report: Report) -> Iterator[_Fault]:
+    path = reader.checkpoint.root / archive.file
     try:
-        archive = TorchArchive(reader.open(file), path, start, length)
-        records = archive.records()
+        records = TorchArchive(reader.open(archive.file), path, archive.start, archive.length).records()
     except CheckpointError as error:
-        report.error("unreadable", where, str(error).split(": ", 1)[-1], "a load fails on the reading rank only")
+        yield _Fault(archive, "unreadable", str(error).split(": ", 1)[-1], "a load fails on the reading rank only")
         return
     for name, record in records.items():
-        if record.crc != file_crc(reader.open(file).fileno(), record.start, record.length):
-            report.error(
-                "changed-content", where, f"the record {name} does not match its checksum", "torch loads the changed values"
-            )
+        if record.crc != file_crc(reader.open(archive.file).fileno(), record.start, record.length):
+            what = f"the record {name} does not match its checksum"
+            yield _Fault(archive, "changed-content", what, "torch loads the changed values")
         report.count("checksummed bytes", record.length)
-    progress(length)
 
 
-def check_values(checkpoint: Checkpoint, report: Report, workers: int) -> None:
-    """No value's pickle in a DCP directory asks for anything outside the allow-list; elsewhere the index told already."""
+def _report_faults(path: Path, faults: Sequence[_Fault], report: Report) -> None:
+    first = min(faults, key=lambda fault: (fault.code != "unreadable", fault.archive.start))
+    if len(faults) == 1:
+        report.error(first.code, first.archive.where, first.what, first.consequence)
+        return
+    what = f"{len(faults):,} of its records do not match their checksums"
+    if first.archive.entry is not None:
+        damaged: dict[str, tuple[TensorEntry | ValueEntry, int]] = {}
+        for archive in sorted({fault.archive for fault in faults}, key=lambda archive: archive.start):
+            assert archive.entry is not None
+            entry, size = damaged.get(archive.entry.key, (archive.entry, 0))
+            damaged[entry.key] = entry, size + archive.size_bytes
+        held = Held()
+        for entry, size in sorted(damaged.values(), key=lambda pair: isinstance(pair[0], ValueEntry)):
+            held.add(entry, size)
+        what = f"what it holds of {held.text} is damaged"
+    report.error(first.code, path, f"{what}. The first: {first.what}", first.consequence)
+
+
+def check_values(checkpoint: Checkpoint, report: Report, workers: int, damaged: Collection[str]) -> None:
+    """No value's pickle in a DCP directory asks for anything outside the allow-list; elsewhere the index told already.
+
+    ``damaged`` are files of which a finding says already that they cannot be read.
+    """
 
     def check(value: ValueEntry, reader: Reader) -> None:
         try:
             _, names = reader.stored(value)
         except CheckpointError as error:
-            # What is cut off or changed is a finding already.
-            if not any(value.file in finding.where for finding in report.findings):
+            if value.file not in damaged:
                 report.error("unreadable", value.key, str(error), "a load fails on the reading rank only")
             return
         if names:
@@ -122,9 +184,13 @@ def check_tensors(
     finite: bool,
     entries: Sequence[TensorEntry],
     workers: int,
+    damaged: Collection[str] = (),
     progress: Progress = no_progress,
 ) -> None:
-    """Each chunk holds the declared dtype and shape; with ``finite``, no NaN and no inf; copies equal each other."""
+    """Each chunk holds the declared dtype and shape; with ``finite``, no NaN and no inf; copies equal each other.
+
+    ``damaged`` is as for :func:`check_values`.
+    """
 
     def check(job: tuple[TensorEntry, Chunk], reader: Reader) -> None:
         entry, chunk = job
@@ -134,12 +200,13 @@ def check_tensors(
             else:
                 reader.data_start(entry, chunk)
         except CheckpointError as error:
-            report.error("unreadable", entry.key, str(error), "a load fails, or casts to the declared dtype")
+            if chunk.file not in damaged:
+                report.error("unreadable", entry.key, str(error), "a load fails, or casts to the declared dtype")
         progress(chunk.length)
 
     each(((entry, chunk) for entry in entries for chunk in entry.chunks), check, checkpoint, workers)
     each(
-        [entry for entry in entries if entry.replicas],
+        [entry for entry in entries if entry.replicas and not damaged],
         lambda entry, reader: _check_replicas(entry, reader, report),
         checkpoint,
         workers,

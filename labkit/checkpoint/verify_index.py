@@ -3,58 +3,51 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-
 from labkit.checkpoint import manifest
-from labkit.checkpoint.coverage import coverage
+from labkit.checkpoint.coverage import Coverage, coverage
 from labkit.checkpoint.dcp_format import METADATA_FILE
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
+from labkit.checkpoint.held import held_in_files
 from labkit.checkpoint.manifest import Manifest
-from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry
-from labkit.checkpoint.names import counted, match_names
+from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry, writer_rank
+from labkit.checkpoint.names import match_names
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.sections import optimizer_roots, parts, wrappers_of
+from labkit.checkpoint.wording import bytes_text, counted, listed
+from labkit.ranks import format_ranks
 
 _LATE_S = 2.0
 
 
-def check_files(checkpoint: Checkpoint, report: Report) -> None:
-    """Every file that the index names is there and long enough; none is there that it does not name."""
-    ends: dict[str, int] = defaultdict(int)
-    for entry in checkpoint.tensors.values():
-        for table in (entry.chunks, *entry.replicas):
-            if len(table) == 0:
-                continue
-            reach = table.starts + table.lengths
-            for file_id in np.unique(table.file_ids):
-                name = table.files[int(file_id)]
-                ends[name] = max(ends[name], int(reach[table.file_ids == file_id].max()))
-    for value in checkpoint.values.values():
-        ends[value.file] = max(ends[value.file], value.start + value.length)
-    for name, end in sorted(ends.items()):
+def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
+    """Every file that the index names is there and long enough; none is there that it does not name.
+
+    Returns:
+        The files that are missing or too short.
+    """
+    broken: set[str] = set()
+    needed = held_in_files(checkpoint)
+    for name, held in sorted(needed.items()):
         size = checkpoint.files.get(name, -1)
         report.count("files")
+        if size >= held.end:
+            continue
+        broken.add(name)
+        path = checkpoint.root / name
         if size < 0:
-            report.error(
-                "missing-file",
-                checkpoint.root / name,
-                "the index names this file and it is missing",
-                "a load fails late, on the reading rank only",
-            )
-        elif size < end:
-            report.error(
-                "short-file",
-                checkpoint.root / name,
-                f"it has {size} bytes and the index needs {end}",
-                "a load fails with EOFError, on the reading rank only",
-            )
+            what = f"the index names this file and it is missing. It held {held.text}"
+            report.error("missing-file", path, what, "a load fails late, on the reading rank only")
+        else:
+            what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"
+            report.error("short-file", path, what, "a load fails with EOFError, on the reading rank only")
     if checkpoint.kind == "dcp":
-        _check_strays(checkpoint, set(ends), report)
+        _check_strays(checkpoint, set(needed), report)
+    return broken
 
 
 def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> None:
@@ -86,18 +79,13 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
 
 def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
     """Every element of every tensor is in exactly one chunk."""
+    gaps: list[tuple[TensorEntry, Coverage]] = []
     for entry in checkpoint.tensors.values():
         report.count("tensors")
         report.count("chunks", len(entry.chunks))
         found = coverage(entry.chunks, entry.shape)
         if found.missing:
-            where = "" if found.gap is None else f", for example {_box_text(*found.gap)}"
-            report.error(
-                "uncovered",
-                entry.key,
-                f"{found.missing} of {entry.numel} elements are in no chunk{where}",
-                "they keep whatever was in memory",
-            )
+            gaps.append((entry, found))
         if found.doubled:
             which = "" if found.overlap is None else f" (chunks {found.overlap[0]} and {found.overlap[1]})"
             report.error(
@@ -113,6 +101,28 @@ def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
                 f"{counted(len(found.outside), 'chunk')} outside the shape {entry.shape}",
                 "the index is damaged",
             )
+    _report_gaps(checkpoint, gaps, report)
+
+
+def _report_gaps(checkpoint: Checkpoint, gaps: list[tuple[TensorEntry, Coverage]], report: Report) -> None:
+    silently = "they keep whatever was in memory"
+    if checkpoint.kind != "dcp" and len(gaps) > 1:
+        # No index names these files, so the gaps are all that tells of one that is missing.
+        size = sum(found.missing * entry.dtype.itemsize for entry, found in gaps)
+        ranks = sorted({rank for name in checkpoint.files for rank in [writer_rank(name)] if rank is not None})
+        there = f" There are files of {'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}." if ranks else ""
+        report.error(
+            "uncovered",
+            checkpoint.path,
+            f"{len(gaps):,} of {counted(len(checkpoint.tensors), 'tensor')} lack elements, {bytes_text(size)} in all "
+            f"({listed([entry.key for entry, _ in gaps])}): the file of a rank is missing.{there}",
+            silently,
+        )
+        return
+    for entry, found in gaps:
+        where = "" if found.gap is None else f", for example {_box_text(*found.gap)}"
+        what = f"{found.missing} of {entry.numel} elements are in no chunk{where}"
+        report.error("uncovered", entry.key, what, silently)
 
 
 def _box_text(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
@@ -158,13 +168,16 @@ def check_names(checkpoint: Checkpoint, report: Report) -> None:
         report.error("unsafe", checkpoint.path, f"a pickle asks for {name}", "torch.load(weights_only=False) and DCP run it")
 
 
-def check_optimizer(checkpoint: Checkpoint, report: Report, trainable: set[str] | None = None) -> None:
+def check_optimizer(
+    checkpoint: Checkpoint, report: Report, trainable: set[str] | None = None, damaged: Collection[str] = ()
+) -> None:
     """Each optimized parameter has its state, and each state its parameter.
 
     Args:
         checkpoint: An opened checkpoint.
         report: Takes the findings.
         trainable: A model's trainable parameters by canonical name, when there is a model to compare with.
+        damaged: Files of which a finding says already that they cannot be read.
     """
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     for root in sorted(optimizer_roots(entries), key=str):
@@ -174,7 +187,7 @@ def check_optimizer(checkpoint: Checkpoint, report: Report, trainable: set[str] 
             keys = parts(entry)
             if keys[: len(root)] == root and len(keys) > len(root) + 2 and keys[len(root)] == "state":
                 pieces[".".join(map(str, keys[len(root) + 1 : -1]))].add(str(keys[-1]))
-        named = set(_group_parameters(checkpoint, prefix, report))
+        named = set(_group_parameters(checkpoint, prefix, report, damaged))
         numbered = bool(pieces) and all(name.isdigit() for name in pieces)
         if numbered:
             report.warning(
@@ -218,18 +231,20 @@ def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], r
             )
 
 
-def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report) -> Iterator[str]:
+def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damaged: Collection[str]) -> Iterator[str]:
     head = f"{prefix}.param_groups." if prefix else "param_groups."
     keys = [key for key in checkpoint.values if key.startswith(head)]
-    listed = [key for key in keys if key.endswith(".params")]
+    lists = [key for key in keys if key.endswith(".params")]
+    if any(checkpoint.values[key].file in damaged for key in lists):
+        return  # some names are not known, so none can be said to be strange
     with Reader(checkpoint) as reader:
-        for key in listed:
+        for key in lists:
             try:
                 yield from map(str, reader.value(key))
             except CheckpointError as error:
                 report.error("unreadable", key, str(error), "the optimizer's groups cannot be restored")
     flattened = {key.removeprefix(head).rpartition(".")[0] for key in keys}
-    if not listed:  # flatten_optimizer_state_dict: param_groups.<fqn>.lr
+    if not lists:  # flatten_optimizer_state_dict: param_groups.<fqn>.lr
         yield from (name for name in flattened if not name.isdigit())
 
 

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
-from labkit.checkpoint import Reader, open_checkpoint
+from labkit.checkpoint import Reader, open_checkpoint, verify
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.read import same_bits
 from tests.process.checkpoint_models import Net, fsdp1, fsdp2, plain_state, two_d
@@ -68,6 +68,10 @@ def test_a_missing_rank_file_leaves_a_region_that_is_named(launcher: Launcher, t
         pytest.raises(IncompleteCheckpointError, match=r"embed\.weight.*20 of the 35"),
     ):
         reader.tensor("model.embed.weight")
+    (finding,) = verify(tmp_path).findings
+    assert finding.code == "uncovered"
+    assert "tensors lack elements" in finding.what
+    assert "the file of a rank is missing. There are files of rank 0" in finding.what
 
 
 def local(rank: int, use_orig_params: bool, folder: str) -> None:

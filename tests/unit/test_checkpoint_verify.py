@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from labkit import checkpoint
+from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.verification import verify
@@ -323,3 +325,47 @@ def test_the_report_is_plain_data(plain: Path) -> None:
     told = json.loads(json.dumps(verify(plain).as_dict()))
     assert told["ok"] is False
     assert told["findings"][0]["severity"] == "error"
+
+
+@pytest.fixture
+def four_files(tmp_path: Path) -> Path:
+    """A DCP directory as four ranks write it."""
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_state(optimizer, {("model",): model}), "epoch": 3}
+    torch.save(state, tmp_path / "x.pt")
+    checkpoint.reshard(tmp_path / "x.pt", tmp_path / "four", 4)
+    (tmp_path / "four" / "manifest.json").unlink()
+    return tmp_path / "four"
+
+
+def zero(file: Path) -> None:
+    file.write_bytes(bytes(file.stat().st_size))
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda file: file.unlink(), lambda file: os.truncate(file, 100), zero], ids=["missing", "cut", "zeroed"]
+)
+@pytest.mark.parametrize("file", ["__0_0.distcp", "__2_0.distcp"], ids=["with values", "without values"])
+def test_one_broken_file_of_four_is_one_finding_that_says_what_it_held(
+    four_files: Path, tmp_path: Path, damage: Callable[[Path], None], file: str
+) -> None:
+    held = [entry for entry in checkpoint.open_checkpoint(four_files).tensors.values() if file in entry.chunks.file_names()]
+    chunks = [(entry, chunk) for entry in held for chunk in entry.chunks if chunk.file == file]
+    size = sum(chunk.numel * entry.dtype.itemsize for entry, chunk in chunks)
+    damage(four_files / file)
+    (finding,) = verify(four_files).findings
+    assert finding.where == str(four_files / file)
+    assert f"{len(held)} tensors" in finding.what
+    assert f"{size} B" in finding.what
+    assert f"({held[0].key}, {held[1].key}, {held[2].key} and {len(held) - 3} more)" in finding.what
+    findings = verify(tmp_path / "x.pt", against=four_files).findings
+    assert [finding.where for finding in findings] == [str(four_files / file)]
+
+
+def test_show_tells_a_missing_file_and_what_it_held(four_files: Path) -> None:
+    (four_files / "__2_0.distcp").unlink()
+    shown = CliRunner().invoke(command, ["show", str(four_files)]).output
+    assert "missing: __2_0.distcp, which held 6 tensors or parts of them" in shown
+    (missing,) = json.loads(CliRunner().invoke(command, ["show", str(four_files), "--json"]).output)["missing"]
+    assert (missing["file"], missing["num_tensors"], missing["num_values"]) == ("__2_0.distcp", 6, 0)
+    assert missing["first"][0] == "model.first.weight"
