@@ -41,6 +41,9 @@ _SAME_IN_RECORD = {
 }
 
 
+_FOR_THE_DEVICE = ("synchronize", "wait_stream")
+
+
 @dataclass(frozen=True, slots=True)
 class RankState:
     """What one rank does, judged.
@@ -73,7 +76,22 @@ class RankState:
     @property
     def place(self) -> str:
         """``line 5`` of the cell, or what is known instead."""
-        return self.report.where if self.report and self.report.where else "an unknown line"
+        return self._line[0] or "an unknown line"
+
+    @property
+    def code(self) -> str:
+        """The text of that line."""
+        return self._line[1]
+
+    @property
+    def _line(self) -> tuple[str, str]:
+        report, called = self.report, self.collective
+        if report is None:
+            return "", ""
+        # A GPU's collectives only join its queue: the rank goes on, and waits later, in another line or behind the last one.
+        if called is not None and called.where and report.waits_in in ("", *_FOR_THE_DEVICE):
+            return called.where, called.code
+        return report.where, report.code
 
 
 def recorded(name: str) -> str:
@@ -82,7 +100,7 @@ def recorded(name: str) -> str:
 
 
 def _public_name(name: str, collective: Collective | None) -> str:
-    if name in ("synchronize", "wait", "wait_stream") and collective is not None:
+    if name in ("wait", *_FOR_THE_DEVICE) and collective is not None:
         return recorded(collective.name)
     return {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}.get(name, name)
 
@@ -131,7 +149,7 @@ def _cells(state: RankState) -> tuple[str, str, str, str]:
     waits = state.call if state.state == "waiting" else ""
     if waits and state.collective is not None and state.collective.sizes:
         waits += f", {'shape' if len(state.collective.sizes) == 1 else 'shapes'} {sizes_of(state.collective)}"
-    return state.state, report.where, waits, report.code
+    return state.state, state._line[0], waits, state.code
 
 
 def sizes_of(collective: Collective) -> str:

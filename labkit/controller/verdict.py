@@ -6,7 +6,7 @@ in the collective. A rank that computes may still come, so with one of those abo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from labkit.controller.diagnosis import Diagnosis, Kind, RankState, State, recorded, sizes_of
 from labkit.ranks import name_ranks
@@ -64,16 +64,25 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
         return RankState(rank, "silent")
     if now.run_id is None:
         return RankState(rank, "finished", now)
-    open_ones = [collective for collective in now.collectives if not collective.done]
+    stuck = _stuck([collective for collective in now.collectives if not collective.done])
     earlier = before.collectives if before is not None and before.innermost == now.innermost else None
     # A thread that waits for a GPU may spin, so its CPU time says nothing; an unfinished collective does.
-    if now.in_collective and (open_ones or not _computes(before, now, apart_s)):
-        return RankState(rank, "waiting", now, open_ones[-1] if open_ones else None)
-    if earlier and open_ones and open_ones[-1] in earlier:
-        return RankState(rank, "waiting", now, open_ones[-1])
+    if now.in_collective and (stuck or not _computes(before, now, apart_s)):
+        return RankState(rank, "waiting", now, stuck)
+    if earlier and stuck in earlier:
+        return RankState(rank, "waiting", now, stuck)
     if earlier is not None and not _computes(before, now, apart_s):
         return RankState(rank, "native", now)
     return RankState(rank, "working", now)
+
+
+def _stuck(open_ones: Sequence[Collective]) -> Collective | None:
+    """The collective that does not end, of those that have not ended.
+
+    On a GPU the first one: the others are queued behind it. With gloo the last one, which is the one that the rank has called.
+    """
+    queued = [collective for collective in open_ones if collective.backend == "nccl"]
+    return queued[0] if queued else open_ones[-1] if open_ones else None
 
 
 def _computes(before: RankReport | None, now: RankReport, apart_s: float) -> bool:

@@ -227,6 +227,8 @@ class Collective(Record):
         sizes: Shapes of the inputs.
         dtypes: Their dtypes.
         done: The rank has left it.
+        where: The reader's line that called it, while it is not done; empty where no line of the reader's did.
+        code: That line's text.
     """
 
     sequence: int
@@ -236,6 +238,8 @@ class Collective(Record):
     dtypes: tuple[str, ...] = ()
     done: bool = False
     backend: str = ""
+    where: str = ""
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)

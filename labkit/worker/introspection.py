@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -53,7 +54,7 @@ def _full_report(run_id: int | None, started: float, collectives: tuple[Collecti
     return RankReport(
         run_id,
         busy_s=time.monotonic() - started,
-        where=_place(user) if user else "",
+        where=_place(user.f_code.co_filename, _line(user)) if user else "",
         function=user.f_code.co_name if user else "",
         code=linecache.getline(user.f_code.co_filename, _line(user)).strip() if user else "",
         innermost=f"{innermost.f_code.co_filename}:{_line(innermost)} {innermost.f_code.co_name}" if innermost else "",
@@ -80,12 +81,11 @@ def _user_frame(innermost: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _place(frame: FrameType) -> str:
+def _place(name: str, line: int) -> str:
     from IPython.core.interactiveshell import InteractiveShell
 
-    name = frame.f_code.co_filename
     number = InteractiveShell.instance().compile._filename_map.get(name) if InteractiveShell.initialized() else None
-    return f"{os.path.basename(name) if number is None else f'Cell In[{number}]'}, line {_line(frame)}"
+    return f"{os.path.basename(name) if number is None else f'Cell In[{number}]'}, line {line}"
 
 
 def _line(frame: FrameType) -> int:
@@ -134,22 +134,42 @@ def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective,
         if dump is None:
             continue
         with contextlib.suppress(Exception):  # a diagnosis with less in it is better than none
-            record = pickle.loads(dump(True, False, False))
+            record = pickle.loads(dump(True, True, False))
             entries = [entry for entry in record.get("entries", []) if entry.get("time_created_ns", since_ns) >= since_ns]
-            found += [_collective(entry, own) for entry in entries[-LAST_COLLECTIVES:]]
+            # A GPU's queue may be longer than that, and its first one is what all others wait for.
+            first_open = next((place for place, entry in enumerate(entries) if not _is_done(entry)), len(entries))
+            shown = [*entries[:-LAST_COLLECTIVES][first_open : first_open + 1], *entries[-LAST_COLLECTIVES:]]
+            found += [_collective(entry, own) for entry in shown]
     return tuple(found)
 
 
 def _collective(entry: dict[str, Any], own: int) -> Collective:
     backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
     group = entry.get("process_group", ("?", "?"))
+    done = _is_done(entry)
+    where, code = ("", "") if done else _called_at(entry.get("frames", ()))
     return Collective(
         sequence=int(entry.get("collective_seq_id", 0)) - (own if group[0] == DEFAULT_GROUP else 0),
         name=name,
         group=str(group[0]),
         sizes=tuple(tuple(shape) for shape in entry.get("input_sizes", ())),
         dtypes=tuple(map(str, entry.get("input_dtypes", ()))),
-        # gloo never moves an entry beyond "scheduled"; only retired tells that it has ended.
-        done=bool(entry.get("retired", False)) or entry.get("state") == "completed",
+        done=done,
         backend=backend,
+        where=where,
+        code=code,
     )
+
+
+def _is_done(entry: dict[str, Any]) -> bool:
+    # gloo never moves an entry beyond "scheduled"; only retired tells that it has ended.
+    return bool(entry.get("retired", False)) or entry.get("state") == "completed"
+
+
+def _called_at(frames: Iterable[dict[str, Any]]) -> tuple[str, str]:
+    """The innermost of the reader's own lines among those that led to a collective. On a GPU the rank has left it long since."""
+    for frame in frames:
+        name, line = str(frame["filename"]), int(frame["line"])
+        if not is_library(name):
+            return _place(name, line), linecache.getline(name, line).strip()
+    return "", ""

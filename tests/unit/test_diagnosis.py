@@ -66,6 +66,29 @@ def judged(
     return judge(all_ranks if ranks is None else ranks, all_ranks, finished, failed, dead, before, now, 1.0)
 
 
+# ---- on a GPU ---------------------------------------------------------------------------------------------------------
+
+
+def queued(sequence: int, line: int) -> Collective:
+    return replace(collective(sequence), backend="nccl", where=f"Cell In[7], line {line}", code=f"code of line {line}")
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        RankReport(1, 5.0, innermost="cuda:1 synchronize", in_collective=True, waits_in="synchronize", groups=PAIRS),
+        replace(computes(9, cpu_s=0.0), innermost="cell:9 <module>"),
+        replace(computes(9), in_collective=True, waits_in="synchronize"),
+    ],
+    ids=["behind its last line", "in a later line that looks at a result", "in a later synchronize()"],
+)
+def test_rank_that_has_queued_more_waits_in_the_first_collective_of_its_queue_and_at_that_line(report: RankReport) -> None:
+    report = replace(report, collectives=(collective(4, done=True), queued(5, 3), queued(6, 4), queued(7, 8)))
+    found = judged({0: report, 1: idle()}, finished=(1,))
+    assert found.verdict == "rank 1 finished the cell; rank 0 waits in all_reduce #5 at Cell In[7], line 3 for it."
+    assert "Cell In[7], line 3  all_reduce #5, shape [4]  code of line 3" in str(found)
+
+
 # ---- somebody is missing ---------------------------------------------------------------------------------------------
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import linecache
+import pickle
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from labkit.worker import introspection
 
@@ -35,3 +39,27 @@ def test_look_that_fails_still_says_which_run_is_at_work(monkeypatch: pytest.Mon
     assert report.run_id == 3
     assert report.busy_s > 0
     assert report.where == ""
+
+
+def test_first_collective_of_a_long_queue_is_told_with_its_line_however_many_are_queued_behind_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch's record as NCCL keeps it: what is queued on the GPU stays ``scheduled`` until its turn has come."""
+    frames = [{"name": "all_reduce", "filename": torch.distributed.__file__, "line": 3245}]
+    frames += [{"name": "step", "filename": __file__, "line": number} for number in (4, 1)]
+    entries = [
+        {
+            "collective_seq_id": number,
+            "profiling_name": "nccl:all_reduce",
+            "process_group": ("0", "default_pg"),
+            "state": "completed" if number < 3 else "scheduled",
+            "frames": frames,
+        }
+        for number in range(100)
+    ]
+    dump = SimpleNamespace(_dump_nccl_trace=lambda *parts: pickle.dumps({"entries": entries}))
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", dump)
+    first, *others = introspection.recent_collectives()
+    assert (first.sequence, first.where, first.done) == (3, "test_introspection.py, line 4", False)
+    assert first.code == linecache.getline(__file__, 4).strip()
+    assert [one.sequence for one in others] == list(range(80, 100))
