@@ -1,4 +1,4 @@
-"""What verification reports: one line a finding, with what it would have done silently."""
+"""What verification reports: one line a finding, with what a load would do about it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Finding:
 
     def line(self) -> str:
         """The finding in one line."""
-        return f"{self.severity}: {self.where}: {self.what.removesuffix('.')}. Silently: {self.consequence} [{self.code}]"
+        return f"{self.severity}: {self.where}: {self.what.removesuffix('.')}. Consequence: {self.consequence} [{self.code}]"
 
 
 @dataclass

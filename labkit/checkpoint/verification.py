@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from labkit.checkpoint import verify_against, verify_data, verify_index
+from labkit.checkpoint import verify_against, verify_data, verify_index, verify_steps
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.findings import Report
@@ -31,7 +31,7 @@ def verify(
         against: Another checkpoint, of any kind and sharding, that must hold the same bits under the same names.
         model: A model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds one, whose names and shapes the
             checkpoint must have.
-        data: Whether to read the data: hashes or checksums, declared dtypes, copies in other rank files.
+        data: Whether to read the data: hashes or checksums, declared dtypes, copies in other rank files, step counters.
         finite: Whether NaN and inf are errors.
         workers: Threads that read.
 
@@ -68,6 +68,8 @@ def verify(
         verify_index.check_optimizer(checkpoint, report, trainable, broken)
         if built is not None and not flat:
             verify_against.check_model(checkpoint, built, report)
+            if data and whole:
+                verify_against.check_ties(checkpoint, built, report)
         if other is not None and whole:
             either = [verify_against.report_flat(side, report) for side in (checkpoint, other)]
             if not any(either):
@@ -96,6 +98,7 @@ def _check_data(
     entries = list(checkpoint.tensors.values())
     verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers, damaged=damaged)
     verify_data.check_moments(checkpoint, report, workers)
+    verify_steps.check_steps(checkpoint, report, workers)
     return damaged
 
 

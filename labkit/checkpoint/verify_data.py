@@ -130,7 +130,7 @@ def _faults(archive: _Archive, reader: Reader, report: Report) -> Iterator[_Faul
     try:
         records = TorchArchive(reader.open(archive.file), path, archive.start, archive.length).records()
     except CheckpointError as error:
-        yield _Fault(archive, "unreadable", str(error).split(": ", 1)[-1], "a load fails on the reading rank only")
+        yield _Fault(archive, "unreadable", str(error).split(": ", 1)[-1], "a load fails")
         return
     for name, record in records.items():
         if record.crc != file_crc(reader.open(archive.file).fileno(), record.start, record.length):
@@ -169,7 +169,7 @@ def check_values(checkpoint: Checkpoint, report: Report, workers: int, damaged: 
             _, names = reader.stored(value)
         except CheckpointError as error:
             if value.file not in damaged:
-                report.error("unreadable", value.key, str(error), "a load fails on the reading rank only")
+                report.error("unreadable", value.key, str(error), "a load fails")
             return
         if names:
             report.error("unsafe", value.key, f"its pickle asks for {', '.join(names)}", "DCP runs it")

@@ -41,10 +41,10 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
         path = checkpoint.root / name
         if size < 0:
             what = f"the index names this file and it is missing. It held {held.text}"
-            report.error("missing-file", path, what, "a load fails late, on the reading rank only")
+            report.error("missing-file", path, what, "a load fails")
         else:
             what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"
-            report.error("short-file", path, what, "a load fails with EOFError, on the reading rank only")
+            report.error("short-file", path, what, "a load of what lies at its end fails")
     if checkpoint.kind == "dcp":
         _check_strays(checkpoint, set(needed), report)
     return broken
@@ -133,7 +133,10 @@ def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
     """No two entries share bytes, unless they are the same tensor under two names."""
     ranges: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for entry in checkpoint.tensors.values():
-        if entry.tied_to is not None or checkpoint.kind in ("torch", "torch_ranks"):
+        if entry.tied_to is not None:
+            report.count("tied tensors")
+            continue
+        if checkpoint.kind in ("torch", "torch_ranks"):
             continue  # views of one storage are normal in a torch.save file
         table = entry.chunks
         for file_id, start, length in zip(table.file_ids.tolist(), table.starts.tolist(), table.lengths.tolist(), strict=True):

@@ -103,7 +103,7 @@ def test_one_of_a_kind_is_in_the_singular(tmp_path: Path) -> None:
     assert "1 file, 1 tensor, 1 chunk" in texts[2]
     (tmp_path / "cut.pt").write_bytes((tmp_path / "one.pt").read_bytes()[:100])
     assert run("verify", tmp_path / "cut.pt").endswith("cut.pt: 1 error\n")
-    assert ".. Silently" not in run("verify", tmp_path / "cut.pt")
+    assert ".. Consequence" not in run("verify", tmp_path / "cut.pt")
 
 
 def test_a_checkpoint_shows_itself_in_one_line_and_show_takes_a_path(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -164,7 +164,7 @@ def test_a_fault_in_the_index_is_found_and_named(plain: Path, change: Callable[[
     found = [finding for finding in report.findings if finding.code == code]
     assert found, codes(report)
     assert words in found[0].line()
-    assert "Silently: " in found[0].line()
+    assert "Consequence: " in found[0].line()
 
 
 def test_a_missing_a_cut_and_a_stray_file_are_found(plain: Path) -> None:
@@ -212,6 +212,42 @@ def test_an_overwrite_that_stopped_half_way_is_suspected_by_the_files_times(plai
     report = verify(plain)
     assert codes(report) == {"late-file"}
     assert report.ok
+
+
+def with_steps(folder: Path, steps: dict[str, Any]) -> Path:
+    """A DCP checkpoint whose optimizer has counted ``steps``."""
+    state = {name: {"step": count, "exp_avg": torch.ones(2)} for name, count in steps.items()}
+    groups = [{"params": [*steps], "lr": 0.1}]
+    model = {name: torch.zeros(2) for name in steps}
+    dcp.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("as_stored", [torch.tensor, lambda number: torch.tensor([number]), int])
+def test_step_counters_that_disagree_are_a_warning_with_values_and_files(tmp_path: Path, as_stored: Callable[[float], Any]) -> None:
+    even = with_steps(tmp_path / "even", {name: as_stored(4.0) for name in "abc"})
+    assert verify(even).findings == []
+    assert verify(even).checked["step counters"] == 3
+    report = verify(with_steps(tmp_path / "uneven", {"a": as_stored(4.0), "b": as_stored(4.0), "c": as_stored(2.0)}))
+    (found,) = report.findings
+    assert (found.code, found.where, report.ok) == ("uneven-steps", "optimizer", True)
+    assert found.what == ("its step counters disagree: 4 (2 counters in __0_0.distcp), 2 (1 counter in __0_0.distcp)")
+
+
+def test_many_different_step_counts_are_one_short_finding(tmp_path: Path) -> None:
+    (found,) = verify(with_steps(tmp_path / "many", {f"layer{index}": torch.tensor(float(index)) for index in range(9)})).findings
+    assert found.what.endswith("2 (1 counter in __0_0.distcp) and 6 more values")
+
+
+def test_counters_of_two_optimizers_may_differ_and_none_is_read_without_the_data(tmp_path: Path) -> None:
+    state = {
+        name: {"state": {"w": {"step": torch.tensor(count), "exp_avg": torch.ones(2)}}, "param_groups": [{"params": ["w"]}]}
+        for name, count in (("generator", 4.0), ("critic", 20.0))
+    }
+    dcp.save({"model": {"w": torch.zeros(2)}, "optimizers": state}, checkpoint_id=tmp_path / "two", no_dist=True)
+    assert verify(tmp_path / "two").findings == []
+    uneven = with_steps(tmp_path / "uneven", {"a": torch.tensor(4.0), "b": torch.tensor(2.0)})
+    assert verify(uneven, data=False).findings == []
 
 
 def test_an_unpublished_step_is_an_error(store: Path) -> None:
