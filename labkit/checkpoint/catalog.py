@@ -7,7 +7,7 @@ from pathlib import Path
 from labkit.checkpoint import manifest, sections
 from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
 from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundError, IncompleteCheckpointError
-from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.model import Checkpoint, tie
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import INDEX_SUFFIX, read_safetensors
 from labkit.checkpoint.torch_format import INDEX_FILE, read_torch, torch_files
@@ -43,6 +43,9 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
     checkpoint = _read(path, unknown)
     checkpoint.step = step
     sections.classify(checkpoint)
+    if checkpoint.kind == "dcp":
+        # Only labkit writes a tie so. In optimizer state, which has none, two entries in one place are a fault.
+        tie(checkpoint.section("model"))
     return checkpoint
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from labkit.checkpoint.manifest import FileSum
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.staging_area import Written
 from labkit.checkpoint.torch_writer import write_tensor
-from labkit.checkpoint.writers import OutFile, Reserve
+from labkit.checkpoint.writers import OutFile, Reserve, Ties
 
 
 @dataclass
@@ -41,6 +41,8 @@ class DcpWriter:
     single: str | None = None
     plain: Mapping[str, Any] = field(default_factory=dict)
     """The values that are not copied byte for byte, by key."""
+    tied: Ties = field(default_factory=dict)
+    """Their bytes are there once, and the index names them under both keys."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         items: list[Any] = []
@@ -89,6 +91,13 @@ class DcpWriter:
                 assert isinstance(made, TensorStorageMetadata)
                 storage[MetadataIndex(key, offsets, len(made.chunks))] = info
                 made.chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        for key, (tensor, owner) in self.tied.items():
+            made = described[owner]
+            assert isinstance(made, TensorStorageMetadata)
+            described[key] = replace(made, chunks=list(made.chunks))
+            paths[key] = tensor.path
+            for number, chunk in enumerate(made.chunks):
+                storage[MetadataIndex(key, chunk.offsets, number)] = storage[MetadataIndex(owner, chunk.offsets)]
         metadata = Metadata(dict(described), planner_data=paths, storage_data=storage, version=DCP_VERSION)
         metadata.storage_meta = StorageMeta()
         for leftover in (folder / METADATA_FILE, folder / (METADATA_FILE + ".tmp")):

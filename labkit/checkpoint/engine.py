@@ -95,7 +95,8 @@ def run(
 
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
-    plan = {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer)}
+    tied = {key: owner for key, (_, owner) in writer.tied.items()}
+    plan = {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer), "tied": tied}
     try:
         resumed = _run(writer, checkpoint, destination, plan, workers, progress)
     except OSError as error:
@@ -104,7 +105,7 @@ def run(
             f"{error.strerror or error}. The destination was not made; the files that were finished are kept for the next try.",
         ) from error
     pieces = [piece for file in writer.files for piece in file.pieces]
-    num_tensors = len({piece.tensor.key for piece in pieces})
+    num_tensors = len({piece.tensor.key for piece in pieces}) + len(writer.tied)
     return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), resumed, notes)
 
 
@@ -174,6 +175,7 @@ def _check_result(writer: Writer, area: StagingArea) -> None:
     """Open what was written like any checkpoint: each name is there with its shape and dtype, and covered exactly once."""
     found = open_checkpoint(area.folder / writer.single if writer.single is not None else area.folder)
     expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
+    expected |= {key: tensor.source for key, (tensor, _) in writer.tied.items()}
     wrong = [key for key in expected if key not in found.tensors] + [key for key in found.tensors if key not in expected]
     for key, source in expected.items():
         entry = found.tensors.get(key)

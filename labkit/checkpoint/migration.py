@@ -17,9 +17,10 @@ from labkit.checkpoint.entry_names import DROP_ADVICE, split_model
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.rename import Rule
+from labkit.checkpoint.ties import lost_ties, tie_note, tied_tensors
 from labkit.checkpoint.transform import Options, transform
 from labkit.checkpoint.verify_against import ModelSource, build_model
-from labkit.checkpoint.writers import OutFile, SafetensorsWriter, TorchWriter, Writer, whole
+from labkit.checkpoint.writers import OutFile, SafetensorsWriter, Ties, TorchWriter, Writer, whole
 from labkit.progress import task
 
 Format = Literal["dcp", "safetensors", "torch"]
@@ -122,13 +123,17 @@ def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int 
         raise CheckpointError(
             f"{contents.checkpoint.path}: there is no tensor to write. See what is in it with show, and what drop leaves."
         )
+    contents.notes += tie_note("no longer tied, since they get different dtypes or names", lost_ties(contents.tensors))
+    if to != "safetensors":
+        contents.notes += tie_note("tied, and written once", tied_tensors(contents.tensors))
     if to == "dcp":
         from labkit.checkpoint.dcp_directory import DcpWriter  # with it comes all of DCP, which the others do not need
 
-        files = bins(contents.tensors, shard_bytes or DEFAULT_FILE_BYTES)
+        tensors, tied = _apart(contents.tensors)
+        files = bins(tensors, shard_bytes or DEFAULT_FILE_BYTES)
         outs = [OutFile(f"__0_{index}.distcp", [whole(tensor) for tensor in part]) for index, part in enumerate(files)]
         outs[0].values = list(contents.values)
-        return DcpWriter(outs, plain=read_values(contents, contents.values, drop_advice=DROP_ADVICE))
+        return DcpWriter(outs, plain=read_values(contents, contents.values, drop_advice=DROP_ADVICE), tied=tied)
     if to == "torch":
         plain = read_values(contents, contents.values, drop_advice=DROP_ADVICE)
         file = OutFile(destination.name, [whole(tensor) for tensor in contents.tensors], list(contents.values))
@@ -141,20 +146,31 @@ def _safetensors(contents: Contents, destination: Path, shard_bytes: int | None)
     for item in contents.tensors:
         if item.section == "model":
             tensors.append(replace(item, path=(split_model(contents, item.path)[1],)))
+    note = "tied, and held under one name, as transformers expects it"
+    contents.notes += [f"{text} (noted in the metadata)" for text in tie_note(note, tied_tensors(tensors))]
     left = len(contents.tensors) - len(tensors) + len(contents.values)
     if left:
         contents.notes.append(f"{left} entries that are not the model's are left out: safetensors hold the model's tensors only")
     if not tensors:
         raise CheckpointError(f"{contents.checkpoint.path}: it has no model tensors, and safetensors hold nothing else.")
+    tensors, tied = _apart(tensors)
     if destination.suffix == ".safetensors":
-        return SafetensorsWriter([OutFile(destination.name, [whole(tensor) for tensor in tensors])], destination.name)
+        return SafetensorsWriter([OutFile(destination.name, [whole(tensor) for tensor in tensors])], destination.name, tied=tied)
     parts = bins(tensors, shard_bytes or DEFAULT_SHARD_BYTES)
     count = len(parts)
     files = [
         OutFile(f"model-{index:05d}-of-{count:05d}.safetensors", [whole(tensor) for tensor in part])
         for index, part in enumerate(parts, start=1)
     ]
-    return SafetensorsWriter(files)
+    return SafetensorsWriter(files, tied=tied)
+
+
+def _apart(tensors: Sequence[OutTensor]) -> tuple[list[OutTensor], Ties]:
+    """The tensors that have bytes of their own, and those that are tied to one of them."""
+    owners = tied_tensors(tensors)
+    return [item for item in tensors if item.key not in owners], {
+        item.key: (item, owners[item.key]) for item in tensors if item.key in owners
+    }
 
 
 def bins(tensors: Sequence[OutTensor], limit: int) -> list[list[OutTensor]]:

@@ -131,6 +131,15 @@ class ChunkTable(Sequence[Chunk]):
         _, first = np.unique(self.file_ids, return_index=True)
         return [self.files[int(self.file_ids[i])] for i in np.sort(first)]
 
+    def same_place(self, other: ChunkTable) -> bool:
+        """Whether both are the same boxes in the same bytes, in the same order."""
+        columns = ("offsets", "sizes", "starts", "lengths")
+        return (
+            all(np.array_equal(getattr(self, column), getattr(other, column)) for column in columns)
+            and [self.files[n] for n in self.file_ids.tolist()] == [other.files[n] for n in other.file_ids.tolist()]
+            and self.strides == other.strides
+        )
+
     def intersecting(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
         """The indices of the chunks that share at least one element with a box, in table order."""
         low = np.asarray(offsets, dtype=np.int64)
@@ -173,6 +182,22 @@ class TensorEntry:
     def size_bytes(self) -> int:
         """The bytes of the full tensor, without copies and file overhead."""
         return self.numel * self.dtype.itemsize
+
+
+def tie(entries: Iterable[TensorEntry]) -> None:
+    """Set ``tied_to`` of the entries that name the same bytes as one before them, in place."""
+    seen: dict[Any, list[TensorEntry]] = {}
+    for entry in entries:
+        # A moment's step counts are often one scalar for all parameters: equal on purpose, and no tie.
+        if not entry.shape or not entry.numel or not len(entry.chunks):
+            continue
+        first: Chunk = entry.chunks[0]
+        owners = seen.setdefault((entry.shape, entry.dtype, first.file, first.start, first.strides), [])
+        owner = next((other for other in owners if entry.chunks.same_place(other.chunks)), None)
+        if owner is None:
+            owners.append(entry)
+        else:
+            entry.tied_to = owner.key
 
 
 @dataclass(slots=True)

@@ -17,7 +17,8 @@ from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.rank_shares import is_flat, moment_shares
-from labkit.checkpoint.writers import OutFile, Piece
+from labkit.checkpoint.ties import tie_note, tied_tensors
+from labkit.checkpoint.writers import OutFile, Piece, Ties
 from labkit.progress import task
 from labkit.spmd.layouts import DATA_AXES, parse_mesh
 
@@ -93,11 +94,12 @@ def reshard(
     checkpoint = open_checkpoint(source)
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
-    files = _files(contents, axes, rules)
+    tied = _tied(contents, axes, rules)
+    files = _files(contents, axes, rules, tied)
     names = {_name(contents, tensor) for tensor in contents.tensors if tensor.section != "other"}
     patterns = {f"{rule.axis}:{rule.pattern}": rule.pattern for rule in rules}
     contents.note_idle("shard", patterns, lambda pattern: bool(fnmatch.filter(names, patterns[pattern])))
-    writer = DcpWriter(files, plain=_plain(contents))
+    writer = DcpWriter(files, plain=_plain(contents), tied=tied)
     options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
     with task("reshard", checkpoint.size_bytes) as writing:
         return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
@@ -128,10 +130,24 @@ def _plain(contents: Contents) -> Mapping[str, object]:
     return read_values(contents, wanted, drop_advice="Migrate it first, with drop=[...] (--drop).")
 
 
-def _files(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> list[OutFile]:
+def _tied(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> Ties:
+    """The tensors that are others too and are sharded like them, so that one set of bytes does for both."""
+    tensors = {tensor.key: tensor for tensor in contents.tensors}
+    owners = {
+        key: owner
+        for key, owner in tied_tensors(contents.tensors).items()
+        if _placements(contents, tensors[key], axes, rules) == _placements(contents, tensors[owner], axes, rules)
+    }
+    contents.notes += tie_note("tied, and written once", owners)
+    return {key: (tensors[key], owner) for key, owner in owners.items()}
+
+
+def _files(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRule], tied: Ties) -> list[OutFile]:
     num_ranks = prod(axes.values())
     files = [OutFile(f"__{rank}_0.distcp") for rank in range(num_ranks)]
     for tensor in contents.tensors:
+        if tensor.key in tied:
+            continue
         placements = _placements(contents, tensor, axes, rules)
         shape = tensor.source.shape
         taken = set()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def read_safetensors(path: Path) -> Checkpoint:
         _read_file(checkpoint, root / name, name, parts)
     for key, found in parts.items():
         checkpoint.tensors[key] = _entry(checkpoint, key, found)
+    _add_tied(checkpoint)
     if index_file is not None:
         _check_index(checkpoint, index_file)
     return checkpoint
@@ -180,6 +182,14 @@ def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtyp
     return TensorEntry(key, (key,), shape, dtype, ChunkTable.of(list(unique.values()), len(shape)))
 
 
+def _add_tied(checkpoint: Checkpoint) -> None:
+    # What safetensors.torch.save_model notes: the name that it left out, and the one that has the data.
+    for name, owner in checkpoint.metadata.items():
+        entry = checkpoint.tensors.get(owner)
+        if entry is not None and name not in checkpoint.tensors and name != "format":
+            checkpoint.tensors[name] = replace(entry, key=name, path=(name,), tied_to=owner)
+
+
 def _check_index(checkpoint: Checkpoint, index_file: Path) -> None:
     weight_map: Mapping[str, str] = _weight_map(index_file)
     checkpoint.files[index_file.name] = index_file.stat().st_size
@@ -187,5 +197,5 @@ def _check_index(checkpoint: Checkpoint, index_file: Path) -> None:
         entry = checkpoint.tensors.get(key)
         if entry is None or name not in entry.chunks.file_names():
             raise IncompleteCheckpointError(index_file, f"it says that {key!r} is in {name}, and it is not")
-    for key in checkpoint.tensors.keys() - weight_map.keys():
+    for key in {key for key, entry in checkpoint.tensors.items() if entry.tied_to is None} - weight_map.keys():
         checkpoint.notes.append(f"{key} is in {checkpoint.tensors[key].chunks[0].file} and not in the index {index_file.name}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -15,7 +15,7 @@ from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.archive import RecordRange, TorchArchive
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
-from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
+from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie, writer_rank
 from labkit.checkpoint.names import FLAT_PARAMETER
 from labkit.checkpoint.safe_pickle import Record, TensorRef, Unknown
 from labkit.checkpoint.wording import counted
@@ -76,7 +76,7 @@ def read_torch(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
         checkpoint.tensors[key] = _merge(key, [file for file in files if key in file.tensors], root)
     for key in dict.fromkeys(key for file in files for key in file.values):
         checkpoint.values[key] = _value(key, [file for file in files if key in file.values])
-    _tie(checkpoint.tensors.values())
+    tie(checkpoint.tensors.values())
     return checkpoint
 
 
@@ -273,13 +273,3 @@ def _value(key: str, files: Sequence[_File]) -> ValueEntry:
     path, value = files[0].values[key]
     others = {file.rank: file.values[key][1] for file in files} if len(files) > 1 else {}
     return ValueEntry(key, path, files[0].name, inline=value, replicas=others)
-
-
-def _tie(entries: Iterable[TensorEntry]) -> None:
-    first: dict[tuple[Any, ...], str] = {}
-    for entry in entries:
-        place = tuple((chunk.file, chunk.start, chunk.length, chunk.sizes, chunk.strides) for chunk in entry.chunks)
-        # A moment's step counts are often one scalar for all parameters: equal on purpose, and no tie.
-        if entry.shape and entry.numel and place:
-            owner = first.setdefault((entry.shape, place), entry.key)
-            entry.tied_to = owner if owner != entry.key else None

@@ -25,6 +25,7 @@ from labkit.checkpoint.numbered_state import name_numbers
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import model_prefix
 from labkit.checkpoint.sources import CastSource, EntrySource, FlatSource
+from labkit.checkpoint.ties import complete_ties
 from labkit.checkpoint.wording import counted
 
 
@@ -54,10 +55,10 @@ def transform(contents: Contents, options: Options) -> Contents:
     Raises:
         FQNMismatchError: Names collide, numbered state comes without names, or names fit the model neither before the rename
             rules nor after them.
-        CheckpointMismatchError: Shapes do not fit the model.
+        CheckpointMismatchError: Shapes do not fit the model, or names that it ties differ.
         IncompleteCheckpointError: Other ranks' parts of a flat parameter are missing.
 
-    Ranks: local. Reads values, no tensor data.
+    Ranks: local. Reads values, and of tensors those that the model ties and the source does not.
     """
     contents = replace(contents, tensors=list(contents.tensors), values=list(contents.values), notes=list(contents.notes))
     _drop(contents, options.drop)
@@ -69,7 +70,7 @@ def transform(contents: Contents, options: Options) -> Contents:
     _rename(contents, options.rules)
     if first is not None and (not options.rules or _misfit(contents, options) is not None):
         raise first
-    _add_tied(contents, options.parameters)
+    complete_ties(contents, options.parameters)
     _cast(contents, options.dtypes)
     contents.check_unique()
     return contents
@@ -189,20 +190,6 @@ def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
 
 def _dropped(item: OutTensor | OutValue) -> bool:
     return "" in item.path
-
-
-def _add_tied(contents: Contents, parameters: ParameterList | None) -> None:
-    """A tied parameter has every one of its names in ``model.state_dict()``; FSDP1 saved some forms with one of them."""
-    if parameters is None:
-        return
-    by_name = {split_model(contents, item.path): item for item in contents.tensors if item.section == "model"}
-    for (nesting, name), item in list(by_name.items()):
-        owner = parameters.tied.get(name, name)
-        for other in (owner, *(alias for alias, first in parameters.tied.items() if first == owner)):
-            if (nesting, other) not in by_name:
-                by_name[nesting, other] = replace(item, path=(*nesting, other))
-                contents.tensors.append(by_name[nesting, other])
-                contents.notes.append(f"{other} is tied to {name}")
 
 
 def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:

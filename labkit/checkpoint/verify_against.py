@@ -9,11 +9,14 @@ from torch import nn
 
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.findings import Report
+from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.names import canonical_fqn, match_names
 from labkit.checkpoint.rank_shares import is_flat
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import model_prefix
+from labkit.checkpoint.sources import EntrySource
+from labkit.checkpoint.ties import equal
 from labkit.checkpoint.verify_data import Progress, each
 from labkit.checkpoint.wording import counted, listed
 from labkit.lookup import FunctionNotFoundError, find_function
@@ -83,8 +86,11 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
     have = model_entries(checkpoint)
     partners = match_names(have, expected)
     matched = {partner: have[name] for name, partner in partners.items()}
+    tied = ParameterList.of(model).tied
+    # One name of a tied parameter is enough.
+    there = {tied.get(name, name) for name in map(canonical_fqn, matched)}
     for name in expected:
-        if name not in matched:
+        if name not in matched and tied.get(canonical_fqn(name), canonical_fqn(name)) not in there:
             report.error(
                 "missing-key",
                 name,
@@ -111,6 +117,32 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
                 f"{entry.dtype} in the checkpoint, {want.dtype} in the model",
                 "DCP casts; too large values become inf",
             )
+
+
+def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:
+    """Names that are one parameter in the model have the same data, and other names bytes of their own. Reads the former."""
+    have = model_entries(checkpoint)
+    tied = ParameterList.of(model).tied
+    names = map(canonical_fqn, model.state_dict())
+    found = {partner: have[name] for name, partner in match_names(have, names).items()}
+    by_key = {entry.key: name for name, entry in found.items()}
+    with Reader(checkpoint) as reader:
+        for name, owner in tied.items():
+            left, right = found.get(name), found.get(owner)
+            if left is None or right is None or (left.tied_to or left.key) == (right.tied_to or right.key):
+                continue
+            try:
+                same = equal(reader, EntrySource(left), EntrySource(right))
+            except CheckpointError:
+                continue  # what cannot be read is another check's finding
+            if not same:
+                what = f"it and {owner} are one tensor in the model, and differ in the checkpoint"
+                report.error("untied", name, what, "the one that is loaded last is taken for both")
+    for name, entry in found.items():
+        first = by_key.get(entry.tied_to or entry.key, name)
+        if tied.get(first, first) != tied.get(name, name):
+            what = f"it and {first} are one tensor in the checkpoint, and two in the model"
+            report.warning("tied", name, what, "both begin with the same values")
 
 
 def trainable_names(model: nn.Module) -> set[str]:
@@ -140,6 +172,12 @@ def _optimizer_name(entry: TensorEntry) -> str:
     return "optimizer." + canonical_fqn(".".join(keys[at:]).removeprefix("state.")) if "state" in keys else entry.key
 
 
+def _alone(names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]) -> list[str]:
+    """The names that the other side lacks, but for those of a tied tensor that it has under another name."""
+    shared = {entry.tied_to or entry.key for name, entry in names.items() if name in others}
+    return [name for name, entry in names.items() if name not in others and (entry.tied_to or entry.key) not in shared]
+
+
 def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, workers: int, progress: Progress) -> None:
     """Bit-equality with another checkpoint, box by box of this one's chunks."""
     mine, theirs = comparable(checkpoint), comparable(other)
@@ -150,9 +188,9 @@ def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, wor
                 report.unchecked.append(f"{path} has no {section} tensors, so {len(alone)} of the other side are not compared")
                 for name in alone:
                     del side[name]
-    for name in mine.keys() - theirs.keys():
+    for name in _alone(mine, theirs):
         report.error("missing-key", name, f"{other.path} lacks it", "the two are not the same state")
-    for name in theirs.keys() - mine.keys():
+    for name in _alone(theirs, mine):
         report.error("unexpected-key", name, f"only {other.path} has it", "the two are not the same state")
     jobs: list[tuple[str, TensorEntry, TensorEntry, Chunk]] = []
     for name in mine.keys() & theirs.keys():

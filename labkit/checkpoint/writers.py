@@ -24,6 +24,8 @@ from labkit.checkpoint.staging_area import Written
 from labkit.checkpoint.torch_writer import write_state
 
 Reserve = Callable[[int], AbstractContextManager[None]]
+# Key of a tensor that has no bytes of its own to the tensor and the key whose bytes it has.
+Ties = Mapping[str, tuple[OutTensor, str]]
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Writer(Protocol):
     files: list[OutFile]
     single: str | None
     """The file that becomes the destination; None when the destination is a directory."""
+    tied: Ties
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         """Write one file; ``reserve(size)`` holds back until that much memory may be used."""
@@ -94,12 +97,14 @@ class SafetensorsWriter:
     files: list[OutFile]
     single: str | None = None
     index_name: str = "model.safetensors.index.json"
+    tied: Ties = field(default_factory=dict)
+    """They are left out and noted beside what they are tied to, as ``safetensors.torch.save_model`` does it."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         # Aligned to the largest dtype first, as the safetensors library orders them.
         pieces = sorted(file.pieces, key=lambda piece: (-piece.tensor.source.dtype.itemsize, piece.tensor.key))
         with HashedFile(path) as out:
-            out.write(_header(pieces))
+            out.write(_header(pieces, self.tied))
             for piece in pieces:
                 piece.write(out, reader, reserve)
                 progress(piece.size_bytes)
@@ -118,8 +123,9 @@ class SafetensorsWriter:
         return {self.index_name: out.total()}
 
 
-def _header(pieces: Sequence[Piece]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def _header(pieces: Sequence[Piece], tied: Ties) -> bytes:
+    own = {piece.tensor.key for piece in pieces}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | {key: owner for key, (_, owner) in tied.items() if owner in own}}
     at = 0
     for piece in pieces:
         source = piece.tensor.source
@@ -145,6 +151,8 @@ class TorchWriter:
     files: list[OutFile]
     single: str | None
     plain: Mapping[str, Any] = field(default_factory=dict)
+    tied: Ties = field(default_factory=dict)
+    """Empty: among the pieces, those with one source share one storage."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         with HashedFile(path) as out:

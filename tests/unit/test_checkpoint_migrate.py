@@ -211,8 +211,8 @@ def test_safetensors_and_back(tmp_path: Path) -> None:
     result = migrate(tmp_path / "full.pt", tmp_path / "model.safetensors", model=Net())
     assert "left out" in result.notes[-1]
     loaded = load_file(tmp_path / "model.safetensors")
-    assert loaded.keys() == model.state_dict().keys()
-    assert all(torch.equal(value, loaded[name]) for name, value in model.state_dict().items())
+    assert loaded.keys() == model.state_dict().keys() - {"head.weight"}
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.items())
     migrate(tmp_path / "full.pt", tmp_path / "sharded", to="safetensors", shard_bytes=200, model=Net())
     index = json.loads((tmp_path / "sharded/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
