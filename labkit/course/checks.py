@@ -4,17 +4,24 @@ A check returns one line with the number it measured, or raises `ExerciseError` 
 target is, and a hint that fits the mistake. Solutions are judged by what they do and never by how they are written.
 
 Code of an exercise that runs on the ranks stands in a ``%%spmd`` cell, so it lives in the namespace of each rank. A check sends
-a function there that takes it from the namespace (`from_cell`), tries it, and returns what it saw as plain values.
+a function there (`run_on_ranks`) that takes it from the namespace (`from_cell`), tries it, and returns what it saw as plain values.
+
+No answer ends in a traceback of this package: a check calls the learner's function by `ask`, and does what depends on the form of
+an answer inside `trying`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from labkit.errors import ExerciseError
+from labkit.errors import ExerciseError, RankFailedError
 from labkit.ranks import RankResults, format_ranks
+from labkit.tracebacks import is_library
 
 T = TypeVar("T")
 MeasuredT = TypeVar("MeasuredT")
@@ -71,8 +78,42 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
         if isinstance(error, NotImplementedError) and not error.args:
             raise ExerciseError(f"{name} is not solved yet. Fill in the exercise's cell and run it again.") from None
         asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
-        raised = f"{type(error).__name__}: {error}".rstrip(": ")
-        raise ExerciseError(f"{asked} raised {raised}. Call it for this case to see where it fails.") from error
+        line = _own_line(error)
+        place = f", in the line {line!r}" if line else ""
+        raise ExerciseError(f"{asked} raised {_raised(error)}{place}. Call it for this case to see where it fails.") from error
+
+
+@contextlib.contextmanager
+def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
+    """Take a learner's answer apart or put it to use: what raises in here is a matter of the answer, and refused.
+
+    Args:
+        answer: What is tried, in words, such as ``your result``.
+        form: What it has to be.
+        hint: What may have gone wrong, if the check can tell.
+
+    Raises:
+        ExerciseError: Anything raised inside; the cause is what it was.
+
+    Ranks: controller or local.
+    """
+    try:
+        yield
+    except ExerciseError:
+        raise
+    except Exception as error:  # whatever an answer of another form runs into
+        text = f"{answer} cannot be used: {_raised(error)}.\nTarget: {form}" + (f"\nHint: {hint}" if hint else "")
+        raise ExerciseError(text) from error
+
+
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _own_line(error: Exception) -> str:
+    """The innermost line of the learner's own that the error came through."""
+    own = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_library(frame.f_code.co_filename)]
+    return linecache.getline(own[-1][0].f_code.co_filename, own[-1][1]).strip() if own else ""
 
 
 def hint_for(measured: MeasuredT, mistakes: Sequence[tuple[Callable[[MeasuredT], bool], str]], otherwise: str = "") -> str:
@@ -81,9 +122,13 @@ def hint_for(measured: MeasuredT, mistakes: Sequence[tuple[Callable[[MeasuredT],
     Args:
         measured: What the solution did.
         mistakes: Pairs of a test for a mistake and its hint, the most telling first.
-        otherwise: The hint when none applies.
+        otherwise: The hint when none applies. A test that cannot read what was measured does not apply.
     """
-    return next((hint for applies, hint in mistakes if applies(measured)), otherwise)
+    for applies, hint in mistakes:
+        with contextlib.suppress(Exception):
+            if applies(measured):
+                return hint
+    return otherwise
 
 
 def require_on_ranks(pool: Pool, name: str) -> None:
@@ -98,6 +143,26 @@ def require_on_ranks(pool: Pool, name: str) -> None:
     if missing:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {format_ranks(missing)}"
         raise ExerciseError(f"there is no {name} on {ranks} yet. Run the exercise's cell first; it starts with %%spmd.")
+
+
+def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> RankResults[T]:
+    """`Pool.run` of a check's function: what it refuses on a rank is refused here.
+
+    Raises:
+        ExerciseError: The function raised one on a rank.
+        RankFailedError: It raised something else.
+
+    Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
+    """
+    try:
+        return pool.run(function, *args, timeout_s=timeout_s)
+    except RankFailedError as error:
+        raised = [failure for failure in error.failures if failure.kind == "exception"]
+        if {failure.type_name.rpartition(".")[2] for failure in raised} != {ExerciseError.__name__}:
+            raise
+        same = len(raised) == len(error.failures) and len({failure.message for failure in raised}) == 1
+        where = "" if same else f"rank {raised[0].rank}: "
+        raise ExerciseError(f"{where}{raised[0].message}") from error
 
 
 def from_cell(name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from labkit.course.checks import hint_for, refuse
+from labkit.course.checks import ask, refuse
 from labkit.errors import ExerciseError
 
 _FSDP, _AC, _COMPILED, _DDP = "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"
@@ -37,59 +37,75 @@ def check_canonical(canonical: Callable[[str], str]) -> str:
         A line with the number of names.
 
     Raises:
-        ExerciseError: A name comes out wrong; the message shows the first and how many there are.
+        ExerciseError: A name comes out wrong; the message shows one that fits the hint, and how many there are.
 
     Ranks: controller.
     """
     answers = {}
     for name in NAMES:
-        answer = canonical(name)
+        answer = ask(canonical, name)
         if not isinstance(answer, str):
             raise ExerciseError(f"canonical({name!r}) returned {type(answer).__name__}. It has to return the name as a string.")
         answers[name] = answer
     wrong = [name for name, answer in answers.items() if answer != NAMES[name]]
     if wrong:
-        first = wrong[0]
-        refuse(
-            f"{len(wrong)} of {len(NAMES)} names are wrong. {first!r} became {answers[first]!r}.",
-            f"{NAMES[first]!r}.",
-            hint_for(
-                answers, _MISTAKES, "Go through the name part by part: which parts are a wrapper's, and which are the model's?"
-            ),
-        )
+        shown, hint = next(((name, hint) for shows, hint in _MISTAKES for name in wrong if shows(name, answers)), (wrong[0], _ELSE))
+        refuse(f"{len(wrong)} of {len(NAMES)} names are wrong. {shown!r} became {answers[shown]!r}.", f"{NAMES[shown]!r}.", hint)
     return f"Solved: {len(NAMES)} names, all right."
 
 
-def _left(part: str) -> Callable[[dict[str, str]], bool]:
+Answers = dict[str, str]
+
+
+def _still_in(part: str) -> Callable[[str, Answers], bool]:
     """Whether this wrapper is still in a name, at its beginning or inside."""
-    return lambda answers: any(part in answer.split(".") and part not in NAMES[name].split(".") for name, answer in answers.items())
+    return lambda name, answers: part in answers[name].split(".") and part not in NAMES[name].split(".")
 
 
-_MISTAKES: list[tuple[Callable[[dict[str, str]], bool], str]] = [
+def _only_first_gone(name: str, answers: Answers) -> bool:
+    """A wrapper inside is left, and one alone at the beginning was found."""
+    return answers[f"{_FSDP}.embed.weight"] == "embed.weight" and name.split(".").count(_FSDP) > 1 and _FSDP in answers[name]
+
+
+# Each with a test whether a name shows it, for the names that are wrong; the most telling first.
+_MISTAKES: list[tuple[Callable[[str, Answers], bool], str]] = [
+    (lambda name, answers: len(set(answers.values())) == 1, "Every name came out the same."),
     (
-        lambda answers: (
-            answers["module_list.0.weight"] != "module_list.0.weight"
-            or "my_module" not in answers[f"{_DDP}.my_module.{_AC}.before_orig_mod.weight"]
-            or "before_orig_mod" not in answers[f"{_DDP}.my_module.{_AC}.before_orig_mod.weight"]
-        ),
-        "You cut a word out of the middle of a name: my_module and before_orig_mod are the model's own. Compare whole parts.",
+        lambda name, answers: all(answer == given for given, answer in answers.items()),
+        "Every name came out as it went in: nothing is dropped yet.",
     ),
     (
-        lambda answers: answers["encoder.module.weight"] != "encoder.module.weight",
+        lambda name, answers: not set(answers[name].split(".")) <= set(name.split(".")),
+        "Cut at the dots and keep whole parts: there is a part in your result that is none of this name's.",
+    ),
+    (
+        lambda name, answers: (
+            answers[name].split(".") == [part for part in NAMES[name].split(".") if part != "module"]
+            and not name.startswith(f"{_DDP}.module")
+        ),
         "A module of the model may be called module too. DDP wraps the whole model, so its part can only come before the model's.",
     ),
     (
-        lambda answers: answers[f"{_DDP}.module.weight"] == "weight",
+        lambda name, answers: (
+            name == f"{_DDP}.module.weight" and answers[name] == "weight" and answers["embed.weight"] == "embed.weight"
+        ),
         "DDP wraps once: the second module is the model's own.",
     ),
     (
-        lambda answers: (
-            answers[f"{_FSDP}.embed.weight"] == "embed.weight"
-            and answers[f"{_FSDP}.layers.0.{_FSDP}.attention.wq.weight"] != "layers.0.attention.wq.weight"
-        ),
+        _only_first_gone,
         "The outermost wrapper is gone, those further in are still there: every block has one of its own.",
     ),
-    (_left(_COMPILED), "torch.compile leaves _orig_mod, anywhere in a name."),
-    (_left(_AC), "Activation checkpointing leaves _checkpoint_wrapped_module, anywhere in a name."),
-    (_left(_DDP), "The module of DDP is still there where another wrapper stands around it or within it."),
+    (_still_in(_FSDP), "FSDP1 leaves _fsdp_wrapped_module, anywhere in a name."),
+    (_still_in(_COMPILED), "torch.compile leaves _orig_mod, anywhere in a name."),
+    (_still_in(_AC), "Activation checkpointing leaves _checkpoint_wrapped_module, anywhere in a name."),
+    (
+        lambda name, answers: answers[name].startswith(f"{_DDP}.") and answers[name] != name,
+        "The module of DDP is still there where another wrapper stands around it or within it.",
+    ),
+    (_still_in(_DDP), "DDP leaves module, before all parts of the model's own."),
+    (
+        lambda name, answers: not set(NAMES[name].split(".")) <= set(answers[name].split(".")),
+        "A part of the model's own is gone. Only the wrappers' parts may go.",
+    ),
 ]
+_ELSE = "Go through the name part by part: which parts are a wrapper's, and which are the model's?"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from labkit.course.checks import refuse
+from labkit.course.checks import ask, refuse, trying
 from labkit.errors import ExerciseError
 
 State = dict[str, Any]
 Damage = Callable[[State], set[str]]
+_NONE = "A name that is missing and a name under which None is stored are not the same: .get gives None for both."
 
 
 def check_differences(differences: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[str]]) -> str:
@@ -45,15 +46,11 @@ def check_differences(differences: Callable[[Mapping[str, Any], Mapping[str, Any
 
 
 def _asked(differences: Callable[..., Iterable[str]], old: State, new: State, what: str) -> set[str]:
-    try:
-        answer = differences(old, new)
-    except (RuntimeError, KeyError) as error:
-        raise ExerciseError(
-            f"{what}: your function raised {type(error).__name__}: {error}. A judge must come to an answer for every state."
-        ) from error
+    answer = ask(differences, old, new, case=what)
     if isinstance(answer, str) or not isinstance(answer, Iterable):
-        raise ExerciseError(f"differences returned {type(answer).__name__}. It has to return a set of names.")
-    return set(answer)
+        raise ExerciseError(f"{what}: differences returned {type(answer).__name__}. It has to return a set of names.")
+    with trying(f"{what}: what differences returned", "a set of names."):
+        return set(answer)
 
 
 def _listed(names: set[str]) -> str:
@@ -70,11 +67,13 @@ def _state() -> State:
         "model.head": torch.randn(4, 4, generator=generator),
         "model.norm": torch.ones(4),
         "model.half": torch.randn(3, generator=generator).bfloat16(),
+        "model.zero": torch.zeros(3),
         "moments.nan": torch.tensor([1.0, float("nan"), 3.0]),
         "step": torch.tensor(7),
         "lr": 0.003,
         "betas": (0.9, 0.95),
         "amsgrad": False,
+        "foreach": None,
     }
 
 
@@ -127,6 +126,26 @@ def _number(state: State) -> set[str]:
     return {"step"}
 
 
+def _other_zero(state: State) -> set[str]:
+    state["model.zero"] = -state["model.zero"]
+    return {"model.zero"}
+
+
+def _number_for_bool(state: State) -> set[str]:
+    state["amsgrad"] = 0
+    return {"amsgrad"}
+
+
+def _missing_none(state: State) -> set[str]:
+    del state["foreach"]
+    return {"foreach"}
+
+
+def _extra_none(state: State) -> set[str]:
+    state["fused"] = None
+    return {"fused"}
+
+
 DAMAGES: dict[str, tuple[Damage, str]] = {
     "a tensor is missing": (_missing, "Look at the names in both directions: what has the old state that the new one lacks?"),
     "a tensor too many": (_extra, "Look at the names in both directions: what has the new state that the old one lacks?"),
@@ -140,4 +159,8 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     "a NaN in another place": (_moved_nan, "It is not enough that both hold a NaN: it has to be in the same place."),
     "another learning rate": (_other_rate, "Plain values are part of the state too."),
     "a number in the place of a tensor": (_number, "A tensor with 7 in it and the number 7 are of different kinds."),
+    "another sign of zero": (_other_zero, "0.0 == -0.0, and their bits differ. Compare the bits."),
+    "0 in the place of False": (_number_for_bool, "0 == False, and they are of different kinds. Compare the types too."),
+    "a None is missing": (_missing_none, _NONE),
+    "a None too many": (_extra_none, _NONE),
 }

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
+from labkit.course.checks import Pool, ask, from_cell, hint_for, refuse, require_on_ranks, run_on_ranks, trying
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 NUM_BLOCKS = 3
-# FSDP1 cuts elements evenly, FSDP2 rows: where rows do not divide, a rank holds a little more or less.
-_SHARE_TOLERANCE = 0.15
+_FORM = "the model that was given, sharded in place with fully_shard, and able to train."
 
 
 @dataclass(frozen=True)
@@ -23,21 +22,31 @@ class Sharded:
         order: When blocks became whole (``U``) and were freed (``R``), as in `labkit.spmd.events.Trace.order`.
         num_units: Units of FSDP.
         gradient_gap: Largest difference of a gradient from the mean over all ranks, relative to the largest gradient.
+        num_without_gradient: Parameters that have none after a backward.
     """
 
     held_bytes: int
     order: tuple[str, ...]
     num_units: int
     gradient_gap: float
+    num_without_gradient: int
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The learner's model beside FSDP1's, and the order under the other strategy."""
+    """The learner's model beside FSDP1's, and the order under the other strategy.
+
+    Attributes:
+        mine: The learner's.
+        target: FSDP1's, with the bytes of FSDP2: FSDP1 cuts elements evenly, FSDP2 rows.
+        other_order: FSDP1's order under the other strategy.
+        other_root_bytes: What a rank holds when the blocks are right and the root is not cut, or cut where it should be whole.
+    """
 
     mine: Sharded
     target: Sharded
     other_order: tuple[str, ...]
+    other_root_bytes: int
 
 
 def check_shard_like(pool: Pool, *, timeout_s: float = 90.0) -> str:
@@ -51,32 +60,35 @@ def check_shard_like(pool: Pool, *, timeout_s: float = 90.0) -> str:
         A line with what a rank holds under each strategy.
 
     Raises:
-        ExerciseError: A strategy holds other bytes, gathers in another order, or has other gradients.
-        RankFailedError: The function raised; its traceback is shown.
+        ExerciseError: A strategy holds other bytes, gathers in another order, or has other gradients; or the function raised.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "shard_like")
-    results = pool.run(_measure, timeout_s=timeout_s)
+    results = run_on_ranks(pool, _measure, timeout_s=timeout_s)
     shown = []
     for strategy in STRATEGIES:
         for rank, found in results.items():
-            if isinstance(found, str):
-                refuse(found, "the model, sharded in place.", "fully_shard returns the module; return it from the function too.")
             _judge(strategy, rank, found[strategy])
         shown.append(f"{strategy} {results[0][strategy].mine.held_bytes:,} bytes")
     note = "" if pool.world_size > 1 else " One rank cannot show more: it holds everything under each strategy."
-    return f"Solved: a rank holds {', '.join(shown)} between steps; order and gradients are FSDP1's.{note}"
+    return f"Solved: rank 0 holds {', '.join(shown)} between steps; the order is FSDP1's, the gradients are the mean.{note}"
 
 
 def _judge(strategy: str, rank: int, pair: Pair) -> None:
     mine, target = pair.mine, pair.target
-    if abs(mine.held_bytes - target.held_bytes) > _SHARE_TOLERANCE * target.held_bytes:
+    if mine.held_bytes != target.held_bytes:
         refuse(
             f"{strategy}: rank {rank} holds {mine.held_bytes:,} bytes of parameters between steps, "
-            f"{mine.held_bytes / target.held_bytes:.2g} times as much as under FSDP1.",
-            f"about {target.held_bytes:,} bytes.",
+            f"{mine.held_bytes / target.held_bytes:.3g} times the target.",
+            f"{target.held_bytes:,} bytes.",
             hint_for(pair, _BYTES),
+        )
+    if mine.num_without_gradient:
+        refuse(
+            f"{strategy}: on rank {rank} {mine.num_without_gradient} parameters have no gradient after backward.",
+            "the mean of the ranks' gradients, on every rank.",
+            "torch keeps a gradient back where it is told not to reduce it: set_requires_gradient_sync or set_requires_all_reduce.",
         )
     if mine.gradient_gap > 1e-3:
         refuse(
@@ -94,6 +106,10 @@ def _judge(strategy: str, rank: int, pair: Pair) -> None:
 
 _Mistakes = list[tuple[Callable[[Pair], bool], str]]
 _BYTES: _Mistakes = [
+    (
+        lambda pair: pair.mine.held_bytes == pair.other_root_bytes and pair.mine.num_units == NUM_BLOCKS + 1,
+        "The blocks are right. What belongs to no block is the root's: it needs the same mesh.",
+    ),
     (
         lambda pair: pair.mine.held_bytes < pair.target.held_bytes,
         "Under NO_SHARD each rank keeps everything. reshard_after_forward says when a block is freed; whether it is cut at all "
@@ -131,7 +147,7 @@ _ORDER: _Mistakes = [
 
 
 def _measure() -> Any:
-    """A `Pair` per strategy, or a sentence about what ``shard_like`` returned."""
+    """A `Pair` per strategy."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -156,17 +172,60 @@ def _measure() -> Any:
     targets = {strategy: _step(old(strategy), batch, None) for strategy in STRATEGIES}
     mine = {}
     for strategy in STRATEGIES:
-        model = from_cell("shard_like")(build_model(config, device=device), strategy)
-        if not isinstance(model, nn.Module):
-            return f"shard_like(model, {strategy!r}) returned {type(model).__name__}"
-        mine[strategy] = _step(model, batch, truth)
-        del model
-    if world_size == 1:  # FSDP1 cuts nothing on one rank, whatever the strategy
-        targets = {name: Sharded(held.held_bytes, mine[name].order, held.num_units, 0.0) for name, held in targets.items()}
+        given = build_model(config, device=device)
+        model = ask(from_cell("shard_like"), given, strategy, case=repr(strategy))
+        if model is not given:  # fully_shard changes the class of a module and leaves the module in place
+            refuse(
+                f"{strategy}: shard_like returned {_what(model)}.",
+                _FORM,
+                hint_for(model, _RETURNED, "fully_shard returns the module that it was given; return it from the function too."),
+            )
+        with trying(f"{strategy}: your model", _FORM):
+            mine[strategy] = _step(model, batch, truth)
+        del model, given
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    whole = build_model(config, device="meta")
     swap = {"FULL_SHARD": "SHARD_GRAD_OP", "SHARD_GRAD_OP": "FULL_SHARD", "NO_SHARD": "FULL_SHARD"}
-    return {name: Pair(mine[name], targets[name], targets[swap[name]].order) for name in STRATEGIES}
+    pairs = {}
+    for name, target in targets.items():
+        blocks, root = _bytes(whole, rank, 1 if name == "NO_SHARD" else world_size)
+        other_root = _bytes(whole, rank, world_size if name == "NO_SHARD" else 1)[1]
+        # FSDP1 cuts nothing on one rank, whatever the strategy, so there is no order to compare with.
+        order = mine[name].order if world_size == 1 else target.order
+        exact = replace(target, held_bytes=blocks + root, order=order)
+        pairs[name] = Pair(mine[name], exact, targets[swap[name]].order, blocks + other_root)
+    return pairs
+
+
+def _what(model: Any) -> str:
+    from torch import nn
+
+    return f"another module, a {type(model).__name__}" if isinstance(model, nn.Module) else f"{type(model).__name__}"
+
+
+_RETURNED: list[tuple[Callable[[Any], bool], str]] = [
+    (
+        lambda model: type(model).__name__ == "FullyShardedDataParallel",
+        "That is FSDP1 itself. What does fully_shard need to do the same?",
+    ),
+    (
+        lambda model: type(model).__name__ == "DistributedDataParallel",
+        "DDP averages gradients as NO_SHARD does, and wraps the model, so every name changes. fully_shard can do it: which mesh "
+        "has pieces of one rank, and copies on all?",
+    ),
+]
+
+
+def _bytes(model: Any, rank: int, num_parts: int) -> tuple[int, int]:
+    """Bytes of the blocks' and of the other parameters on this rank, where `fully_shard` cuts rows into this many parts."""
+    held = [0, 0]
+    for name, parameter in model.named_parameters():
+        rows = -(-len(parameter) // num_parts)
+        part = rank if num_parts > 1 else 0
+        num_rows = max(0, min(len(parameter), rows * (part + 1)) - rows * part)
+        held[not name.startswith("layers.")] += num_rows * parameter[0].numel() * parameter.element_size()
+    return held[0], held[1]
 
 
 def _mean_gradients(model: Any, batch: Any, world_size: int) -> dict[str, Any]:
@@ -195,10 +254,13 @@ def _step(model: Any, batch: Any, truth: dict[str, Any] | None) -> Sharded:
     num_units = sum(isinstance(module, FSDPModule) for module in model.modules())
     with record_events(model) as recording:
         next_token_loss(model, batch).backward()
-    gap = 0.0
+    gap, missing = 0.0, 0
     if truth is not None:
         largest = max(float(gradient.abs().max()) for gradient in truth.values())
         for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                missing += 1
+                continue
             whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
             gap = max(gap, float((whole - truth[name]).abs().max()) / largest)
-    return Sharded(held_bytes, tuple(recording.trace().order(names=False)), num_units, gap)
+    return Sharded(held_bytes, tuple(recording.trace().order(names=False)), num_units, gap, missing)
