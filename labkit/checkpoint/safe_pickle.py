@@ -183,13 +183,6 @@ def _copied(kind: type) -> _Inert:
     return _Inert(build)
 
 
-def _member(kind: Any, name: str) -> type[Record]:
-    # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Both become a record class.
-    if not (isinstance(kind, type) and issubclass(kind, Record)) or not isinstance(name, str):
-        raise pickle.UnpicklingError("an attribute of something that is no record")
-    return type("Record", (kind,), {"__slots__": (), "name": f"{kind.name}.{name}"})
-
-
 def _array(kind: Any, shape: Any, typecode: Any) -> _NumpyArray:
     return _NumpyArray()
 
@@ -223,7 +216,6 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stateful,
     ("collections", "OrderedDict"): OrderedDict,
     ("_codecs", "encode"): _Inert(_encode),
-    ("builtins", "getattr"): _Inert(_member),
     ("builtins", "set"): _copied(set),
     ("builtins", "frozenset"): _copied(frozenset),
     ("builtins", "bytearray"): _copied(bytearray),
@@ -250,6 +242,8 @@ class AllowList:
     def find_class(self, module: str, name: str) -> Any:
         # Protocols up to 2, torch.save's among them, write the Python 2 name of this module.
         module = "builtins" if module == "__builtin__" else module
+        if (module, name) == ("builtins", "getattr"):
+            return _Inert(self._member)
         found = _FUNCTIONS.get((module, name))
         if found is not None:
             return found
@@ -268,6 +262,17 @@ class AllowList:
             made = type("Record", (Record,), {"__slots__": (), "name": f"{module}.{name}", "opaque": not known})
             self._classes[module, name] = made
         return made
+
+    def _member(self, kind: Any, name: Any) -> type[Record]:
+        # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Only torch's data classes
+        # have such; of any other class it is a method, which torch would call.
+        if not (isinstance(kind, type) and issubclass(kind, Record)) or not isinstance(name, str):
+            raise pickle.UnpicklingError("an attribute of something that is no record")
+        whole = f"{kind.name}.{name}"
+        known = whole.startswith(RECORD_MODULES)
+        if not known and not kind.opaque:
+            self.unknown.add(whole)
+        return type("Record", (kind,), {"__slots__": (), "name": whole, "opaque": not known})
 
     def persistent_load(self, pid: Any) -> StorageRef:
         if not (self._storages and isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from labkit.checkpoint import open_checkpoint, safe_pickle
+from labkit.checkpoint import open_checkpoint, safe_pickle, verify
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
 
 
@@ -58,6 +58,19 @@ def test_a_hostile_torch_save_file_is_refused_in_every_protocol(tmp_path: Path, 
     assert checkpoint.opaque == ("builtins.exec",)
     assert list(checkpoint.tensors) == ["a"]
     assert not ran.exists()
+
+
+def test_a_method_of_a_known_class_is_refused_in_every_protocol(tmp_path: Path) -> None:
+    for protocol in range(2, 6):
+        kept, file = tmp_path / "kept", tmp_path / f"{protocol}.pt"
+        kept.touch()
+        torch.save({"a": torch.ones(2), "b": Attack(Path.unlink, kept)}, file, pickle_protocol=protocol)
+        with pytest.raises(UnsafeCheckpointError, match=r"asks for pathlib(\._local)?\.Path\.unlink"):
+            open_checkpoint(file)
+        assert [finding.code for finding in verify(file).findings] == ["unsafe"]
+        assert kept.exists()
+        torch.load(file, weights_only=False)
+        assert not kept.exists()
 
 
 def test_a_hostile_value_inside_a_dcp_shard_is_refused_when_it_is_read(tmp_path: Path) -> None:
