@@ -40,6 +40,7 @@ class StepCondition:
         under_way: A step was cut half way.
         shared: Its parameters belong to a sharded or replicated model, so all ranks have to take the same steps.
         rates: The learning rate of each of its groups.
+        skipped: Steps that were launched and changed nothing; see :mod:`labkit.worker.step_gate`.
     """
 
     label: str
@@ -48,6 +49,7 @@ class StepCondition:
     under_way: bool
     shared: bool
     rates: tuple[float, ...] = ()
+    skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +258,7 @@ def _judge_steps(took_part: Sequence[Condition]) -> tuple[list[Refusal], list[st
             shared = len(kinds) == 1 and any(step.shared for step in steps.values())
             label = next(iter(steps.values())).label
             half = [rank for rank, step in steps.items() if step.under_way]
+            notes += _judge_skipped(label, {rank: step.skipped for rank, step in steps.items() if step.skipped})
             happened = _what_diverged(label, half, _counts(took_part, steps) if shared else {})
             if happened:
                 ranks = tuple(condition.rank for condition in took_part) if shared else tuple(half)
@@ -268,6 +271,16 @@ def _judge_steps(took_part: Sequence[Condition]) -> tuple[list[Refusal], list[st
                 rates = "; ".join(f"rank {rank}: {', '.join(map(str, step.rates))}" for rank, step in steps.items())
                 notes.append(f"The learning rates of {label} differ now ({rates}). Set them alike before the next step.")
     return refusals, notes
+
+
+def _judge_skipped(label: str, skipped: Mapping[int, int]) -> list[str]:
+    if not skipped:
+        return []
+    told = ", ".join(f"{count} on rank {rank}" for rank, count in skipped.items())
+    return [
+        f"Steps of {label} that were queued on the GPU behind what was cut off have changed nothing: {told}. "
+        "What the cell counted, scheduled or noted down after them belongs to steps that were not taken."
+    ]
 
 
 def _counts(took_part: Sequence[Condition], steps: Mapping[int, StepCondition]) -> dict[int, list[int]]:

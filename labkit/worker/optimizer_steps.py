@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from labkit.worker.run_state import RunState
+from labkit.worker.step_gate import StepGate
 
 # torch.distributed.checkpoint.state_dict makes an empty optimizer's state by a step with zero gradients and zero
 # learning rate before it loads into it.
@@ -52,9 +53,11 @@ class OptimizerSteps:
 
     Args:
         state: What the main thread works on; it holds SIGINT back during a step.
+        gate: Stands before the steps that need not wait for their gradients.
     """
 
     state: RunState
+    gate: StepGate
     records: list[StepRecord] = field(default_factory=list)
     _current: weakref.WeakKeyDictionary[Optimizer, StepRecord] = field(default_factory=weakref.WeakKeyDictionary)
     _refused: weakref.WeakKeyDictionary[Optimizer, str] = field(default_factory=weakref.WeakKeyDictionary)
@@ -108,12 +111,16 @@ class OptimizerSteps:
             self.records.append(record)
         closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
         if closure is None:
-            _wait_for_gradients()
+            self._let_begin(optimizer)
             self.state.hold()
             record.under_way = True
             return None
         wrapped = self._around(closure, record)
         return ((args[0], wrapped, *args[2:]), kwargs) if len(args) > 1 else (args, {**kwargs, "closure": wrapped})
+
+    def _let_begin(self, optimizer: Optimizer) -> None:
+        if _on_a_queue() and not self.gate.enter(optimizer):
+            _wait_for_gradients()
 
     def _around(self, closure: Callable[[], Any], record: StepRecord) -> Callable[[], Any]:
         """The closure runs forward and backward: no parameter changes before its first call is over."""
@@ -134,6 +141,7 @@ class OptimizerSteps:
         if record is None or sys._getframe(1) is not self._outermost:
             return
         self._outermost = None
+        self.gate.leave()
         record.completed += 1
         self.state.board.step_ends()
         if record.under_way:
@@ -155,13 +163,18 @@ def _is_above(frame: FrameType, below: FrameType | None) -> bool:
     return below is frame
 
 
+def _on_a_queue() -> bool:
+    """Whether the step is launched on a GPU now, and not recorded for later."""
+    return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
+
+
 def _wait_for_gradients() -> None:
     """Let a GPU finish backward before the update is launched.
 
     A collective of backward that never ends is freed by an abort, and what was queued behind it runs on unfinished
     gradients. So the update must not be queued before they are there. It costs what the processor would have run ahead.
     """
-    if torch.cuda.is_initialized():
+    if _on_a_queue():
         torch.cuda.current_stream().synchronize()
 
 

@@ -19,6 +19,7 @@ from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
 from labkit.worker import backends, cut
 from labkit.worker.conditions import Condition, GroupCondition, judge
+from labkit.worker.step_gate import StepGate
 
 # What torch calls the default group when it is the first one.
 DEFAULT_GROUP = "0"
@@ -26,6 +27,9 @@ DEFAULT_GROUP = "0"
 # labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
 # the process with NCCL, which would lose the rank's state while its reader is still thinking.
 TIMEOUT = timedelta(hours=24)
+
+# After a run a GPU has at most a few steps of work before it, unless it waits for a rank that will not come.
+SETTLE_S = 1.0
 
 
 class ProcessGroups:
@@ -35,6 +39,7 @@ class ProcessGroups:
         spec: The worker's place in the pool.
 
     Attributes:
+        gate: Stands before the optimizer steps that are queued on the device; shut before anything is aborted.
         lost: The groups were aborted and wait for new backends.
         formed_ns: When the groups got their present backends, in nanoseconds since the epoch as in torch's flight recorder.
     """
@@ -42,6 +47,7 @@ class ProcessGroups:
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
         self.device = torch.device("cuda", spec.local_rank) if spec.device == "cuda" else torch.device("cpu")
+        self.gate = StepGate(self.device)
         self._lock = threading.Lock()
         self._renewed_by = 0
         self._stores = [spec.group.store]  # that of the groups, then that of a meeting under way
@@ -139,13 +145,27 @@ class ProcessGroups:
         with self._lock:
             if run_id < self._renewed_by:
                 return "too late: the groups have been renewed"
-            self.lost = True
-            communicators = backends.abort_nccl() if self.device.type == "cuda" else 0
+            communicators = self._abort_nccl()
             cut_now = self._cut_gloo()
             self._cut_sockets += cut_now
             for store in self._stores:
                 cut.cut_store(store)
         return f"{communicators} NCCL communicators aborted, {len(cut_now)} gloo sockets shut down"
+
+    def settle(self) -> None:
+        """Let the device come to the end of the optimizer steps queued on it, and where they wait for a rank that has left, abort.
+
+        Only after a run, when every rank has left it. Blocks for at most SETTLE_S, and as long as an abort takes.
+        """
+        if not self.gate.settled(SETTLE_S):
+            with self._lock:
+                self._abort_nccl()
+            self.gate.settled(backends.ABORT_S)
+
+    def _abort_nccl(self) -> int:
+        self.lost = True
+        self.gate.shut()
+        return backends.abort_nccl() if self.device.type == "cuda" else 0
 
     def meet(self, group: GroupSpec, run_id: int, condition: Callable[[], str]) -> list[str]:
         """Exchange the ranks' conditions before anything is mended. Collective over all ranks of the pool.
@@ -174,14 +194,14 @@ class ProcessGroups:
             broken: Names of groups to leave out, equal on all ranks.
         """
         if not self.lost:
-            backends.abort_nccl()
+            self._abort_nccl()
             self._cut_sockets += self._cut_gloo()
-            self.lost = True
         others = self._peer_sockets()
         for group in sorted(backends.groups(), key=_order):
             if backends.group_name(group) not in broken:
                 backends.replace_backends(group, self._store, TIMEOUT)
         self._first_collective()
+        self.gate.reopen()
         while self._cut_sockets:  # every rank has been here, so nobody uses the old connections any more
             self._cut_sockets.pop().close()
         self.lost = False

@@ -40,7 +40,7 @@ class Recovery:
 
     def __init__(self, rank: int, state: RunState, groups: ProcessGroups, namespace: Mapping[str, Any]) -> None:
         self._rank, self._groups, self._namespace = rank, groups, namespace
-        self._steps = OptimizerSteps(state)
+        self._steps = OptimizerSteps(state, groups.gate)
         self._steps.install()
         self._run_id = 0
         self._cut = False
@@ -103,6 +103,7 @@ class Recovery:
         return {"renewed": verdict.renew, "notes": notes}
 
     def _condition(self, found: Callable[[], wrappers.Wrappers]) -> Condition:
+        self._groups.settle()
         groups = {
             backends.group_name(group): GroupCondition(
                 backends.group_ranks(group), backends.sequence(group), backends.obstacle(group)
@@ -136,10 +137,12 @@ class Recovery:
         optimizer = record.optimizer()
         if optimizer is None:
             return StepCondition("an optimizer that is gone", record.signature, record.completed, False, shared=False)
+        skipped = self._groups.gate.skipped(optimizer)
         return StepCondition(
             label=self._label(optimizer, owners),
             signature=record.signature,
-            completed=record.completed,
+            completed=record.completed - skipped,
+            skipped=skipped,
             under_way=record.under_way,
             shared=any(id(parameter) in owners for parameter in parameters_of(optimizer)),
             rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -39,10 +40,13 @@ def test_seconds_that_training_stands_still(figures: Figures, tmp_path: Path) ->
     for name in ("state.pt", "copy.pt"):
         (tmp_path / name).unlink()
     figures.add("cp, on disk", f"{GIB * 1.0737 / copy_s:.2f} GB/s", show_seconds(copy_s))
-    printed = torchrun("gpu_stall.py", str(tmp_path), str(GIB), *WAYS)
-    lines = map(json.loads, re.findall(r"\{.*\}", printed))
-    saves = {(one["way"], one["turn"]): one for one in lines}
-    for (way, turn), one in saves.items():
+    saves: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in torchrun("gpu_stall.py", str(tmp_path), str(GIB), *WAYS):
+        if (found := re.search(r"\{.*\}", line)) is None:
+            continue
+        one = json.loads(found[0])
+        way, turn = one["way"], one["turn"]
+        saves[way, turn] = one
         if error := one.get("error"):
             figures.add(f"{way}, {turn}", "failed", error[:300])
             continue

@@ -35,8 +35,9 @@ class Figures:
         self.rows: list[Figure] = []
 
     def add(self, what: str, value: str, against: str = "", aim: str = "") -> None:
-        """Add one figure."""
+        """Add one figure, and say it: a run that is cut off later has not measured in vain."""
         self.rows.append(Figure(what, value, against, aim))
+        print(f"\n{what}: {value}" + (f" ({against})" if against else ""), flush=True)
 
     def finish(self) -> None:
         """Print the table and write it to build/bench."""

@@ -11,10 +11,13 @@ from labkit import WorkerPool
 from tests.process import interrupt_scenarios as scenarios
 from tests.process.test_interrupt_training import CUTS, ON_FOUR, ON_TWO, VARIANTS, cut_and_compare
 
+FUSED: tuple[scenarios.Kind, ...] = ("fsdp2_fused", "fsdp1_fused", "ddp_fused")
 ROWS = [
     *((2, kind, cut) for kind in ON_TWO for cut in CUTS),
     (2, "fsdp2", "all stuck in backward"),
     *((2, kind, "stuck in backward") for kind in VARIANTS),
+    # A fused optimizer's step is queued behind backward; on a CPU it is a step like any other.
+    *((2, kind, cut) for kind in FUSED for cut in CUTS),
     *(pytest.param(4, kind, cut, marks=pytest.mark.gpu(4)) for kind in ON_FOUR for cut in CUTS),
 ]
 

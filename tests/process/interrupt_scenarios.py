@@ -44,12 +44,15 @@ Kind = Literal[
     "fsdp2",
     "fsdp2_mixed",
     "fsdp2_accumulating",
+    "fsdp2_fused",
     "hsdp",
     "fsdp2_tp",
     "fsdp1",
     "fsdp1_flat",
     "fsdp1_mixed",
+    "fsdp1_fused",
     "ddp",
+    "ddp_fused",
     "ddp_static",
     "ddp_accumulating",
 ]
@@ -167,12 +170,15 @@ WRAPPERS: dict[Kind, Callable[[Transformer, torch.device], nn.Module]] = {
     "fsdp2": _fsdp2,
     "fsdp2_mixed": _fsdp2_mixed,
     "fsdp2_accumulating": _fsdp2,
+    "fsdp2_fused": _fsdp2,
     "hsdp": _hsdp,
     "fsdp2_tp": _fsdp2_tp,
     "fsdp1": _fsdp1,
     "fsdp1_flat": _fsdp1_flat,
     "fsdp1_mixed": _fsdp1_mixed,
+    "fsdp1_fused": _fsdp1,
     "ddp": _ddp,
+    "ddp_fused": _ddp,
     "ddp_static": _ddp_static,
     "ddp_accumulating": _ddp,
 }
@@ -184,7 +190,8 @@ def make(name: str, kind: Kind, device: str) -> None:
     model = WRAPPERS[kind](build_model(TINY, seed=3, device=place), place)
     share = dist.get_rank() // 2 if kind == "fsdp2_tp" else dist.get_rank()  # ranks of one TP group see the same data
     batch = torch.randint(TINY.vocab_size, (2, 9), generator=torch.Generator().manual_seed(share)).to(place)
-    LIVE[name] = Training(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch, kind.endswith("accumulating"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=kind.endswith("fused") or None)
+    LIVE[name] = Training(model, optimizer, batch, kind.endswith("accumulating"))
 
 
 def train(name: str, num_steps: int) -> list[float]:

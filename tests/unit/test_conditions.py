@@ -156,3 +156,10 @@ def test_switched_off_gradient_synchronization_is_named_when_ranks_differ() -> N
     [note] = judge(ranks({"cut": True, "unsynced": 3}, {})).notes
     assert "switched off on rank 0 only" in note
     assert judge(ranks({"cut": True, "unsynced": 3}, {"unsynced": 3})).notes == ()
+
+
+def test_steps_that_changed_nothing_are_told_and_are_no_divergence() -> None:
+    verdict = judge(ranks({"lost": True, "steps": (replace(STEP, skipped=2),)}, {"cut": True}))
+    (note,) = verdict.notes
+    assert "have changed nothing: 2 on rank 0." in note
+    assert not verdict.refusals
