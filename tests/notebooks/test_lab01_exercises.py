@@ -6,6 +6,8 @@ import hashlib
 import json
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -299,14 +301,20 @@ def manifest_of(fingerprint: Fingerprint, choose: Callable[[Path], list[Path]] =
 
 
 def test_the_notebook_s_manifest_passes(checkpoints: tuple[Path, Path]) -> None:
-    before = {path.name: digest(path) for path in files(checkpoints[0])}
-    line = lab01.check_manifest(*checkpoints, *defined_by(exercise("write_manifest"), "write_manifest", "find_damage"))
+    functions = defined_by(exercise("write_manifest"), "write_manifest", "find_damage")
+    functions[0](checkpoints[0])  # as the notebook does after the check: the cells can run a second time
+    before = {path.name: digest(path) for path in checkpoints[0].iterdir()}
+    line = lab01.check_manifest(*checkpoints, *functions)
     assert line.startswith("Solved: 7 kinds of damage found")
     assert {path.name: digest(path) for path in checkpoints[0].iterdir()} == before
+    assert not functions[1](checkpoints[0])
+    (checkpoints[0] / "manifest.json").unlink()
 
 
 def test_another_right_manifest_passes(checkpoints: tuple[Path, Path]) -> None:
     assert "Solved" in lab01.check_manifest(*checkpoints, *manifest_of(digest))
+    only_files = manifest_of(digest, lambda folder: [path for path in files(folder) if path.is_file()])
+    assert "Solved" in lab01.check_manifest(*checkpoints, *only_files)
 
 
 def only_listed(folder: Path) -> set[str]:
@@ -329,6 +337,46 @@ def line_by_line(folder: Path) -> None:
         for path in files(folder):
             hashes[path.name] = digest(path)
         manifest.write(json.dumps(hashes))
+
+
+def in_two_halves(folder: Path) -> None:
+    hashes = json.dumps({path.name: digest(path) for path in files(folder)})
+    (folder / "manifest.json").write_text(hashes[:9])
+    with open(folder / "manifest.json", "a") as manifest:
+        manifest.write(hashes[9:])
+
+
+def drafted_and_copied(folder: Path) -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as draft:
+        json.dump({path.name: digest(path) for path in files(folder)}, draft)
+        draft.flush()
+        shutil.copy(draft.name, folder / "manifest.json")
+
+
+def empty_when_a_file_cannot_be_read(folder: Path) -> None:
+    try:
+        hashes = {path.name: digest(path) for path in files(folder)}
+    except OSError:
+        hashes = {}
+    publish(folder, hashes)
+
+
+def lists_the_older_one(folder: Path) -> None:
+    publish(folder, {path.name: digest(path) for path in folder.iterdir()})
+
+
+def lists_its_draft(folder: Path) -> None:
+    (folder / "manifest.draft").touch()
+    publish(folder, {path.name: digest(path) for path in folder.iterdir()})
+
+
+def fingerprint_of_path(folder: Path) -> None:
+    publish(folder, {path.name: hashlib.sha256(str(path).encode()).hexdigest() for path in files(folder)})
+
+
+def publish(folder: Path, hashes: dict[str, str]) -> None:
+    (folder / "manifest.draft").write_text(json.dumps(hashes))
+    os.replace(folder / "manifest.draft", folder / "manifest.json")
 
 
 def lists_itself(folder: Path) -> None:
@@ -356,6 +404,14 @@ def accuses_all(folder: Path) -> set[str]:
 
 def suffixed(suffix: str) -> Callable[[Path], list[Path]]:
     return lambda folder: [path for path in files(folder) if path.name.endswith(suffix)]
+
+
+def takes_nothing() -> set[str]:
+    return set()
+
+
+def unsolved(folder: Path) -> None:
+    raise NotImplementedError
 
 
 RIGHT = manifest_of(digest)
@@ -388,7 +444,24 @@ RIGHT = manifest_of(digest)
         pytest.param(
             (RIGHT[0], ignores_a_missing_manifest), "there is no manifest", "Without manifest.json", id="no manifest is fine"
         ),
-        pytest.param((line_by_line, RIGHT[1]), "failed at a file", "rename it at the end", id="published before it is complete"),
+        pytest.param((line_by_line, RIGHT[1]), "wrote into it", "rename it at the end", id="published before it is complete"),
+        pytest.param((in_two_halves, RIGHT[1]), "wrote into it", "rename it at the end", id="two halves"),
+        pytest.param((drafted_and_copied, RIGHT[1]), "wrote into it", "a copy is not", id="a copied draft"),
+        pytest.param((empty_when_a_file_cannot_be_read, RIGHT[1]), "all the same", "let an error end", id="an error swallowed"),
+        pytest.param(
+            (lists_the_older_one, RIGHT[1]), "a second time is accused: manifest.json", "already", id="lists the older one"
+        ),
+        pytest.param((lists_its_draft, RIGHT[1]), "accused: manifest.draft", "A draft of the manifest", id="lists its draft"),
+        pytest.param((manifest_of(digest, suffixed(".distcp"))[0], RIGHT[1]), "accused: .metadata", "leaves it out", id="no dots"),
+        pytest.param((fingerprint_of_path, RIGHT[1]), "accused: .metadata, __0_0", "the same hash", id="two fingerprints"),
+        pytest.param(
+            manifest_of(lambda path: path.stat().st_mtime_ns), "with other dates is accused", "A date is no content", id="dates"
+        ),
+        pytest.param((RIGHT[0], lambda folder: {folder / "x"}), "returned {PosixPath", "path.name", id="paths"),
+        pytest.param((RIGHT[0], lambda folder: 7), "returned 7", "", id="a number"),
+        pytest.param((RIGHT[0], takes_nothing), "an intact checkpoint: takes_nothing raised TypeError", "", id="no argument"),
+        pytest.param((lambda folder: folder.typo, RIGHT[1]), "raised AttributeError", "", id="a typo"),
+        pytest.param((unsolved, RIGHT[1]), "unsolved is not solved yet", "", id="untouched"),
         pytest.param(
             (lists_itself, everything_there),
             "an intact checkpoint is accused: manifest.json",
@@ -396,7 +469,7 @@ RIGHT = manifest_of(digest)
             id="lists itself",
         ),
         pytest.param((RIGHT[0], accuses_all), "is accused too", "", id="accuses everything"),
-        pytest.param((RIGHT[0], lambda folder: None), "has to return file names", "", id="returns nothing"),
+        pytest.param((RIGHT[0], lambda folder: None), "find_damage returned None", "", id="returns nothing"),
         pytest.param((lambda folder: None, RIGHT[1]), "left no manifest.json", "", id="writes nothing"),
     ],
 )
