@@ -25,6 +25,7 @@ from labkit.checkpoint import manifest
 from labkit.checkpoint.dcp_writer import DirectoryWriter, Leaf, LeafPlanner
 from labkit.checkpoint.divergence import refuse_divergence
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
+from labkit.checkpoint.host_memory import HostMemory
 from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.shards import to_cpu
@@ -118,11 +119,15 @@ class PendingSave:
 
 
 _pending: PendingSave | None = None
+_host_memory = HostMemory()
 _groups: dict[int, dist.ProcessGroup] = {}
 
 
 def save_async(store: str | Path, state: Mapping[str, Any], step: int, *, keep: int | None = None, threads: int = 1) -> PendingSave:
     """Save in the background: copy everything to CPU memory, return, and write from a thread.
+
+    What a GPU holds goes into page-locked memory, which is kept for the next save: host memory as large as this rank's share
+    stays taken. The first save locks it and takes longer.
 
     What the training loop does to its tensors afterwards does not reach the checkpoint. One save runs at a time: a second
     call first waits for the one before and raises its error if nobody has. The arguments are those of :func:`save`; all ranks
@@ -142,7 +147,10 @@ def save_async(store: str | Path, state: Mapping[str, Any], step: int, *, keep: 
         previous.wait()
     comm = Comm(_own_group())
     captured = _capture(state, comm)
+    _host_memory.begin()
     staged = replace(captured, leaves={key: _stage(leaf) for key, leaf in captured.leaves.items()})
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
     _pending = PendingSave(_Save(Path(store), step, staged, comm, keep=keep, threads=threads))
     return _pending
 
@@ -159,8 +167,12 @@ def _own_group() -> dist.ProcessGroup | None:
 
 
 def _stage(leaf: Leaf) -> Leaf:
-    shards = tuple((offsets, sizes, to_cpu(data, copy=True)) for offsets, sizes, data in leaf.shards)
+    shards = tuple((offsets, sizes, _staged(data)) for offsets, sizes, data in leaf.shards)
     return replace(leaf, shards=shards, value=_copied(leaf.value))
+
+
+def _staged(data: torch.Tensor) -> torch.Tensor:
+    return _host_memory.copy(data) if data.device.type == "cuda" else to_cpu(data, copy=True)
 
 
 def _copied(value: Any) -> Any:

@@ -1,0 +1,61 @@
+"""Host memory into which a GPU copies a state, kept from one save to the next.
+
+A GPU copies into page-locked memory at the rate of its bus, and into ordinary memory at a tenth of that or less. Locking
+pages takes longer than the copy, so they are locked once, in blocks whose size torch's allocator of such memory does not round up.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BLOCK_BYTES = 1 << 28
+_ALIGNMENT = 512
+
+
+class HostMemory:
+    """Blocks of memory, shared out anew for each save.
+
+    Args:
+        pinned: Lock the pages; False for tests on machines without a GPU.
+        block_bytes: The size of a block, a power of two. A larger tensor gets a block of its own.
+    """
+
+    def __init__(self, *, pinned: bool = True, block_bytes: int = BLOCK_BYTES) -> None:
+        self._pinned, self._block_bytes = pinned, block_bytes
+        self._blocks: list[Tensor] = []
+        self._block = self._offset = 0
+
+    @property
+    def size_bytes(self) -> int:
+        """How much memory is held."""
+        return sum(block.nbytes for block in self._blocks)
+
+    def begin(self) -> None:
+        """A save begins: what the last one was given is free again, and what it did not need is let go."""
+        del self._blocks[self._block + (self._offset > 0) :]
+        self._block = self._offset = 0
+
+    def copy(self, data: Tensor) -> Tensor:
+        """Begin to copy a tensor of any device, dtype and strides.
+
+        Returns:
+            A contiguous copy whose storage holds nothing else, valid until the next :meth:`begin`. Its values are there when the
+            device's current stream has come so far.
+        """
+        copy = torch.empty(0, dtype=data.dtype).set_(self._take(data.nbytes), 0, data.shape)
+        return copy.copy_(data, non_blocking=True)
+
+    def _take(self, size_bytes: int) -> torch.UntypedStorage:
+        while self._block < len(self._blocks):
+            block = self._blocks[self._block]
+            if self._offset + size_bytes <= block.nbytes:
+                break
+            self._block, self._offset = self._block + 1, 0
+        else:
+            size = max(self._block_bytes, 1 << (size_bytes - 1).bit_length()) if size_bytes else self._block_bytes
+            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+        start = self._offset
+        self._offset = -(-(start + size_bytes) // _ALIGNMENT) * _ALIGNMENT
+        part: torch.UntypedStorage = self._blocks[self._block].untyped_storage()[start : start + size_bytes]
+        return part
