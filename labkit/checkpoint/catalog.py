@@ -10,7 +10,10 @@ from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundEr
 from labkit.checkpoint.model import Checkpoint, tie
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import INDEX_SUFFIX, read_safetensors
+from labkit.checkpoint.staging_area import GO_ON, is_partial, partial_folder
 from labkit.checkpoint.torch_format import INDEX_FILE, read_torch, torch_files
+
+_UNFINISHED = f"is what an unfinished run of migrate or reshard has left: {GO_ON}"
 
 
 def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpoint:
@@ -35,7 +38,17 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
     """
     path = Path(path)
     if not path.exists():
-        raise CheckpointNotFoundError(path, "there is no such file or directory")
+        beside = partial_folder(path)
+        raise CheckpointNotFoundError(
+            path, "there is no such file or directory" + (f". {beside} {_UNFINISHED}" if beside.is_dir() else "")
+        )
+    if path.is_dir() and is_partial(path):
+        raise IncompleteCheckpointError(path, f"it {_UNFINISHED}")
+    return read_checkpoint(path, unknown=unknown)
+
+
+def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
+    """As :func:`open_checkpoint`, of what is there, also where a run that writes it has not finished."""
     step = manifest.step_of(path)
     if path.is_dir() and manifest.is_store(path):
         path = manifest.latest(path)

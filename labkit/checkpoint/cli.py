@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from labkit.checkpoint.engine import Result
     from labkit.checkpoint.findings import Report
 
+INTERRUPTED_EXIT_CODE = 130
 PATH = click.Path(path_type=Path)
 TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -204,10 +206,17 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
     from labkit.checkpoint.table import printable
     from labkit.checkpoint.wording import bytes_text, counted
 
+    # A scheduler's SIGTERM ends the work like Ctrl-C: in order.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = work()
     except CheckpointError as error:
         raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt as interrupt:
+        click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", ())]), err=True)
+        sys.exit(INTERRUPTED_EXIT_CODE)
+    finally:
+        signal.signal(signal.SIGTERM, before)
     for note in result.notes:
         click.echo(f"note: {printable(note).plain}")
     if result.resumed:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.catalog import read_checkpoint
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.model import Checkpoint
@@ -93,6 +94,8 @@ def run(
         CheckpointWriteError: Another process writes it, or what was written does not read back.
         CheckpointError: The source cannot be read.
 
+    An error has a note that says what is left: finished files where the same run may go on with them, else nothing.
+
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
     tied = {key: owner for key, (_, owner) in writer.tied.items()}
@@ -100,10 +103,8 @@ def run(
     try:
         resumed = _run(writer, checkpoint, destination, plan, workers, progress)
     except OSError as error:
-        raise CheckpointWriteError(
-            error.filename or destination.with_name(destination.name + ".partial"),
-            f"{error.strerror or error}. The destination was not made; the files that were finished are kept for the next try.",
-        ) from error
+        left = " ".join(getattr(error, "__notes__", [f"{destination} was not made."]))
+        raise CheckpointWriteError(error.filename or destination, f"{error.strerror or error}. {left}") from error
     pieces = [piece for file in writer.files for piece in file.pieces]
     num_tensors = len({piece.tensor.key for piece in pieces}) + len(writer.tied)
     return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), resumed, notes)
@@ -119,9 +120,21 @@ def _run(
         extra = writer.finish(area.folder, area.done)
         _check_result(writer, area)
         area.publish(extra, {"source": str(checkpoint.path), **plan["options"]}, as_file=writer.single)
-    finally:
-        area.close()
+    except BaseException as error:
+        # What was refused is refused again, with whatever files; a full disk or an interrupt may be over.
+        error.add_note(area.stop(resumable=isinstance(error, CheckpointWriteError) or not isinstance(error, CheckpointError)))
+        raise
     return resumed
+
+
+class _StoppedError(Exception):
+    """The run has ended meanwhile."""
+
+
+def _advance(stop: threading.Event, progress: Progress, size: int) -> None:
+    if stop.is_set():
+        raise _StoppedError
+    progress(size)
 
 
 def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, workers: int, progress: Progress) -> None:
@@ -139,8 +152,9 @@ def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, work
             return
         temporary = area.temporary(file.name)
         temporary.unlink(missing_ok=True)
-        with base.fork() as reader:
-            area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, progress))
+        with base.fork() as reader, suppress(_StoppedError):
+            advance = partial(_advance, stop, progress)
+            area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, advance))
 
     with ThreadPoolExecutor(max(1, min(workers, len(todo))), thread_name_prefix="labkit-migrate") as pool:
         futures: list[Future[None]] = [pool.submit(work, file) for file in todo]
@@ -173,7 +187,7 @@ def _layout(writer: Writer) -> list[Any]:
 
 def _check_result(writer: Writer, area: StagingArea) -> None:
     """Open what was written like any checkpoint: each name is there with its shape and dtype, and covered exactly once."""
-    found = open_checkpoint(area.folder / writer.single if writer.single is not None else area.folder)
+    found = read_checkpoint(area.folder / writer.single if writer.single is not None else area.folder)
     expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
     expected |= {key: tensor.source for key, (tensor, _) in writer.tied.items()}
     wrong = [key for key in expected if key not in found.tensors] + [key for key in found.tensors if key not in expected]

@@ -1,7 +1,8 @@
 """A destination that is absent or complete: everything is written beside it and renamed last, and a killed run resumes.
 
 ``DST.partial`` holds the finished files, a journal of them, and the plan that they belong to. A run with the same plan
-takes over the files that the journal lists, after hashing them again; a run with another plan starts anew.
+takes over the files that the journal lists, after hashing them again; a run with another plan starts anew. A run that ends in an
+error removes the folder, unless there are finished files and the same run may go on with them.
 """
 
 from __future__ import annotations
@@ -19,8 +20,20 @@ from typing import IO, Any
 from labkit.checkpoint import manifest
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.manifest import FileSum, Manifest
+from labkit.checkpoint.wording import counted
 
 _NOTES = ".labkit"
+GO_ON = "the same command goes on from there. Remove that folder if you do not want to go on."
+
+
+def partial_folder(destination: Path) -> Path:
+    """Where a destination is written until it is complete."""
+    return destination.with_name(destination.name + ".partial")
+
+
+def is_partial(folder: Path) -> bool:
+    """Whether a directory is one that a run has left unfinished."""
+    return (folder / _NOTES).is_dir()
 
 
 @dataclass(frozen=True)
@@ -44,18 +57,20 @@ class StagingArea:
         plan: Plain data that says what is being written; equal plans write equal bytes.
 
     Raises:
-        CheckpointExistsError: The destination exists.
+        CheckpointExistsError: The destination exists, or in the place of the folder beside it is something that is not labkit's.
         CheckpointWriteError: Another process is writing to this destination.
     """
 
     def __init__(self, destination: Path, plan: Mapping[str, Any]) -> None:
         self.destination = destination
-        self.folder = destination.with_name(destination.name + ".partial")
+        self.folder = partial_folder(destination)
         self._notes = self.folder / _NOTES
         self._lock = Lock()
         self.done: dict[str, Written] = {}
         if destination.exists():
             raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
+        self._refuse_stranger()
+        self._made = [parent for parent in self.folder.parents if not parent.exists()]
         self._notes.mkdir(parents=True, exist_ok=True)
         self._guard: IO[str] = (self._notes / "lock").open("w")
         try:
@@ -67,9 +82,20 @@ class StagingArea:
         try:
             if not self._resume(text):
                 self._start(text)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            error.add_note(self.stop())
             raise
+
+    def _refuse_stranger(self) -> None:
+        # Complete, and killed before the last rename, it has a manifest and no notes any more.
+        if (
+            self.folder.exists()
+            and not is_partial(self.folder)
+            and (not self.folder.is_dir() or (any(self.folder.iterdir()) and manifest.read(self.folder) is None))
+        ):
+            raise CheckpointExistsError(
+                self.folder, "it is needed for writing, and is not labkit's. Move it, or choose another destination."
+            )
 
     @property
     def resumed(self) -> int:
@@ -159,6 +185,32 @@ class StagingArea:
         manifest.sync_directory(self.folder)
         self.folder.rename(self.destination)
         manifest.sync_directory(self.destination.parent)
+
+    def stop(self, *, resumable: bool = True) -> str:
+        """End without a destination.
+
+        Args:
+            resumable: Whether the same run may come further with the files that are finished. Without that, and where none is,
+                everything is removed.
+
+        Returns:
+            What is left, in a sentence or two.
+        """
+        if resumable and self.done:
+            for path in self.folder.iterdir():
+                if path.name not in self.done and path.name != _NOTES:
+                    path.unlink(missing_ok=True)
+            self.close()
+            files = counted(len(self.done), "finished file")
+            return f"{self.destination} was not made. {self.folder} keeps {files}: {GO_ON}"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.close()
+        for parent in self._made:
+            try:
+                parent.rmdir()
+            except OSError:
+                break  # somebody else has put something there
+        return f"{self.destination} was not made, and nothing is left of it."
 
     def close(self) -> None:
         """Let others write to the destination; what is there stays for a later run."""

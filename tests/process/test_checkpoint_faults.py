@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,6 +116,36 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
     assert {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()} == digests
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_says_what_is_left_and_goes_on_from_there(tmp_path: Path, number: signal.Signals) -> None:
+    torch.save({f"t{index}": torch.full((1000,), float(index)) for index in range(60)}, tmp_path / "x.pt")
+    call = [
+        sys.executable,
+        "-c",
+        "from labkit.cli import main; main()",
+        "checkpoint",
+        "migrate",
+        "x.pt",
+        "out",
+        "--shard-bytes",
+        "4000",
+    ]
+    journal, deadline = tmp_path / "out.partial/.labkit/journal.jsonl", time.monotonic() + 60
+    with subprocess.Popen(call, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        while not (journal.exists() and journal.stat().st_size) and run.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        run.send_signal(number)
+        _, told = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert re.fullmatch(r"Interrupted\. out was not made\. out\.partial keeps \d+ finished files?: the same command .*\n", told), (
+        told
+    )
+    with contextlib.chdir(tmp_path):
+        assert 0 < migrate("x.pt", "out", shard_bytes=4000).resumed < 60
+    assert verify(tmp_path / "out", against=tmp_path / "x.pt").findings == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "x.pt"]
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB."""
@@ -139,10 +173,9 @@ def test_a_full_disk_is_named_and_the_last_step_stays(small_disk: Path, tmp_path
         lambda: migrate(tmp_path / "large.pt", small_disk / "out"),
         lambda: reshard(tmp_path / "large.pt", small_disk / "out", 2),
     ):
-        with pytest.raises(CheckpointError, match=r"out\.partial.*No space left"):
+        with pytest.raises(CheckpointError, match=r"out: No space left.*out was not made, and nothing is left of it"):
             run()
-        assert not (small_disk / "out").exists()
-        shutil.rmtree(small_disk / "out.partial")
+        assert sorted(path.name for path in small_disk.iterdir()) == ["store"]
 
 
 def failure(work: Callable[[], Any]) -> CheckpointError | None:

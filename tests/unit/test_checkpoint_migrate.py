@@ -355,7 +355,7 @@ def test_a_killed_run_goes_on_with_the_files_it_had_finished(tmp_path: Path, mon
 def test_a_partial_result_of_another_plan_is_not_mixed_in(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(3)}, tmp_path / "x.pt")
     partial = tmp_path / "dcp.partial"
-    partial.mkdir()
+    (partial / ".labkit").mkdir(parents=True)
     (partial / "__0_0.distcp").write_bytes(b"of another run")
     assert migrate(tmp_path / "x.pt", tmp_path / "dcp").resumed == 0
     assert verify(tmp_path / "dcp", against=tmp_path / "x.pt").findings == []
