@@ -43,7 +43,7 @@ class HostMemory:
             A contiguous copy whose storage holds nothing else, valid until the next :meth:`begin`. Its values are there when the
             device's current stream has come so far.
         """
-        copy = torch.empty(0, dtype=data.dtype).set_(self._take(data.nbytes), 0, data.shape)
+        copy = torch.empty(0, dtype=data.dtype).set_(self._take(data.nbytes)).view(data.shape)
         return copy.copy_(data, non_blocking=True)
 
     def _take(self, size_bytes: int) -> torch.UntypedStorage:
