@@ -41,7 +41,7 @@ def checkpoint_svg(checkpoint: Checkpoint) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="11" role="img">',
         f"<title>{_text(f'{KINDS[checkpoint.kind]}: bytes by file')}</title>",
-        *_legend(),
+        *_legend([section for section in _COLOURS if any(shares[name].get(section) for name in names)]),
     ]
     for row, name in enumerate(names):
         lines += _bar(name, shares[name], largest, 28 + row * _ROW)
@@ -51,10 +51,10 @@ def checkpoint_svg(checkpoint: Checkpoint) -> str:
     return "\n".join([*lines, "</svg>"])
 
 
-def _legend() -> list[str]:
+def _legend(sections: Sequence[Section]) -> list[str]:
     parts, x = [], _LABEL
-    for section, colour in _COLOURS.items():
-        parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{colour}" {_edge(section)}/>')
+    for section in sections:
+        parts.append(f'<rect x="{x}" y="4" width="12" height="12" fill="{_COLOURS[section]}" {_edge(section)}/>')
         parts.append(f'<text x="{x + 17}" y="14" fill="currentColor">{section}</text>')
         x += 100
     return parts

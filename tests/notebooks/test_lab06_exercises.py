@@ -14,6 +14,7 @@ import torch
 import labkit
 from labkit.checkpoint import Reader, migrate, open_checkpoint, verify
 from labkit.course import lab06
+from labkit.course.lab06.cases import _without_witness
 from labkit.errors import ExerciseError
 from labkit.spmd import build_model
 from tests.notebooks.exercises import defined_by, exercise_cell
@@ -53,6 +54,7 @@ def solved(planted: SimpleNamespace, name: str) -> Any:
     tools = {
         "Counter": Counter,
         "Reader": Reader,
+        "shutil": shutil,
         "build_model": build_model,
         "migrate": migrate,
         "open_checkpoint": open_checkpoint,
@@ -72,6 +74,44 @@ def test_planting_leaves_the_good_checkpoint_and_the_optimizer_alone(planted: Si
         assert not any(finding.code == "not-finite" for finding in verify(case, finite=True).findings)
 
 
+def test_step_counters_tell_an_old_file_that_has_some_of_them_and_the_planted_one_is_silent(
+    planted: SimpleNamespace, tmp_path: Path
+) -> None:
+    files = sorted(path.name for path in planted.cases.good.glob("*.distcp"))
+    silent = _without_witness(planted.cases.good, files)
+    assert planted.cases._stale_file in silent
+    for file in files:
+        shutil.copytree(planted.cases.good, tmp_path / file)
+        shutil.copy2(planted.folder / "early" / file, tmp_path / file / file)
+        codes = [finding.code for finding in verify(tmp_path / file, model=planted.model, finite=True).findings]
+        assert codes == ([] if file in silent else ["uneven-steps"])
+
+
+def test_planting_again_after_an_interrupt_and_more_training_gives_the_same_cases(tmp_path: Path) -> None:
+    folders = {"early": tmp_path / "early", "late": tmp_path / "late", "folder": tmp_path, "seed": 0}
+    with labkit.WorkerPool(1, device="cpu") as pool:
+        for path in ("early", "late"):
+            (tmp_path / path).mkdir()
+        with pytest.raises(ExerciseError, match=r"no trained model on the ranks.* pool\.push"):
+            lab06.plant(pool, **folders)
+        pool.push(folder=tmp_path)
+        pool.run_cell(TRAIN_AND_SAVE)
+        first = lab06.plant(pool, **folders)
+        shutil.rmtree(tmp_path / "e")
+        (tmp_path / "e").mkdir()
+        pool.run_cell("_ = train(model, optimizer, batches, 1)")
+        assert lab06.plant(pool, **folders) == first
+        assert lab06.check_repair(first, _migrated(first.wrapped, tmp_path / "repaired"), build_model()).startswith("Solved")
+        pool.restart()
+        with pytest.raises(ExerciseError, match="After a restart the ranks are empty"):
+            lab06.plant(pool, **folders)
+
+
+def _migrated(source: Path, target: Path, **options: Any) -> Path:
+    migrate(source, target, **options)
+    return target
+
+
 # Exercise 1 ----------------------------------------------------------------------------------------------------------
 
 
@@ -87,6 +127,9 @@ def test_short_file_of_the_notebook_passes(planted: SimpleNamespace) -> None:
         (lambda size, missing: size + missing, "This is what it should have. How much of that is there?"),
         (lambda size, missing: missing - 1, "where it starts and how long it is"),
         (lambda size, missing: 0, "where it starts and how long it is"),
+        (lambda size, missing: str(missing), "missing_bytes is '[0-9]+', a text and no number"),
+        (lambda size, missing: [missing], "a list and no number"),
+        (lambda size, missing: None, "missing_bytes is None"),
     ],
 )
 def test_wrong_number_of_missing_bytes_is_refused(planted: SimpleNamespace, wrong: Any, says: str) -> None:
@@ -96,11 +139,28 @@ def test_wrong_number_of_missing_bytes_is_refused(planted: SimpleNamespace, wron
         lab06.check_short_file(planted.cases, file, wrong(size, missing))
 
 
+NO_FILES = [
+    (lambda right, folder: None, "not set yet"),
+    (lambda right, folder: 3, "A name is a text, and this is an int"),
+    (lambda right, folder: [right], "It is one file: give the name alone"),
+    (lambda right, folder: {right: 5}, "It is one file: give the name alone"),
+    (lambda right, folder: ".metadata", "The index is in order. Which data file"),
+    (lambda right, folder: str(folder / right), "its name as a text, not its path"),
+    (lambda right, folder: Path(right), "its name as a text, not its path"),
+    (lambda right, folder: "rank 1", r"is no file of [ad]\.\nTarget: one of __0_0\.distcp[^\n]*$"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "says"), NO_FILES)
+def test_what_is_no_file_is_refused(planted: SimpleNamespace, wrong: Any, says: str) -> None:
+    cases = planted.cases
+    with pytest.raises(ExerciseError, match=says):
+        lab06.check_short_file(cases, wrong(cases._short_file, cases.short), 1)
+    with pytest.raises(ExerciseError, match=says):
+        lab06.check_stale_file(cases, wrong(cases._stale_file, cases.stale))
+
+
 def test_wrong_file_is_refused(planted: SimpleNamespace) -> None:
-    with pytest.raises(ExerciseError, match="its name, not its path"):
-        lab06.check_short_file(planted.cases, str(planted.cases.short / "__0_0.distcp"), 1)
-    with pytest.raises(ExerciseError, match="is no file of a"):
-        lab06.check_short_file(planted.cases, ".metadata", 1)
     for path in planted.cases.short.glob("*.distcp"):
         if path.name != solved(planted, "short_file"):
             with pytest.raises(ExerciseError, match="has all of its"):
@@ -148,7 +208,7 @@ def test_without_moments_of_the_notebook_passes(planted: SimpleNamespace) -> Non
         (lambda right: {f"model.{name}" for name in right}, "without 'model.'"),
         (lambda right: right | {"norm.weight"}, "Some of these have their moments"),
         (lambda right: right | {"head.weight", "rope_cos", "rope_sin"}, "Not all of these are parameters"),
-        (lambda right: {min(right).split(".attention")[0]}, "Not all of these are parameters"),
+        (lambda right: {min(right).split(".attention")[0]}, "A block is no parameter"),
         (lambda right: {min(right)}, "Whole blocks are frozen together"),
     ],
 )
@@ -178,9 +238,6 @@ def test_wrong_stale_file_is_refused(planted: SimpleNamespace) -> None:
         if file != right:
             with pytest.raises(ExerciseError, match="A chunk knows its file"):
                 lab06.check_stale_file(planted.cases, file)
-    for file in (".metadata", f"d/{right}", "rank 1"):
-        with pytest.raises(ExerciseError, match="is no file of d"):
-            lab06.check_stale_file(planted.cases, file)
 
 
 # Exercise 5 ----------------------------------------------------------------------------------------------------------
@@ -193,20 +250,35 @@ def test_repaired_of_the_notebook_passes(planted: SimpleNamespace) -> None:
     assert line == "Solved: 119 tensors under the model's own names, 87 of them moments, equal bit for bit."
 
 
+@pytest.mark.parametrize("planted", [2], indirect=True)
+def test_a_repair_of_another_name_passes(planted: SimpleNamespace, tmp_path: Path) -> None:
+    fixed = _migrated(planted.cases.wrapped, tmp_path / "fixed")
+    for path in (fixed, str(fixed)):
+        assert lab06.check_repair(planted.cases, path, planted.model).startswith("Solved")
+
+
+@pytest.mark.parametrize("planted", [2], indirect=True)
 def test_wrong_repairs_are_refused(planted: SimpleNamespace, tmp_path: Path) -> None:
     cases, model = planted.cases, planted.model
     shutil.copytree(cases.wrapped, tmp_path / "copy")
-    migrate(cases.not_finite, tmp_path / "another case")
-    migrate(cases.lost_state, tmp_path / "without moments")
-    migrate(cases.wrapped, tmp_path / "weights.safetensors")
+    shutil.copytree(cases.good, tmp_path / "copy of the good")
+    (tmp_path / "empty").mkdir()
     for path, says in (
+        (None, "repaired is a NoneType and no path"),
+        (migrate(cases.wrapped, tmp_path / "result"), "migrate returns what it wrote"),
+        ({"model": {}}, "repaired is a dict and no path"),
         (cases.good, "late is one of the given checkpoints"),
         (cases.wrapped, "e is one of the given checkpoints"),
         (tmp_path / "nothing", "there is nothing at"),
+        (tmp_path / "empty", "empty does not open"),
         (tmp_path / "copy", "Names still carry the wrapper's"),
-        (tmp_path / "another case", "Was it made of the case"),
-        (tmp_path / "without moments", "The optimizer's state belongs to it"),
-        (tmp_path / "weights.safetensors", "Safetensors hold the model only"),
+        (tmp_path / "copy of the good", "lacks the case's 'run_name'.*\n.*\n.*not of the good checkpoint"),
+        (_migrated(cases.good, tmp_path / "good"), "lacks the case's 'run_name'"),
+        (_migrated(cases.not_finite, tmp_path / "another case"), "Was it made of the case"),
+        (_migrated(cases.lost_state, tmp_path / "without moments"), "The optimizer's state belongs to it"),
+        (_migrated(cases.wrapped, tmp_path / "weights", drop=["optimizer.*"]), "It holds no optimizer state"),
+        (_migrated(cases.wrapped, tmp_path / "weights.safetensors"), "Safetensors hold the model only"),
+        (_migrated(cases.wrapped, tmp_path / "fixed.pt"), "dcp.load does not read fixed.pt.*\n.*\n.*without one it writes DCP's"),
     ):
         with pytest.raises(ExerciseError, match=says):
             lab06.check_repair(cases, path, model)

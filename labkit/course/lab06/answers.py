@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Collection, Iterable
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint import Chunk, ValueEntry, open_checkpoint, verify
+from labkit.checkpoint import Checkpoint, Chunk, Reader, ValueEntry, open_checkpoint, verify
 from labkit.course.checks import hint_for, refuse
 from labkit.course.lab06.cases import Cases
-from labkit.errors import ExerciseError
+from labkit.errors import CheckpointError, ExerciseError
 
 
-def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
+def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
     """Exercise 1: which file is too short, and by how many bytes.
 
     Args:
@@ -31,6 +33,8 @@ def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
     if file != cases._short_file:
         hint = "The index says where the last piece of each file ends: at its start plus its length."
         refuse(f"{file} has all of its {size_bytes:,} bytes.", "the file that ends too early.", hint)
+    if not isinstance(missing_bytes, Real):
+        refuse(f"missing_bytes is {reprlib.repr(missing_bytes)}, {_kind(missing_bytes)} and no number.", "an int.")
     missing = _needed_bytes(cases.short, file) - size_bytes
     if missing_bytes != missing:
         hint = hint_for(
@@ -45,10 +49,29 @@ def check_short_file(cases: Cases, file: str, missing_bytes: int) -> str:
     return f"Solved: {file} has {size_bytes:,} bytes and lacks {missing:,}."
 
 
-def _require_file(folder: Path, file: str) -> None:
+def _require_file(folder: Path, file: Any) -> None:
     names = sorted(path.name for path in folder.glob("*.distcp"))
-    if file not in names:
-        refuse(f"{file!r} is no file of {folder.name}.", f"one of {', '.join(names)}.", "Give its name, not its path.")
+    if isinstance(file, str) and file in names:
+        return
+    hint = hint_for(
+        file,
+        [
+            (lambda given: given is None, "The answer is not set yet."),
+            (lambda given: isinstance(given, list | tuple | set | frozenset | dict), "It is one file: give the name alone."),
+            (
+                lambda given: isinstance(given, str | Path) and str(given) == ".metadata",
+                "The index is in order. Which data file?",
+            ),
+            (lambda given: isinstance(given, str | Path) and Path(given).name in names, "Give its name as a text, not its path."),
+            (lambda given: not isinstance(given, str), f"A name is a text, and this is {_kind(file)}."),
+        ],
+    )
+    refuse(f"{reprlib.repr(file)} is no file of {folder.name}.", f"one of {', '.join(names)}.", hint)
+
+
+def _kind(answer: object) -> str:
+    name = "text" if isinstance(answer, str) else type(answer).__name__
+    return f"a{'n' if name[0].lower() in 'aeiou' else ''} {name}"
 
 
 def _needed_bytes(folder: Path, file: str) -> int:
@@ -121,6 +144,7 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
                     "Name the parameters, without 'optimizer.state.' in front.",
                 ),
                 (lambda found: any(name.startswith("model.") for name in found), "Name them as the model does, without 'model.'."),
+                (lambda found: bool(_modules_among(found, _all_parameters(cases))), _MODULE),
                 (lambda found: bool(found - _all_parameters(cases)), _NO_PARAMETER),
                 (lambda found: bool(found - cases._lost_state), "Some of these have their moments: look for their exp_avg."),
                 (lambda found: len(found) > 0, "There are more. Whole blocks are frozen together."),
@@ -132,6 +156,7 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
     return f"Solved: all {len(given)} parameters of block {block} would start again from zero moments."
 
 
+_MODULE = "A block is no parameter. Name each of its parameters, as model.named_parameters() does."
 _NO_PARAMETER = "Not all of these are parameters. The head is the embedding under another name, and a rotary table is a buffer."
 
 
@@ -139,7 +164,11 @@ def _all_parameters(cases: Cases) -> set[str]:
     return _parameters(name for name in _tensor_names(cases.good) if name.endswith(".exp_avg"))
 
 
-def check_stale_file(cases: Cases, file: str) -> str:
+def _modules_among(names: Iterable[str], parameters: Collection[str]) -> set[str]:
+    return {name for name in names if any(parameter.startswith(f"{name}.") for parameter in parameters)}
+
+
+def check_stale_file(cases: Cases, file: Any) -> str:
     """Exercise 4: which file of ``cases.stale`` is from an earlier step.
 
     Args:
@@ -162,8 +191,8 @@ def check_stale_file(cases: Cases, file: str) -> str:
     return f"Solved: {file} is from an earlier step, and no other."
 
 
-def check_repair(cases: Cases, repaired: str | Path, model: Any) -> str:
-    """Exercise 5: a checkpoint made of ``cases.wrapped`` that the model loads, bit for bit the good one.
+def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
+    """Exercise 5: a DCP checkpoint made of ``cases.wrapped`` that the model loads, bit for bit the good one.
 
     Args:
         cases: The planted cases.
@@ -174,13 +203,10 @@ def check_repair(cases: Cases, repaired: str | Path, model: Any) -> str:
         A sentence with what was compared.
 
     Raises:
-        ExerciseError: There is nothing there, names are missing, or bits differ.
+        ExerciseError: There is nothing there, it is not DCP's or not made of the case, names are missing, or bits differ.
     """
-    path = Path(repaired)
-    if path.resolve() in (cases.good.resolve(), cases.wrapped.resolve()):
-        refuse(f"{path.name} is one of the given checkpoints.", "a new folder, made of the case.")
-    if not path.exists():
-        raise ExerciseError(f"there is nothing at {path} yet. Run the exercise's cell first.")
+    path = _repaired_path(cases, repaired)
+    checkpoint = _opened_dcp(path)
     report = verify(path, model=model, against=cases.good)
     # Names with a wrapper in them are a warning: verify looks past it, and the model does not.
     faults = [finding for finding in report.findings if finding.severity == "error" or finding.code == "wrapped-name"]
@@ -202,8 +228,47 @@ def check_repair(cases: Cases, repaired: str | Path, model: Any) -> str:
     compared = report.checked["compared tensors"]
     moments = sum(name.startswith("optimizer.") for name in _tensor_names(path))
     if not moments:
-        refuse("It holds no optimizer state.", "weights and moments.", "Safetensors hold the model only; DCP holds both.")
+        refuse("It holds no optimizer state.", "weights and moments.", "What of the case was left out on the way?")
+    _require_made_of(cases.wrapped, checkpoint)
     return f"Solved: {compared} tensors under the model's own names, {moments} of them moments, equal bit for bit."
+
+
+def _repaired_path(cases: Cases, repaired: Any) -> Path:
+    if not isinstance(repaired, str | Path):
+        hint = "migrate returns what it wrote. repaired is where it wrote to." if repaired is not None else ""
+        refuse(f"repaired is {_kind(repaired)} and no path.", "the path of the new checkpoint.", hint)
+    path = Path(repaired)
+    if path.resolve() in (cases.good.resolve(), cases.wrapped.resolve()):
+        refuse(f"{path.name} is one of the given checkpoints.", "a new folder, made of the case.")
+    if not path.exists():
+        raise ExerciseError(f"there is nothing at {path} yet. Run the exercise's cell first.")
+    return path
+
+
+def _opened_dcp(path: Path) -> Checkpoint:
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        refuse(f"{path.name} does not open: {error}", "a folder that dcp.load reads.")
+    if checkpoint.kind != "dcp":
+        hint = {"safetensors": "Safetensors hold the model only; DCP holds both."}.get(
+            checkpoint.kind, "migrate goes by the destination's suffix: without one it writes DCP's folder."
+        )
+        refuse(f"dcp.load does not read {path.name}.", "a folder with DCP's .metadata in it.", hint)
+    return checkpoint
+
+
+def _require_made_of(case: Path, checkpoint: Checkpoint) -> None:
+    """What belongs neither to the model nor to the optimizer is the case's own, and the good checkpoint lacks it."""
+    original = open_checkpoint(case)
+    with Reader(original) as given, Reader(checkpoint) as made:
+        for name, entry in original.values.items():
+            if entry.section == "other" and (name not in checkpoint.values or made.value(name) != given.value(name)):
+                refuse(
+                    f"The tensors are right, and it lacks the case's {name!r}, {given.value(name)!r}.",
+                    "everything that the case holds.",
+                    "Was it made of the case, and not of the good checkpoint?",
+                )
 
 
 def _tensor_names(path: Path) -> list[str]:

@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import sys
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, require_on_ranks
+from labkit.checkpoint import open_checkpoint
+from labkit.course.checks import Pool, from_cell
+from labkit.errors import ExerciseError
 
 # Bytes of a file of some hundred kilobytes: not seen in its size at a glance.
 _LEAST_CUT, _LARGEST_CUT = 1_000, 30_000
@@ -40,33 +44,42 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
     """Make the five checkpoints.
 
     Args:
-        pool: Its ranks hold ``model`` and ``optimizer`` in the state of ``late``.
+        pool: Its ranks hold ``model`` and ``optimizer``. They are in the state of ``late`` afterwards.
         early: A DCP checkpoint of the same run, some steps before.
         late: A DCP checkpoint; files of the same names as in ``early``.
-        folder: Where to put them; it gets a folder for each.
+        folder: Where to put them; it gets a folder for each, in place of what an earlier call left there.
         seed: Decides files, parameters and bytes.
 
     Returns:
         The cases, in alphabetical folders that do not tell the fault.
 
+    Raises:
+        ExerciseError: The ranks have no model and optimizer, or there is no checkpoint.
+
     Ranks: controller.
     """
-    require_on_ranks(pool, "model")
-    require_on_ranks(pool, "optimizer")
+    if not all((path / ".metadata").exists() for path in (early, late)) or not all(pool.run(_is_trained).values()):
+        raise ExerciseError(
+            "there is no trained model on the ranks, or no checkpoint of it. After a restart the ranks are empty: run the cells "
+            "from the one with pool.push up to here again."
+        )
     chance = random.Random(seed)
     paths = dict(zip(("short", "not_finite", "lost_state", "stale", "wrapped"), (folder / name for name in "abcde"), strict=True))
+    for path in paths.values():
+        shutil.rmtree(path, ignore_errors=True)
+    pool.run(_load, late)
     names, num_blocks = pool.run(_parameter_names).same()
     poisoned, emptied = chance.sample(names, 2), f"layers.{chance.randrange(num_blocks)}."
     lost = [name for name in names if name.startswith(emptied)]
     pool.run(_save_not_finite, paths["not_finite"], poisoned)
     pool.run(_save_without_state, paths["lost_state"], lost)
-    pool.run(_save_wrapped, paths["wrapped"])
+    pool.run(_save_wrapped, paths["wrapped"], f"run-{chance.getrandbits(32):08x}")
     files = sorted(path.name for path in late.glob("*.distcp"))
     short_file = chance.choice(files)
     shutil.copytree(late, paths["short"])
     with open(paths["short"] / short_file, "r+b") as file:
         file.truncate(file.seek(0, os.SEEK_END) - chance.randrange(_LEAST_CUT, _LARGEST_CUT))
-    stale_file = chance.choice(files)
+    stale_file = chance.choice(_without_witness(late, files))
     shutil.copytree(late, paths["stale"])
     shutil.copyfile(early / stale_file, paths["stale"] / stale_file)
     for changed, name in ((paths["short"], short_file), (paths["stale"], stale_file)):
@@ -82,7 +95,29 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
     )
 
 
+def _without_witness(late: Path, files: list[str]) -> list[str]:
+    """The files whose step counters, from another save, disagree with nothing: those that hold none of them, or all."""
+    tensors = open_checkpoint(late).tensors
+    held = Counter(chunk.file for name, entry in tensors.items() if name.endswith(".step") for chunk in entry.chunks)
+    return [file for file in files if held[file] in (0, held.total())]
+
+
 # On the ranks --------------------------------------------------------------------------------------------------------
+
+
+def _is_trained() -> bool:
+    return {"model", "optimizer"} <= vars(sys.modules["__main__"]).keys()
+
+
+def _load(late: Path) -> None:
+    """Bring the cell's model and optimizer into the state of ``late``, whatever they did since."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+
+    state = _state()
+    dcp.load(state, checkpoint_id=late)
+    parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(from_cell("model"), from_cell("optimizer"), **parts)
 
 
 def _parameter_names() -> tuple[list[str], int]:
@@ -122,14 +157,14 @@ def _save_without_state(folder: Path, names: list[str]) -> None:
     _save({**state, "optimizer": {**state["optimizer"], "state": states}}, folder)
 
 
-def _save_wrapped(folder: Path) -> None:
-    """The names of a compiled model: each carries the wrapper's."""
+def _save_wrapped(folder: Path, run_name: str) -> None:
+    """The names of a compiled model: each carries the wrapper's. The run's name tells what was made of this case."""
     state = _state()
     optimizer = state["optimizer"]
     wrapped = {"state": {_wrapped(name): value for name, value in optimizer["state"].items()}}
     groups = [{**group, "params": [_wrapped(name) for name in group["params"]]} for group in optimizer["param_groups"]]
     model = {_wrapped(name): value for name, value in state["model"].items()}
-    _save({"model": model, "optimizer": {**optimizer, **wrapped, "param_groups": groups}}, folder)
+    _save({"model": model, "optimizer": {**optimizer, **wrapped, "param_groups": groups}, "run_name": run_name}, folder)
 
 
 def _wrapped(name: str) -> str:
