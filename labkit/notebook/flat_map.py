@@ -124,5 +124,9 @@ def _alt(old: Mapping[str, list[Part]], new: Mapping[str, list[Part]]) -> str:
     cut_new = sum(len(parts) > 1 for parts in new.values())
     return (
         f"Two bars for the {len(old)} parameters of one block. Under FSDP1 the bar is cut into one equal piece per rank; "
-        f"{cut_old} parameters lie on several ranks. Under FSDP2 each parameter is cut by itself; {cut_new} lie on several ranks."
+        f"{_lie(cut_old)}. Under FSDP2 each parameter is cut by itself; {_lie(cut_new)}."
     )
+
+
+def _lie(num_cut: int) -> str:
+    return f"{num_cut} parameter{'s lie' if num_cut != 1 else ' lies'} on several ranks"

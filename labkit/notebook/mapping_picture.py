@@ -17,14 +17,12 @@ _HEAD_IN, _FOOT_IN = 0.3, 0.3
 _OLD_X, _NEW_X = 1.45, 3.3
 # Colour, line, and width: the line alone tells the kinds apart in black and white.
 _LINES: dict[str, tuple[str, Any, float]] = {
-    "renamed": ("#0072B2", "solid", 1.6),
-    "changed": ("#D55E00", (0, (5, 1.5)), 1.6),
+    "changed": ("#D55E00", "solid", 1.6),
     "your code": ("#009E73", (0, (1.5, 1.2)), 1.6),
     "gone": ("#767676", (0, (1, 3)), 1.2),
 }
 _ENDS = {"your code": "your own code", "gone": "always on"}
 _MEANING = {
-    "renamed": "same meaning",
     "changed": "another behaviour",
     "your code": "torch no longer does it",
     "gone": "no choice left",
@@ -86,6 +84,6 @@ def _draw_legend(axes: Axes, y: float) -> None:
 def _alt(moves: Sequence[Moved]) -> str:
     counts = {kind: sum(move.kind == kind for move in moves) for kind in _LINES}
     return (
-        f"Of {len(moves)} arguments of FSDP1, {counts['renamed']} only changed their name, {counts['changed']} behave otherwise, "
+        f"Of {len(moves)} arguments of FSDP1, {counts['changed']} have a successor that behaves otherwise, "
         f"{counts['your code']} became your own code, and {counts['gone']} are gone."
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["renamed", "changed", "your code", "gone"]
+Kind = Literal["changed", "your code", "gone"]
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class Moved:
     Attributes:
         old: Its name.
         new: An argument of ``fully_shard``, a method of ``FSDPModule`` with ``()``, or empty where there is none.
-        kind: ``renamed``: the same meaning. ``changed``: same purpose, another behaviour. ``your code``: torch no longer does it.
-            ``gone``: always on now.
+        kind: ``changed``: same purpose, another behaviour. ``your code``: torch no longer does it. ``gone``: always on now. None
+            has kept its behaviour.
         note: What to know when moving.
     """
 
@@ -27,9 +27,14 @@ class Moved:
 
 
 ARGUMENTS: tuple[Moved, ...] = (
-    Moved("device_mesh", "mesh", "renamed", "one axis: shard; two axes: replicate, shard"),
-    Moved("process_group", "mesh", "renamed", "a mesh has its groups"),
-    Moved("sharding_strategy", "reshard_after_forward", "changed", "FULL_SHARD: True, SHARD_GRAD_OP: False; the rest is the mesh"),
+    Moved("device_mesh", "mesh", "changed", "two axes always mean copies and pieces; in FSDP1 only under HYBRID_SHARD"),
+    Moved("process_group", "mesh", "changed", "no group, but a mesh of ranks, which has its groups"),
+    Moved(
+        "sharding_strategy",
+        "reshard_after_forward",
+        "changed",
+        "FULL_SHARD: True, SHARD_GRAD_OP: False; NO_SHARD and HYBRID_SHARD: by the mesh",
+    ),
     Moved("mixed_precision", "mp_policy", "changed", "inputs are cast at every sharded module; buffers stay as they are"),
     Moved("cpu_offload", "offload_policy", "changed", "CPUOffloadPolicy(); pins memory by default"),
     Moved("ignored_states", "ignored_params", "changed", "a set of parameters"),
@@ -40,6 +45,6 @@ ARGUMENTS: tuple[Moved, ...] = (
     Moved("sync_module_states", "", "your code", "same seed everywhere, or broadcast before sharding"),
     Moved("param_init_fn", "", "your code", "meta device, fully_shard, to_empty, initialise"),
     Moved("device_id", "", "your code", "build or move the model there first"),
-    Moved("use_orig_params", "", "gone", "every parameter stays itself"),
+    Moved("use_orig_params", "", "gone", "names stay, the objects are new: make the optimizer afterwards"),
     Moved("limit_all_gathers", "", "gone", "always limited"),
 )

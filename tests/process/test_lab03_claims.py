@@ -208,11 +208,12 @@ def test_the_notebook_s_exact_sentences_are_still_in_it() -> None:
     text = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
     for claim in (
         "On a CPU FSDP1 needs the argument `device_id`",
-        "through the middle of a matrix, even of a row",
-        "most ranks have nothing of most parameters",
+        "through the middle of a matrix, and with four ranks even of a row",
+        "most of these ranks have nothing of most parameters",
         "With two ranks all are equal bit for bit",
-        "the next step would stop with a `KeyError`",
-        "Schedules that multiply go on from there in the wrong place; others, which compute from the epoch, jump",
+        "the next step stops with a `KeyError`",
+        "A schedule that multiplies goes on from the restored rate, in the wrong place",
+        "one that computes from the epoch jumps back",
         "`model.set_requires_gradient_sync(False)`, which stays set",
     ):
         assert claim in text, f"the notebook no longer says {claim!r}; drop or change its test in this file"
