@@ -17,6 +17,10 @@ from labkit import errors
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
+class ExpectationError(errors.LabkitError, AssertionError):
+    """A block that was to raise an error raised none, or another one."""
+
+
 class Expectation:
     """The context manager behind :func:`expect_error`.
 
@@ -34,16 +38,16 @@ class Expectation:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         if error is None:
-            raise AssertionError(
+            raise ExpectationError(
                 f"expected {self._names()}, but nothing was raised. What this cell breaks on purpose did not break."
             )
         if not isinstance(error, self._types):
             if not isinstance(error, Exception):
                 return False  # Ctrl-C and SystemExit keep their meaning unless they are what is expected
-            raise AssertionError(f"expected {self._names()}, but got another error:\n{_full_text(error)}") from error
+            raise ExpectationError(f"expected {self._names()}, but got another error:\n{_full_text(error)}") from error
         if self._match is not None and not any(self._match.search(text) for text in _messages(error)):
             wanted = f"{self._names()} with a message that matches {self._match.pattern!r}"
-            raise AssertionError(f"expected {wanted}, but its message is:\n{_full_text(error)}") from error
+            raise ExpectationError(f"expected {wanted}, but its message is:\n{_full_text(error)}") from error
         self.error = error
         _show(LessonText(type(error).__name__, _full_text(error)))
         return True
@@ -69,7 +73,7 @@ def expect_error(*types: type[BaseException], match: str | None = None) -> Expec
 
     Raises:
         TypeError: No class was given, or something that is no exception class.
-        AssertionError: At the end of the block, when it raised nothing, another class of error, or another message.
+        ExpectationError: At the end of the block, when it raised nothing, another class of error, or another message.
 
     Ranks: controller or local. Takes as long as the block.
     """

@@ -6,12 +6,14 @@ Whoever finds none there makes the same one by the same training, so the noteboo
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 FOLDER = Path("checkpoints")
 TABLE = ".metadata"  # DCP writes it last: without it there is no checkpoint
@@ -41,16 +43,37 @@ class CourseRun:
         return f"lab01-seed{self.seed}-batch{self.batch_size}x{self.seq_len}-lr{self.learning_rate:g}-step{self.num_steps}"
 
 
-def keep_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Path:
+@dataclass(frozen=True)
+class Kept:
+    """Where a checkpoint lies for the later notebooks.
+
+    Attributes:
+        place: The folder of the copy.
+        outcome: ``new``, or what was there: ``unchanged`` data, or other data that was ``replaced``.
+    """
+
+    place: Path
+    outcome: Literal["new", "unchanged", "replaced"]
+
+    def __str__(self) -> str:
+        said = {
+            "new": "",
+            "unchanged": " (it was there, with the same data)",
+            "replaced": " (another one was there; it is replaced)",
+        }
+        return f"{self.place}{said[self.outcome]}"
+
+
+def keep_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Kept:
     """Copy a complete checkpoint to where the later notebooks look for it.
+
+    What lies there under the run's name is replaced unless its data files are the same, byte for byte: it may come from other
+    cells, and sums depend on the number of ranks.
 
     Args:
         source: A folder that DCP wrote, with the entries ``model`` and ``optimizer``.
         run: The run that wrote it.
         folder: Where the course's checkpoints lie.
-
-    Returns:
-        The folder of the copy. A checkpoint of the same run that is there already stays.
 
     Raises:
         FileNotFoundError: ``source`` is no complete checkpoint.
@@ -59,9 +82,24 @@ def keep_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Path
     """
     if not (source / TABLE).is_file():
         raise FileNotFoundError(f"{source} has no {TABLE}, so it is no complete checkpoint.")
-    draft = _draft(folder)
+    place = folder / run.name
+    outcome: Literal["new", "replaced"] = "new"
+    if (place / TABLE).is_file():
+        if _data(place) == _data(source):
+            return Kept(place, "unchanged")
+        outcome = "replaced"
+    draft, old = _draft(folder), _draft(folder)
     shutil.copytree(source, draft)
-    return _publish(draft, folder / run.name)
+    if outcome == "replaced":
+        os.rename(place, old)
+    _publish(draft, place)
+    shutil.rmtree(old, ignore_errors=True)
+    return Kept(place, outcome)
+
+
+def _data(place: Path) -> dict[str, bytes]:
+    """The table is left out: DCP gives every save a number of its own."""
+    return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in place.glob("*.distcp")}
 
 
 def course_checkpoint(run: CourseRun, folder: Path = FOLDER, *, device_type: str = "cpu") -> Path:

@@ -75,16 +75,21 @@ def test_it_holds_the_bits_that_the_training_of_notebook_01_gives(pool: labkit.W
     assert report.checked["compared tensors"] > 100
 
 
-def test_the_first_complete_copy_stays_and_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    half = tmp_path / "half"
-    half.mkdir()
+def test_other_data_under_the_runs_name_is_replaced_and_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "kept"
+    source.mkdir()
     with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
-        keep_checkpoint(half, QUICK, tmp_path / "kept")
-    for content in ("first", "second"):
-        (half / ".metadata").write_text(content)
-        kept = keep_checkpoint(half, QUICK, tmp_path / "kept")
-    assert (kept / ".metadata").read_text() == "first"
-    assert [path.name for path in (tmp_path / "kept").iterdir()] == [QUICK.name]
+        keep_checkpoint(source, QUICK, folder)
+    outcomes = []
+    for table, data in ((b"1", b"weights"), (b"2", b"weights"), (b"3", b"other weights")):
+        (source / ".metadata").write_bytes(table)
+        (source / "__0_0.distcp").write_bytes(data)
+        kept = keep_checkpoint(source, QUICK, folder)
+        outcomes.append(kept.outcome)
+        assert (kept.place / "__0_0.distcp").read_bytes() == data
+    assert outcomes == ["new", "unchanged", "replaced"]
+    assert "another one was there" in str(kept)
+    assert [path.name for path in folder.iterdir()] == [QUICK.name]
 
 
 def test_the_defaults_are_the_parameters_of_notebook_01() -> None:

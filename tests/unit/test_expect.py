@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from labkit.errors import PoolStateError, RankFailedError, RankFailure, RunInterrupted, RunTimeoutError
-from labkit.notebook.expect import LessonText, error_class, expect_error
+from labkit.notebook.expect import ExpectationError, LessonText, error_class, expect_error
 
 
 def failed(message: str = "shapes differ\nsecond line with the cause") -> RankFailedError:
@@ -49,6 +51,15 @@ def test_nothing_raised_fails_the_block(shown: list[LessonText]) -> None:
     ):
         pass
     assert shown == []
+
+
+def test_the_failed_block_is_shown_by_its_message_without_labkits_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(compile=SimpleNamespace(_filename_map={})))
+    with pytest.raises(ExpectationError) as caught, expect_error(RankFailedError):
+        {}["key"]
+    (text,) = caught.value._render_traceback_()
+    assert "but got another error:\nKeyError: 'key'" in text
+    assert "notebook/expect.py" not in text
 
 
 def test_another_class_fails_the_block_and_its_text_is_not_lost(shown: list[LessonText]) -> None:
