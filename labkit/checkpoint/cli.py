@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +25,18 @@ INTERRUPTED_EXIT_CODE = 130
 PATH = click.Path(path_type=Path)
 TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
-ORDER_HELP = """
+MODEL_HELP = "The function, also as MODULE:FUNCTION, builds it without arguments and without weights. It is imported and run."
+
+MIGRATE_HELP = """
+\b
+Examples:
+  labkit checkpoint migrate old/ new --model my_model.py:build    FSDP1 in files of the ranks, to DCP
+  labkit checkpoint migrate new new.safetensors --dtype '*=bfloat16'
+  labkit checkpoint migrate old.pt new --drop 'scheduler.*' --rename names.txt
+
+A pattern of --drop matches names as show lists them. Those of --rename and --dtype match names of parameters in the model, such as
+layers.0.weight. A line of the file for --rename is 'old.*.weight -> new.*.weight'; each * stands for the same text on both sides.
+
 An optimizer's own state_dict() has numbers for names. With one parameter group, --model is enough to name them. Several groups,
 such as those with and without weight decay, need --order too. Where the old code has made the optimizer, this prints the file:
 
@@ -33,23 +45,34 @@ such as those with and without weight decay, need --order too. Where the old cod
   print(*(names[id(p)] for g in optimizer.param_groups for p in g["params"]), sep="\\n")
 """
 
+RESHARD_HELP = """
+\b
+Examples:
+  labkit checkpoint reshard old new --ranks 8
+  labkit checkpoint reshard old new --mesh dp=4,tp=2 --shard 'tp:*.w1.weight=0' --shard 'tp:*.w2.weight=1'
+
+Axes called dp, fsdp, shard, dp_shard or data shard dim 0 of everything, as fully_shard does. Other axes replicate, but for what
+--shard says.
+"""
+
 
 @click.group()
 def checkpoint() -> None:
     """Look into checkpoints, verify, migrate and reshard them. Needs no GPU, no ranks, and runs nothing from a file."""
 
 
-@checkpoint.command("show")
+@checkpoint.command("show", short_help="List what is in a checkpoint of any kind.")
 @click.argument("path", type=PATH)
 @click.argument("patterns", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Write JSON instead of a table.")
-@click.option("--chunks", is_flag=True, help="List each shard: its rows, file, byte and writing rank.")
+@click.option("--chunks", is_flag=True, help="List each shard: its box of the tensor, file, first byte and writing rank.")
 @click.option("--all", "all_rows", is_flag=True, help="List every tensor and value, however many.")
-@click.option("--opaque", is_flag=True, help="Go on past names outside the allow-list. They are listed, not run.")
+@click.option("--opaque", is_flag=True, help="Go on where a pickle asks for code. It is listed, not run.")
 def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: bool, all_rows: bool, opaque: bool) -> None:
-    """Show what is in the checkpoint at PATH: a DCP directory, a torch.save file or folder, safetensors, or a store.
+    """List what is in the checkpoint at PATH: a DCP directory, a torch.save file or a folder of them, or safetensors.
 
-    PATTERNS such as 'model.layers.0.*' choose tensors.
+    Of a folder of steps that labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as
+    'model.layers.0.*' choose tensors and values by name.
     """
     from rich.console import Console
 
@@ -57,10 +80,8 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     from labkit.checkpoint.describe import describe
     from labkit.checkpoint.table import DEFAULT_ROWS, render
 
-    try:
+    with _errors_told():
         found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from None
     if as_json:
         json.dump(describe(found, patterns=patterns, chunks=chunks), sys.stdout, indent=1, default=str)
         sys.stdout.write("\n")
@@ -69,15 +90,12 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     console.print(render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks))
 
 
-@checkpoint.command("verify")
+@checkpoint.command("verify", short_help="Find what is missing, damaged or does not fit a model.")
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, help="Another checkpoint, of any kind and sharding, that must hold the same bits.")
-@click.option(
-    "--model",
-    help="FILE.py:FUNCTION or MODULE:FUNCTION that builds the model to compare names and shapes with. It is imported and run.",
-)
+@click.option("--model", metavar="FILE.py:FUNCTION", help=f"Compare names, shapes and ties with this model. {MODEL_HELP}")
 @click.option("--finite", is_flag=True, help="Also look for NaN and inf.")
-@click.option("--quick", is_flag=True, help="Look at the indices only and read no data.")
+@click.option("--quick", is_flag=True, help="Look at the indices only, and read no tensor.")
 @click.option("--strict", is_flag=True, help="Warnings fail too.")
 @click.option("--workers", type=click.IntRange(min=1), default=2, show_default=True, help="Threads that read.")
 @click.option("--json", "as_json", is_flag=True, help="Write JSON.")
@@ -86,14 +104,13 @@ def verify_command(
 ) -> None:
     """Verify the checkpoint at PATH: complete, readable, unchanged, and fit for its model.
 
-    One line a finding: what, where, and what a load would have done silently. The exit code is 0 without errors, 1 with.
+    One line a finding: where, what is wrong, and what a load would do about it. The exit code is 0 without errors, 1 with; with
+    --strict, 1 with warnings too.
     """
     from labkit.checkpoint.verification import verify
 
-    try:
+    with _errors_told():
         report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from None
     if as_json:
         json.dump(report.as_dict(), sys.stdout, indent=1)
         sys.stdout.write("\n")
@@ -102,26 +119,41 @@ def verify_command(
     sys.exit(0 if report.ok and not (strict and report.findings) else 1)
 
 
-@checkpoint.command("migrate", epilog=ORDER_HELP)
+@checkpoint.command("migrate", epilog=MIGRATE_HELP, short_help="Turn FSDP1's into FSDP2's, or change the format.")
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH)
-@click.option("--to", type=click.Choice(["dcp", "safetensors", "torch"]), help="Default: by DESTINATION's suffix, else dcp.")
+@click.option(
+    "--to",
+    type=click.Choice(["dcp", "safetensors", "torch"]),
+    help="A directory that FSDP2 loads, the model alone, or one file. Default: by DESTINATION's suffix, else dcp.",
+)
 @click.option(
     "--model",
-    help="FILE.py:FUNCTION or MODULE:FUNCTION that builds the model: for FSDP1 LOCAL, numbered optimizer state, tied names.",
+    metavar="FILE.py:FUNCTION",
+    help=f"The model: for FSDP1 LOCAL, numbered optimizer state, tied names. {MODEL_HELP}",
 )
 @click.option(
     "--order",
     type=TEXT_FILE,
     help="File with the names of the optimizer's parameters, one a line, in its order; for several parameter groups.",
 )
-@click.option("--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line; an empty right side drops.")
-@click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out keys such as 'scheduler.*'. May be repeated.")
 @click.option(
-    "--dtype", "dtypes", multiple=True, metavar="PATTERN=DTYPE", help="Change dtypes, such as '*=bfloat16'; overflow is refused."
+    "--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line, the first match wins; an empty right side drops."
+)
+@click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out names such as 'scheduler.*'. May be repeated.")
+@click.option(
+    "--dtype",
+    "dtypes",
+    multiple=True,
+    metavar="PATTERN=DTYPE",
+    help="Change the model's dtypes, such as '*=bfloat16'; the first match wins. Overflow is refused.",
 )
 @click.option(
-    "--copies", type=click.Choice(["refuse", "first"]), default="refuse", show_default=True, help="When rank files disagree."
+    "--copies",
+    type=click.Choice(["refuse", "first"]),
+    default="refuse",
+    show_default=True,
+    help="Where copies in the ranks' files differ: refuse, or take the first rank's.",
 )
 @click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 512 MiB for DCP, 5 GB for safetensors.")
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
@@ -140,7 +172,8 @@ def migrate_command(
 ) -> None:
     """Turn the checkpoint at SOURCE into one that FSDP2 loads, at DESTINATION: names canonical, optimizer state by name.
 
-    SOURCE is only read. DESTINATION appears complete and verified, or not at all; a killed run goes on where it was.
+    SOURCE is only read. DESTINATION appears complete and verified, or not at all. What an interrupted or killed run has finished is
+    in DESTINATION.partial, and the same command goes on from there.
     """
     from labkit.checkpoint.migration import migrate
     from labkit.checkpoint.rename import read_rules
@@ -163,17 +196,27 @@ def migrate_command(
     _run_and_tell(work)
 
 
-@checkpoint.command("reshard")
+@checkpoint.command("reshard", epilog=RESHARD_HELP, short_help="Rewrite the shards for other ranks or another mesh.")
 @click.argument("source", type=PATH)
 @click.argument("destination", type=PATH)
 @click.option("--ranks", type=click.IntRange(min=1), help="Number of ranks that the next job shards over, as fully_shard does.")
-@click.option("--mesh", help="Mesh of the next job, outermost axis first, such as dp=4,tp=2.")
-@click.option("--shard", "shards", multiple=True, metavar="AXIS:PATTERN=DIM", help="What an inner axis shards: 'tp:*.w1.weight=0'.")
+@click.option("--mesh", metavar="AXIS=SIZE,...", help="Mesh of the next job, outermost axis first, such as dp=4,tp=2.")
+@click.option(
+    "--shard",
+    "shards",
+    multiple=True,
+    metavar="AXIS:PATTERN=DIM",
+    help="An axis shards this dim of the parameters of these names: 'tp:*.w1.weight=0'. May be repeated.",
+)
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def reshard_command(
     source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
 ) -> None:
-    """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end."""
+    """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end.
+
+    SOURCE is only read. DESTINATION is a DCP directory, which appears complete and verified, or not at all. What an interrupted or
+    killed run has finished is in DESTINATION.partial, and the same command goes on from there.
+    """
     from labkit.checkpoint.resharding import parse_rule, reshard
     from labkit.spmd.layouts import parse_mesh
 
@@ -190,6 +233,15 @@ def reshard_command(
         return reshard(source, destination, axes, rules=rules, workers=workers)
 
     _run_and_tell(work)
+
+
+@contextmanager
+def _errors_told() -> Iterator[None]:
+    """What is wrong with the files ends the command with one message."""
+    try:
+        yield
+    except (CheckpointError, OSError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
@@ -209,9 +261,8 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
     # A scheduler's SIGTERM ends the work like Ctrl-C: in order.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        result = work()
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from None
+        with _errors_told():
+            result = work()
     except KeyboardInterrupt as interrupt:
         click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", ())]), err=True)
         sys.exit(INTERRUPTED_EXIT_CODE)

@@ -154,3 +154,17 @@ def test_a_mesh_may_be_written_as_on_the_command_line(saved: Path, tmp_path: Pat
 
 def test_a_missing_table_is_named(saved: Path, tmp_path: Path) -> None:
     assert "does not exist" in run("migrate", saved, tmp_path / "out", "--rename", tmp_path / "none")
+
+
+@pytest.mark.parametrize("arguments", [("show",), ("verify",), ("migrate", "out"), ("reshard", "out", "--ranks", "2")])
+def test_a_file_that_may_not_be_read_is_one_message(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    def refused(self: Path, *_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    name, *rest = (str(tmp_path / part) if part == "out" else part for part in arguments)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", refused)
+        text = run(name, saved, *rest)
+    assert text == f"Error: [Errno 13] Permission denied: '{saved}'\n"
