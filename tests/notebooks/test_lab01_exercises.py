@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import labkit
 from labkit.course import lab01
-from labkit.errors import ExerciseError, RankFailedError
+from labkit.errors import ExerciseError
 from tests.notebooks.exercises import exercise_cell
 
 NOTEBOOK = "01_composable_checkpointing"
@@ -128,10 +129,33 @@ def test_wrong_rows_are_refused_with_the_number_of_rows_off(
 
 
 @pytest.mark.parametrize("pool", [1], indirect=True)
-@pytest.mark.parametrize("answer", [None, 3, (1, 2, 3), ("a", "b")])
+@pytest.mark.parametrize("answer", [None, 3, (1, 2, 3), ("a", "b"), (0, 2.5), (0.0, 3.0), torch.tensor([0, 3]), "03"])
 def test_something_that_is_no_pair_of_rows_is_refused(pool: labkit.WorkerPool, answer: Any) -> None:
-    with pytest.raises(ExerciseError, match="two numbers"):
+    with pytest.raises(ExerciseError, match=r"returned (.|\n)*two whole numbers"):
         lab01.check_chunk_rows(pool, lambda *_: answer)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+def test_the_pools_world_size_in_the_place_of_num_ranks_is_told(pool: labkit.WorkerPool) -> None:
+    (chunk_rows,) = defined_by(exercise("chunk_rows"), "chunk_rows")
+    with pytest.raises(ExerciseError, match=r"10 rows on 4 ranks(.|\n)*You cut for 2 ranks, the pool's world_size"):
+        lab01.check_chunk_rows(pool, lambda num_rows, num_ranks, rank: chunk_rows(num_rows, 2, rank))
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_chunk_rows_that_raises_is_told_with_its_case_and_line(pool: labkit.WorkerPool) -> None:
+    def chunk_rows(num_rows: int, num_ranks: int, rank: int) -> Any:
+        return num_rows // (rank - rank)
+
+    def two_arguments(num_rows: int, num_ranks: int) -> Any:
+        return num_rows, num_ranks
+
+    with pytest.raises(
+        ExerciseError, match=r"chunk_rows\(10, 4, 0\) raised ZeroDivisionError(.|\n)*in the line 'return num_rows //"
+    ):
+        lab01.check_chunk_rows(pool, chunk_rows)
+    with pytest.raises(ExerciseError, match=r"raised TypeError: .*takes 2 positional arguments but 3 were given"):
+        lab01.check_chunk_rows(pool, two_arguments)  # type: ignore[arg-type]
 
 
 # Exercise 2 ----------------------------------------------------------------------------------------------------------
@@ -235,10 +259,34 @@ def test_incomplete_states_are_refused_with_what_is_missing(pool: labkit.WorkerP
     assert hint in str(caught.value)
 
 
-def test_a_class_that_raises_shows_its_own_line(pool: labkit.WorkerPool) -> None:
-    pool.run_cell(app_state(ALL, 'self.model.load_state_dict(state["weights"])'))
-    with pytest.raises(RankFailedError, match="weights"):
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        (
+            app_state(ALL, 'self.model.load_state_dict(state["weights"])'),
+            "loading: load_state_dict raised KeyError: 'weights', in the line 'self.model.load_state_dict(state[\"weights\"])'",
+        ),
+        (
+            app_state("get_state_dict(self.model, self.optimizer)", "pass"),
+            "state_dict returned a tuple.\nTarget: a dict.\nHint: get_",
+        ),
+        (app_state("None", "pass"), "state_dict returned a NoneType.\nTarget: a dict."),
+        (
+            app_state(ALL.replace("self.model", "model"), SET_WEIGHTS),
+            "saving: state_dict raised NameError: name 'model' is not defined, in the line",
+        ),
+        (app_state("self.typo", "pass"), "saving: state_dict raised AttributeError"),
+        (app_state(ALL, "raise NotImplementedError"), "load_state_dict is not solved yet"),
+        (app_state('{"a": lambda: 0}', "pass"), "what state_dict returned cannot be used"),
+        ("class AppState:\n    pass", "with model, optimizer and batches: AppState raised TypeError"),
+    ],
+)
+def test_a_class_that_raises_is_told_with_its_own_line(pool: labkit.WorkerPool, source: str, told: str) -> None:
+    pool.run_cell(source + "\nmodel = torch.nn.Linear(1, 1)")
+    with pytest.raises(ExerciseError, match=re.escape(told)):
         lab01.check_app_state(pool)
+    assert pool.pull("type(model).__name__").same() == "Linear"
 
 
 def test_an_exercise_that_has_not_run_is_named(pool: labkit.WorkerPool) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
+from labkit.course.checks import Pool, ask, from_cell, hint_for, refuse, require_on_ranks, run_on_ranks, trying
 
 if TYPE_CHECKING:
     from labkit.spmd.records import Parity
@@ -52,13 +54,14 @@ def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
 
     Raises:
         ExerciseError: A loss differs, or restored state does although the losses agree.
-        RankFailedError: The class raised; its traceback is shown.
+            Or the class raises, or its state is no dict.
+        RunTimeoutError: A rank waits for another one.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "AppState")
     with tempfile.TemporaryDirectory(prefix="labkit-check-") as folder:
-        seen = pool.run(_resume, folder, timeout_s=timeout_s)[0]
+        seen = run_on_ranks(pool, _resume, folder, timeout_s=timeout_s)[0]
     mistakes: list[tuple[Callable[[Resumed], bool], str]] = [
         (
             lambda found: not found.weights,
@@ -101,11 +104,9 @@ def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
 
 def _resume(folder: str) -> Resumed:
     import torch
-    import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
     from torch.distributed.device_mesh import init_device_mesh
 
-    from labkit.spmd import BatchSampler, Block, ModelConfig, build_model, compare, shard_model, train
+    from labkit.spmd import BatchSampler, Block, ModelConfig, build_model, shard_model
 
     rank, world_size, device = (from_cell(name) for name in ("rank", "world_size", "device"))
     mesh = init_device_mesh(device.type, (world_size,))
@@ -117,13 +118,25 @@ def _resume(folder: str) -> Resumed:
         batches = BatchSampler(batch_size=2 * world_size, seq_len=32, seed=1, rank=rank, world_size=world_size, device=device)
         return model, optimizer, batches
 
-    app_state = from_cell("AppState")
+    # The class has to work with what it is given: the notebook's own objects are out of its sight.
+    with _hidden("model", "optimizer", "batches"):
+        return _compare_runs(folder, start)
+
+
+def _compare_runs(folder: str, start: Callable[[int, float], tuple[Any, Any, Any]]) -> Resumed:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+    from labkit.spmd import compare, train
+
     model, optimizer, batches = start(0, _LEARNING_RATE)
     train(model, optimizer, batches, _STEPS_BEFORE)
-    dcp.save({"app": app_state(model, optimizer, batches)}, checkpoint_id=folder)
+    with trying("what state_dict returned", "a dict that DCP can save, with tensors, numbers and texts in dicts and lists."):
+        _through(dcp.save, {"app": _Asked(model, optimizer, batches)}, checkpoint_id=folder)
 
     restored, restored_optimizer, restored_batches = start(1, _FRESH_LEARNING_RATE)
-    dcp.load({"app": app_state(restored, restored_optimizer, restored_batches)}, checkpoint_id=folder)
+    with trying("what state_dict returned", "a dict with the same names in the saved and in the fresh run."):
+        _through(dcp.load, {"app": _Asked(restored, restored_optimizer, restored_batches)}, checkpoint_id=folder)
     saved_moments = get_optimizer_state_dict(model, optimizer)
     # An optimizer without state cannot be asked for it: the question itself would take a step.
     moments = get_optimizer_state_dict(restored, restored_optimizer) if restored_optimizer.state else {}
@@ -138,3 +151,40 @@ def _resume(folder: str) -> Resumed:
         learning_rate=learning_rate,
         position=position,
     )
+
+
+def _through(call: Callable[..., Any], state: dict[str, Any], checkpoint_id: str) -> None:
+    from torch.distributed.checkpoint import CheckpointException
+
+    try:
+        call(state, checkpoint_id=checkpoint_id)
+    except CheckpointException as error:  # no Exception: it would pass by everything that takes care of a learner's errors
+        first = min(error.failures)
+        raise ValueError(str(error.failures[first][0])) from None
+
+
+class _Asked:
+    """The learner's object between DCP and the check: what it raises is told with the learner's own line, and not with DCP's."""
+
+    def __init__(self, *parts: Any) -> None:
+        self._app = ask(from_cell("AppState"), *parts, case="with model, optimizer and batches")
+
+    def state_dict(self) -> dict[str, Any]:
+        state = ask(self._app.state_dict, case="saving")
+        if not isinstance(state, dict):
+            hint = "get_state_dict gives two dicts. Put them under two names of your own into one."
+            refuse(f"state_dict returned a {type(state).__name__}.", "a dict.", hint if isinstance(state, tuple) else "")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        ask(self._app.load_state_dict, state, case="loading")
+
+
+@contextlib.contextmanager
+def _hidden(*names: str) -> Iterator[None]:
+    namespace = vars(sys.modules["__main__"])
+    kept = {name: namespace.pop(name) for name in names if name in namespace}
+    try:
+        yield
+    finally:
+        namespace.update(kept)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, NoReturn
 
-from labkit.course.checks import Pool, from_cell, hint_for, refuse
-from labkit.errors import ExerciseError
+from labkit.course.checks import Pool, ask, from_cell, hint_for, refuse
 
 Span = tuple[int, int]
 ChunkRows = Callable[[int, int, int], Span]
@@ -15,7 +14,7 @@ ChunkRows = Callable[[int, int, int], Span]
 _MOST_ROWS, _MOST_RANKS = 20, 8
 
 
-def check_chunk_rows(pool: Pool, chunk_rows: ChunkRows) -> str:
+def check_chunk_rows(pool: Pool, chunk_rows: ChunkRows, *, timeout_s: float = 60.0) -> str:
     """Exercise 1: ``chunk_rows(num_rows, num_ranks, rank)`` predicts the rows that a DTensor puts on a rank.
 
     The predictions are compared with real DTensors on this pool, and for other numbers of ranks with `torch.chunk`, whose rule
@@ -24,39 +23,40 @@ def check_chunk_rows(pool: Pool, chunk_rows: ChunkRows) -> str:
     Args:
         pool: The pool.
         chunk_rows: Returns the first row and the row after the last; equal where the rank holds nothing.
+        timeout_s: Seconds after which a rank counts as hung.
 
     Returns:
         A line with the number of predictions.
 
     Raises:
-        ExerciseError: A prediction is wrong; the message shows one case and how many rows it is off.
+        ExerciseError: A prediction is wrong; the message shows one case and how many rows it is off. Or the function raises.
 
-    Ranks: controller.
+    Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
-    truth = pool.run(_rows_on_ranks, pool.world_size).same()
+    truth = pool.run(_rows_on_ranks, pool.world_size, timeout_s=timeout_s).same()
     for (num_rows, num_ranks), spans in truth.items():
-        predicted = [_as_span(chunk_rows(num_rows, num_ranks, rank)) for rank in range(num_ranks)]
+        predicted = [_as_span(ask(chunk_rows, num_rows, num_ranks, rank)) for rank in range(num_ranks)]
         for rank, (guess, fact) in enumerate(zip(predicted, spans, strict=True)):
             if guess != fact and not (_is_empty(guess) and _is_empty(fact)):
-                _refuse_rows(num_rows, num_ranks, rank, predicted, spans)
+                _refuse_rows(num_rows, num_ranks, rank, predicted, spans, pool.world_size)
     num_real = _MOST_ROWS * pool.world_size
     return f"Solved: {sum(map(len, truth.values()))} predictions, all right; {num_real} of them are for real DTensors on this pool."
 
 
 def _as_span(prediction: Any) -> Span:
-    try:
-        first, stop = prediction
-        return int(first), int(stop)
-    except (TypeError, ValueError):
-        what = f"chunk_rows returned {prediction!r}"
-        raise ExerciseError(f"{what}. It has to return two numbers: the first row, and the row after the last.") from None
+    if not isinstance(prediction, tuple | list) or len(prediction) != 2 or any(type(row) is not int for row in prediction):
+        hint = "Rows are counted in whole numbers: // divides and rounds down, / gives a float." if "." in repr(prediction) else ""
+        refuse(f"chunk_rows returned {prediction!r:.120}.", "two whole numbers: the first row, and the row after the last.", hint)
+    return prediction[0], prediction[1]
 
 
 def _is_empty(span: Span) -> bool:
     return span[0] == span[1]
 
 
-def _refuse_rows(num_rows: int, num_ranks: int, rank: int, predicted: Sequence[Span], spans: Sequence[Span]) -> NoReturn:
+def _refuse_rows(
+    num_rows: int, num_ranks: int, rank: int, predicted: Sequence[Span], spans: Sequence[Span], world_size: int
+) -> NoReturn:
     (first, stop), (true_first, true_stop) = predicted[rank], spans[rank]
     off = (stop - first) - (true_stop - true_first)
     gap = (
@@ -70,7 +70,13 @@ def _refuse_rows(num_rows: int, num_ranks: int, rank: int, predicted: Sequence[S
         f"{_rows(spans[rank])} on rank {rank}.",
         hint_for(
             list(predicted),
-            [(rule(num_rows, num_ranks, spans).__eq__, hint) for rule, hint in _WRONG_RULES],
+            [
+                (
+                    lambda rows: num_ranks != world_size and rows == _capped(num_rows, world_size, num_ranks),
+                    f"You cut for {world_size} ranks, the pool's world_size. num_ranks says how many there are in the case.",
+                ),
+                *((rule(num_rows, num_ranks, spans).__eq__, hint) for rule, hint in _WRONG_RULES),
+            ],
             "Draw the case as the picture does, and go through the ranks from 0 on: who still finds rows?",
         ),
     )
@@ -109,6 +115,12 @@ def _beyond_the_end(num_rows: int, num_ranks: int, _: Sequence[Span]) -> list[Sp
 def _start_beyond_the_end(num_rows: int, num_ranks: int, _: Sequence[Span]) -> list[Span]:
     size = -(-num_rows // num_ranks)
     return [(rank * size, min((rank + 1) * size, num_rows)) for rank in range(num_ranks)]
+
+
+def _capped(num_rows: int, num_pieces: int, num_ranks: int) -> list[Span]:
+    """The right rule for ``num_pieces``, asked for ``num_ranks``."""
+    size = -(-num_rows // num_pieces)
+    return [(min(rank * size, num_rows), min((rank + 1) * size, num_rows)) for rank in range(num_ranks)]
 
 
 _DOWN = "You round the size of a piece down. In the picture the pieces before the last are all as large as the first."
