@@ -184,9 +184,8 @@ def test_wrong_strategies_are_refused_with_what_differs_and_a_hint(pool: labkit.
 
 
 @pytest.mark.parametrize("pool", [4], indirect=True)
-@pytest.mark.parametrize("source", [ROOT_CUT, ONLY_RESHARD])
-def test_a_model_that_is_cut_where_it_should_be_whole_is_refused_on_more_ranks(pool: labkit.WorkerPool, source: str) -> None:
-    pool.run_cell(source)
+def test_a_root_that_is_cut_where_it_should_be_whole_is_refused_on_more_ranks(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(ROOT_CUT)
     assert "Target: 193,408 bytes" in refused(lambda: lab03.check_shard_like(pool))
 
 
