@@ -9,8 +9,9 @@ import keyword
 import re
 import shlex
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from types import ModuleType
 from typing import Any, NoReturn
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, needs_local_scope
@@ -18,7 +19,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, nee
 from labkit.controller.current import current_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.pool import WorkerPool
-from labkit.errors import LabkitError, PoolStateError
+from labkit.errors import LabkitError, PoolStateError, RankFailedError
 from labkit.notebook import pool_view, progress, rank_names, rank_tabs
 from labkit.notebook.expect import error_class, expect_error
 from labkit.ranks import parse_ranks
@@ -130,6 +131,11 @@ class LabkitMagics(Magics):
                 )
         except SyntaxError as error:
             raise CellSyntaxError(error) from None
+        except RankFailedError as error:
+            hints = _hints_for_kernel_names(error, self.shell.user_ns)
+            if not hints:
+                raise
+            raise RankFailedError(error.failures, error.finished, [*error.notes, *hints], diagnosis=error.diagnosis) from None
         if options.out is not None:
             self.shell.user_ns[options.out] = values
 
@@ -180,6 +186,23 @@ def _parse(parser: _Parser, line: str) -> argparse.Namespace:
     except ValueError as error:
         raise MagicUsageError(f"{parser.prog}: {error}\n{parser.format_usage().strip()}") from None
     return parser.parse_args(words)
+
+
+def _hints_for_kernel_names(error: RankFailedError, kernel: Mapping[str, Any]) -> list[str]:
+    """What to do about names that the ranks lack and the kernel has, a sentence each."""
+    lacking = [
+        re.match(r"name '(\w+)' is not defined", failure.message) for failure in error.failures if failure.type_name == "NameError"
+    ]
+    names = dict.fromkeys(found[1] for found in lacking if found and found[1] in kernel)
+    return [_hint_for_kernel_name(name, kernel[name]) for name in names]
+
+
+def _hint_for_kernel_name(name: str, value: Any) -> str:
+    if isinstance(value, WorkerPool):
+        return f"The kernel has {name}, and only the kernel steers the ranks: use it in a cell without %%spmd."
+    if isinstance(value, ModuleType):
+        return f"The kernel has imported {name}, the ranks have not: import it in a %%spmd cell."
+    return f"The kernel has {name}, the ranks do not: pool.push({name}={name}) sends it."
 
 
 def _ends_with_expression(shell: Any, cell: str) -> bool:

@@ -50,6 +50,11 @@ CELLS = {
     "return": "%%spmd\nreturn 5",
     "exit": "%%spmd\nexit()",
     "alive": "%%spmd\nrank",
+    "kernel value": "%%spmd\nwho + 'x'",
+    "kernel pool": "%%spmd\npool.world_size",
+    "kernel module": "import colorsys\nNone",
+    "kernel module on ranks": "%%spmd\ncolorsys.ONE_THIRD",
+    "unknown everywhere": "%%spmd\nnowhere",
     "unknown option": "%%spmd --nonsense\n1",
     "stray word": "%%spmd fast\n1",
     "open quote": "%%spmd --out 'x\n1",
@@ -144,6 +149,10 @@ def test_expected_error_passes_the_cell_and_shows_as_lesson(cells: dict[str, Cel
         ("expect unknown", "MagicUsageError", "labkit has no error called 'NoSuchError'"),
         ("return", "CellSyntaxError", "'return' outside function"),
         ("exit", "RankFailedError", "the rank lives on"),
+        ("kernel value", "RankFailedError", "The kernel has who, the ranks do not: pool.push(who=who) sends it."),
+        ("kernel pool", "RankFailedError", "The kernel has pool, and only the kernel steers the ranks"),
+        ("kernel module on ranks", "RankFailedError", "import it in a %%spmd cell"),
+        ("unknown everywhere", "RankFailedError", "name 'nowhere' is not defined"),
         ("unknown option", "MagicUsageError", "unrecognized arguments: --nonsense"),
         ("stray word", "MagicUsageError", "unrecognized arguments: fast"),
         ("open quote", "MagicUsageError", "No closing quotation"),
@@ -169,6 +178,10 @@ def test_cell_fails_and_says_what_to_do(cells: dict[str, CellRun], name: str, ki
     assert error.ename == kind
     assert says in cells[name].text
     assert "labkit/" not in cells[name].text
+
+
+def test_a_name_that_nobody_has_gets_no_advice(cells: dict[str, CellRun]) -> None:
+    assert "The kernel has" not in cells["unknown everywhere"].text
 
 
 def test_syntax_error_shows_the_cells_line_and_says_that_nothing_was_sent(cells: dict[str, CellRun]) -> None:
