@@ -116,13 +116,28 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
     assert {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()} == digests
 
 
+# The command, with time after each file: else it may be through before the signal comes.
+SLOWLY = """
+import time
+from labkit.checkpoint.staging_area import StagingArea
+from labkit.cli import main
+
+def finish_file(self, *args, finish=StagingArea.finish_file):
+    finish(self, *args)
+    time.sleep(0.2)
+
+StagingArea.finish_file = finish_file
+main()
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_command_says_what_is_left_and_goes_on_from_there(tmp_path: Path, number: signal.Signals) -> None:
     torch.save({f"t{index}": torch.full((1000,), float(index)) for index in range(60)}, tmp_path / "x.pt")
     call = [
         sys.executable,
         "-c",
-        "from labkit.cli import main; main()",
+        SLOWLY,
         "checkpoint",
         "migrate",
         "x.pt",
