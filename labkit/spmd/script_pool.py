@@ -44,9 +44,12 @@ class ScriptPool:
         """As ``WorkerPool.pull``."""
         return self._job.ask(_pull, expression, ranks=ranks)
 
-    def restart(self) -> None:
-        """As ``WorkerPool.restart``: the ranks forget what cells have made. Their processes stay."""
-        self._job.ask(renew, self.world_size)
+    def restart(self, ranks: RankSpec = None) -> None:
+        """As ``WorkerPool.restart``: these ranks, or all, forget what cells have made. Their processes stay."""
+        if ranks is None:
+            self._job.ask(renew, self.world_size)
+        else:
+            self._job.ask(_forget, ranks=ranks)
 
     def close(self) -> None:
         """Nothing: the ranks end with the script."""
@@ -67,6 +70,10 @@ def _push(job: Job, values: dict[str, Any]) -> None:
 
 def _pull(job: Job, expression: str) -> Any:
     return eval(expression, job.namespace)
+
+
+def _forget(job: Job) -> None:
+    job.forget()
 
 
 def renew(job: Job, world_size: int) -> None:

@@ -220,14 +220,18 @@ class Job:
             return {}
         return {rank: cloudpickle.loads(packed[rank]) for rank in chosen}
 
+    def forget(self) -> None:
+        """Forget what cells have made. Ranks: local."""
+        for name in set(self.namespace) - self._first_names:
+            del self.namespace[name]
+        gc.collect()
+
     def renew(self, world_size: int) -> None:
         """Begin anew with the first ranks: forget what cells have made, and form another process group.
 
         Ranks: collective. Those that are left out end the script here, successfully.
         """
-        for name in set(self.namespace) - self._first_names:
-            del self.namespace[name]
-        gc.collect()
+        self.forget()
         dist.barrier()
         dist.destroy_process_group()
         if self.rank >= world_size:
