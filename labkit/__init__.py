@@ -6,9 +6,9 @@ notebook and begins to warm up the fork server.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from labkit.lazy import lazy_names
 from labkit.version import __version__
 
 if TYPE_CHECKING:
@@ -54,17 +54,7 @@ __all__ = [
     "load_ipython_extension",
 ]
 
-
-def __getattr__(name: str) -> object:
-    try:
-        home = _HOME[name]
-    except KeyError:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None
-    return getattr(import_module(f"{__name__}.{home}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _HOME)
 
 
 def load_ipython_extension(shell: Any) -> None:

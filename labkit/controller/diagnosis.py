@@ -76,15 +76,16 @@ class RankState:
     @property
     def place(self) -> str:
         """``line 5`` of the cell, or what is known instead."""
-        return self._line[0] or "an unknown line"
+        return self.line[0] or "an unknown line"
 
     @property
-    def code(self) -> str:
-        """The text of that line."""
-        return self._line[1]
+    def has_place(self) -> bool:
+        """Whether a line is known."""
+        return bool(self.line[0])
 
     @property
-    def _line(self) -> tuple[str, str]:
+    def line(self) -> tuple[str, str]:
+        """Where the line is and its text, both empty where no line is known."""
         report, called = self.report, self.collective
         if report is None:
             return "", ""
@@ -149,7 +150,8 @@ def _cells(state: RankState) -> tuple[str, str, str, str]:
     waits = state.call if state.state == "waiting" else ""
     if waits and state.collective is not None and state.collective.sizes:
         waits += f", {'shape' if len(state.collective.sizes) == 1 else 'shapes'} {sizes_of(state.collective)}"
-    return state.state, state._line[0], waits, state.code
+    where, code = state.line
+    return state.state, where, waits, code
 
 
 def sizes_of(collective: Collective) -> str:

@@ -241,9 +241,7 @@ class RunWait:
         if waited >= KILL_AFTER_S or hurried:
             if self.run.diagnosis is None:
                 self.run.diagnosis = self.watch.present()  # the death to come is no cause of anything
-            places = {
-                state.rank: f" at {state.place}" for state in self.run.diagnosis.states if state.report and state.report.where
-            }
+            places = {state.rank: f" at {state.place}" for state in self.run.diagnosis.states if state.has_place}
             for rank in self.run.pending:
                 if rank not in self._killed:
                     self._killed.append(rank)

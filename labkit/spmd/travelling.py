@@ -44,31 +44,30 @@ class CourseRun:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Where a checkpoint lies for the later notebooks.
+class LeftCheckpoint:
+    """A checkpoint that lies ready for the later notebooks.
 
     Attributes:
-        place: The folder of the copy.
-        outcome: ``new``, or what was there: ``unchanged`` data, or other data that was ``replaced``.
+        place: Its folder.
+        outcome: It is ``new``; or one was there, with the ``same`` data or with ``other`` data, and stays.
     """
 
     place: Path
-    outcome: Literal["new", "unchanged", "replaced"]
+    outcome: Literal["new", "same", "other"]
 
     def __str__(self) -> str:
         said = {
             "new": "",
-            "unchanged": " (it was there, with the same data)",
-            "replaced": " (another one was there; it is replaced)",
+            "same": " (it was there, with the same data)",
+            "other": " (one was there, with other data, as another number of ranks gives; remove its folder to replace it)",
         }
         return f"{self.place}{said[self.outcome]}"
 
 
-def keep_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Kept:
+def leave_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> LeftCheckpoint:
     """Copy a complete checkpoint to where the later notebooks look for it.
 
-    What lies there under the run's name is replaced unless its data files are the same, byte for byte: it may come from other
-    cells, and sums depend on the number of ranks.
+    What lies there under the run's name stays: a notebook that runs at the same time may be reading it.
 
     Args:
         source: A folder that DCP wrote, with the entries ``model`` and ``optimizer``.
@@ -83,18 +82,11 @@ def keep_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Kept
     if not (source / TABLE).is_file():
         raise FileNotFoundError(f"{source} has no {TABLE}, so it is no complete checkpoint.")
     place = folder / run.name
-    outcome: Literal["new", "replaced"] = "new"
     if (place / TABLE).is_file():
-        if _data(place) == _data(source):
-            return Kept(place, "unchanged")
-        outcome = "replaced"
-    draft, old = _draft(folder), _draft(folder)
+        return LeftCheckpoint(place, "same" if _data(place) == _data(source) else "other")
+    draft = _draft(folder)
     shutil.copytree(source, draft)
-    if outcome == "replaced":
-        os.rename(place, old)
-    _publish(draft, place)
-    shutil.rmtree(old, ignore_errors=True)
-    return Kept(place, outcome)
+    return LeftCheckpoint(_publish(draft, place), "new")
 
 
 def _data(place: Path) -> dict[str, bytes]:

@@ -37,13 +37,15 @@ class StepRecord:
     Attributes:
         optimizer: A weak reference to it.
         signature: Tells optimizers apart on different ranks: class name and number of parameters per group.
-        completed: Steps completed in this run.
+        completed: Steps completed in this run, those that were skipped included.
+        skipped: Steps that were launched and changed nothing, as far as they are counted; see :mod:`labkit.worker.step_gate`.
         under_way: A step has begun to change parameters and has not ended.
     """
 
     optimizer: weakref.ref[Optimizer]
     signature: str
     completed: int = 0
+    skipped: int = 0
     under_way: bool = False
 
 

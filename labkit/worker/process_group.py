@@ -18,7 +18,8 @@ from torch._C import _distributed_c10d as _c10d
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
 from labkit.worker import backends, cut
-from labkit.worker.conditions import Condition, GroupCondition, judge
+from labkit.worker.conditions import Condition, GroupCondition
+from labkit.worker.judgement import judge
 from labkit.worker.step_gate import StepGate
 
 # What torch calls the default group when it is the first one.

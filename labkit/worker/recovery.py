@@ -21,7 +21,8 @@ from torch.autograd import _get_sequence_nr
 
 from labkit.wire.messages import GroupSpec
 from labkit.worker import backends, fsdp_private, wrappers
-from labkit.worker.conditions import Condition, GroupCondition, StepCondition, judge
+from labkit.worker.conditions import Condition, GroupCondition, StepCondition
+from labkit.worker.judgement import judge
 from labkit.worker.optimizer_steps import OptimizerSteps, StepRecord, parameters_of
 from labkit.worker.process_group import ProcessGroups
 from labkit.worker.run_state import RunState
@@ -137,12 +138,12 @@ class Recovery:
         optimizer = record.optimizer()
         if optimizer is None:
             return StepCondition("an optimizer that is gone", record.signature, record.completed, False, shared=False)
-        skipped = self._groups.gate.skipped(optimizer)
+        record.skipped += self._groups.gate.take_skipped(optimizer)  # kept: the same run may be mended again
         return StepCondition(
             label=self._label(optimizer, owners),
             signature=record.signature,
-            completed=record.completed - skipped,
-            skipped=skipped,
+            completed=record.completed - record.skipped,
+            skipped=record.skipped,
             under_way=record.under_way,
             shared=any(id(parameter) in owners for parameter in parameters_of(optimizer)),
             rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),

@@ -10,6 +10,7 @@ the queue comes to it: 0, unless labkit is about to abort.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
 from typing import NamedTuple
 
@@ -21,7 +22,7 @@ _POLL_S = 0.001
 
 
 class _Queued(NamedTuple):
-    optimizer: int
+    optimizer: weakref.ref[Optimizer]
     found: Tensor
     passed: torch.cuda.Event | None
 
@@ -62,7 +63,7 @@ class StepGate:
         passed = torch.cuda.Event() if self._device.type == "cuda" else None
         if passed is not None:
             passed.record()
-        self._queued.append(_Queued(id(optimizer), found, passed))
+        self._queued.append(_Queued(weakref.ref(optimizer), found, passed))
         optimizer.found_inf = found  # type: ignore[attr-defined]
         self._entered = optimizer, found
         return True
@@ -88,9 +89,11 @@ class StepGate:
             time.sleep(_POLL_S)
         return True
 
-    def skipped(self, optimizer: Optimizer) -> int:
-        """How many of its steps have passed without effect since the gate was opened. Blocks until the device came to them."""
-        return sum(bool(one.found) for one in self._queued if one.optimizer == id(optimizer))
+    def take_skipped(self, optimizer: Optimizer) -> int:
+        """How many of its steps have passed without effect; each is told once. Blocks until the device came to them."""
+        mine = [one for one in self._queued if one.optimizer() is optimizer]
+        self._queued = deque(one for one in self._queued if one.optimizer() is not optimizer)
+        return sum(bool(one.found) for one in mine)
 
     def reopen(self) -> None:
         """Nothing of what was queued is left on the device."""
