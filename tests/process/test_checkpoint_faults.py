@@ -116,9 +116,10 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
     assert {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()} == digests
 
 
-# The command, with time after each file: else it may be through before the signal comes.
+# The command, with time after each file: else it may be through before the signal comes. Started in the background of a
+# script, the tests inherit that SIGINT is ignored, and Python leaves it so.
 SLOWLY = """
-import time
+import signal, time
 from labkit.checkpoint.staging_area import StagingArea
 from labkit.cli import main
 
@@ -127,6 +128,7 @@ def finish_file(self, *args, finish=StagingArea.finish_file):
     time.sleep(0.2)
 
 StagingArea.finish_file = finish_file
+signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
 
