@@ -1,6 +1,7 @@
 """The notebooks run on GPUs as they are: only ``world_size`` and ``device`` are given.
 
-With as many ranks as there are GPUs, at most two. On one rank the labs on sharding say that nothing is cut, and go through.
+With as many ranks as there are GPUs, at most two. On one rank the labs on sharding say that nothing is cut, and go through. The lab
+on several machines has nothing to share out then, so it needs two.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.timeout(340)
 
 OUT = ROOT / "build" / "tests" / "gpu"
 NEEDS_FOUR = [path for path in NOTEBOOKS if path.stem == "05_2d_state_dicts"]
+NEEDS_TWO = [path for path in NOTEBOOKS if path.stem == "07_two_machines"]
+BY_GPUS = [pytest.param(path, id=path.stem, marks=pytest.mark.gpu(2 if path in NEEDS_TWO else 1)) for path in NOTEBOOKS]
 
 
 def run_on(path: Path, world_size: int) -> None:
@@ -23,8 +26,7 @@ def run_on(path: Path, world_size: int) -> None:
     assert result.passed, result.error
 
 
-@pytest.mark.gpu(1)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", BY_GPUS)
 def test_runs_on_as_many_ranks_as_there_are_gpus(path: Path, num_ranks: int) -> None:
     run_on(path, num_ranks)
 
