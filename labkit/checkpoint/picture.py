@@ -115,4 +115,6 @@ def _shape(shape: Sequence[int]) -> str:
 
 
 def _row(cells: Sequence[str], tag: str = "td") -> str:
-    return "<tr>" + "".join(f'<{tag} style="text-align:left">{_text(cell)}</{tag}>' for cell in cells) + "</tr>"
+    name, *rest = map(_text, cells)
+    name = name.replace(".", ".<wbr>")  # on a narrow page a long name goes on after a point
+    return "<tr>" + "".join(f'<{tag} style="text-align:left">{cell}</{tag}>' for cell in (name, *rest)) + "</tr>"

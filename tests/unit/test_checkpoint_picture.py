@@ -21,3 +21,10 @@ def test_bytes_by_file_and_part(tmp_path: Path) -> None:
     assert "40 B" in html
     assert "<svg" not in html  # JupyterLab takes it out of a notebook that comes from elsewhere
     assert 'alt="Bytes by file: x.pt 40 B"' in html
+
+
+def test_a_long_name_breaks_after_its_points_only(tmp_path: Path) -> None:
+    torch.save({"model": {"layers.0.wq.weight": torch.ones(400)}}, tmp_path / "x.pt")
+    html = open_checkpoint(tmp_path / "x.pt")._repr_html_()
+    assert ">model.<wbr>layers.<wbr>0.<wbr>wq.<wbr>weight<" in html
+    assert ">1.6 KiB<" in html
