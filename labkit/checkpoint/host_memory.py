@@ -1,13 +1,17 @@
 """Host memory into which a GPU copies a state, kept from one save to the next.
 
 A GPU copies into page-locked memory at the rate of its bus, and into ordinary memory at a tenth of that or less. Locking
-pages takes longer than the copy, so they are locked once, in blocks whose size torch's allocator of such memory does not round up.
+pages takes longer than the copy, so they are locked once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+from labkit.checkpoint.page_locking import locked_memory
 
 BLOCK_BYTES = 1 << 28
 _ALIGNMENT = 512
@@ -17,12 +21,12 @@ class HostMemory:
     """Blocks of memory, shared out anew for each save.
 
     Args:
-        pinned: Lock the pages; False for tests on machines without a GPU.
-        block_bytes: The size of a block, a power of two. A larger tensor gets a block of its own.
+        allocate: Makes a block of so many bytes.
+        block_bytes: The size of a block. A larger tensor gets a block of its own.
     """
 
-    def __init__(self, *, pinned: bool = True, block_bytes: int = BLOCK_BYTES) -> None:
-        self._pinned, self._block_bytes = pinned, block_bytes
+    def __init__(self, allocate: Callable[[int], Tensor] = locked_memory, *, block_bytes: int = BLOCK_BYTES) -> None:
+        self._allocate, self._block_bytes = allocate, block_bytes
         self._blocks: list[Tensor] = []
         self._block = self._offset = 0
 
@@ -53,8 +57,7 @@ class HostMemory:
                 break
             self._block, self._offset = self._block + 1, 0
         else:
-            size = max(self._block_bytes, 1 << (size_bytes - 1).bit_length()) if size_bytes else self._block_bytes
-            self._blocks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+            self._blocks.append(self._allocate(max(self._block_bytes, size_bytes)))
         start = self._offset
         self._offset = -(-(start + size_bytes) // _ALIGNMENT) * _ALIGNMENT
         part: torch.UntypedStorage = self._blocks[self._block].untyped_storage()[start : start + size_bytes]

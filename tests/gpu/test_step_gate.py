@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -26,12 +25,6 @@ for number in range(40):
 """
 SLEEP = "import time; time.sleep(1000)"
 FAIL = "raise ValueError('planted')"
-
-
-@pytest.fixture(scope="module")
-def pool(num_ranks: int) -> Iterator[WorkerPool]:
-    with WorkerPool(num_ranks, device="cuda", replace=True) as pool:
-        yield pool
 
 
 @pytest.mark.gpu(2)
