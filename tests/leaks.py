@@ -20,7 +20,8 @@ from pathlib import Path
 import psutil
 
 FORKSERVER = "labkit.worker.forkserver"
-SETTLE_S = 3.0
+# What has to be gone within two seconds has tests of its own. Here others may keep the cores busy.
+SETTLE_S = 10.0
 # The fork server outlives pools on purpose. The test that happens to start it keeps the kernel's ends of its channels
 # and the thread that listens to it.
 FORKSERVER_FDS = 4
@@ -46,7 +47,7 @@ class Holdings:
     descriptors: dict[str, str] = field(default_factory=dict)
     listeners: dict[str, str] = field(default_factory=dict)
     folders: dict[str, str] = field(default_factory=dict)
-    forkservers: frozenset[int] = frozenset()
+    forkservers: dict[int, str] = field(default_factory=dict)
 
 
 def prepare() -> None:
@@ -62,7 +63,7 @@ def prepare() -> None:
 def take_stock() -> Holdings:
     """Look at everything once."""
     family = _family()
-    forkservers = frozenset(process.pid for process in family if _is_forkserver(process))
+    forkservers = {process.pid: text for process in family if _is_forkserver(process) for _, text in _describe(process)}
     return Holdings(
         processes={key: text for process in family if process.pid not in forkservers for key, text in _describe(process)},
         threads=_threads(),
@@ -75,9 +76,9 @@ def take_stock() -> Holdings:
 
 def leaked(before: Holdings, after: Holdings) -> list[str]:
     """One line per kind of which there is more than before, naming what is new."""
-    started_one = bool(after.forkservers - before.forkservers)
+    started_one = bool(after.forkservers.keys() - before.forkservers.keys())
     extra_forkservers = len(after.forkservers) > max(1, len(before.forkservers))
-    lines = [f"{len(after.forkservers)} fork servers: pids {sorted(after.forkservers)}"] if extra_forkservers else []
+    lines = [f"{len(after.forkservers)} fork servers: {'; '.join(after.forkservers.values())}"] if extra_forkservers else []
     for kind, old, new, allowed in (
         ("process", before.processes, after.processes, 0),
         ("thread", before.threads, after.threads, FORKSERVER_THREADS * started_one),
