@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import labkit
-from tests.benchmarks.gpu_fsdp import differing, memory_left, remove, save_fsdp1, train
+from tests.benchmarks.gpu_fsdp import differing, kernel_times, memory_left, remove, save_fsdp1, train
 from tests.benchmarks.gpu_steps import DEVICE, NUM_RANKS, REHEARSAL
 from tests.benchmarks.table import Figures, show_seconds
 
@@ -64,6 +64,18 @@ def test_step_and_peak(pool: labkit.WorkerPool, figures: Figures) -> None:
     peak = found["FSDP2"].peak_bytes / max(1, found["FSDP1"].peak_bytes) - 1
     figures.add("FSDP2 over FSDP1", f"step {step:+.1%}, peak {peak:+.1%}")
     assert found["FSDP2"].loss == pytest.approx(found["FSDP1"].loss, rel=0.01)
+
+
+@pytest.mark.skipif(REHEARSAL, reason="a CPU has no kernels on a device")
+def test_where_the_difference_is(pool: labkit.WorkerPool, figures: Figures) -> None:
+    found = {}
+    for engine in ("FSDP1", "FSDP2"):
+        pool.restart()
+        found[engine] = pool.run(kernel_times, engine, timeout_s=200)[0]
+    for kind, (ms, count) in found["FSDP2"].items():
+        before_ms, before = found["FSDP1"][kind]
+        figures.add(f"kernels of a step: {kind}", f"FSDP2 {ms:.2f} ms in {count:.0f}", f"FSDP1 {before_ms:.2f} ms in {before:.0f}")
+    assert found["FSDP2"]["matrix products"][0] > 0
 
 
 def test_migration(pool: labkit.WorkerPool, figures: Figures, tmp_path: Path) -> None:

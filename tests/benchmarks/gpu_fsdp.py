@@ -28,6 +28,15 @@ from labkit.spmd.model import Block
 from tests.benchmarks.gpu_steps import DEVICE, ONE_BILLION, Timed, random_model, random_tokens, time_steps
 
 WARM_UP, TIMED = 3, 8
+#: What the two engines do differently shows in these kernels, by a part of their names.
+KERNELS = {
+    "matrix products": ("nvjet", "gemm", "cutlass"),
+    "copies on the device": ("Memcpy DtoD", "split_with_sizes_copy"),
+    "casts to bfloat16": ("bfloat16_copy_kernel",),
+    "gradients to float32": ("chunk_cat", "direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda()#3}"),
+    "NCCL": ("ncclDevKernel",),
+    "the optimizer": ("FusedOptimizer",),
+}
 
 
 def sharded(engine: str) -> nn.Module:
@@ -54,6 +63,28 @@ def train(engine: str) -> tuple[Timed, int]:
     optimizer, batch = adam(model), random_tokens(ONE_BILLION)
     time_steps(model, optimizer, batch, WARM_UP)
     return time_steps(model, optimizer, batch, TIMED), num_parameters()
+
+
+def kernel_times(engine: str) -> dict[str, tuple[float, float]]:
+    """Milliseconds and kernels of a step on the device, by what they do; ``"all"`` is all of them."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    model = sharded(engine)
+    optimizer, batch = adam(model), random_tokens(ONE_BILLION)
+    time_steps(model, optimizer, batch, WARM_UP)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        time_steps(model, optimizer, batch, TIMED)
+    found = dict.fromkeys((*KERNELS, "all"), (0.0, 0.0))
+    for event in profiled.events():
+        # Ranges that FSDP and the optimizer mark are on the device too, over the kernels in them.
+        if event.device_type != DeviceType.CUDA or event.is_user_annotation:
+            continue
+        kind = next((kind for kind, parts in KERNELS.items() if any(part in event.name for part in parts)), None)
+        for name in {"all", kind} - {None}:
+            ms, count = found[name]
+            found[name] = ms + event.device_time_total / 1000 / TIMED, count + 1 / TIMED
+    return found
 
 
 def memory_left() -> int:
