@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from typing import Literal
 
 from torch import nn
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from labkit.errors import LabkitError
@@ -21,8 +22,9 @@ class PlanFinding:
 
     Attributes:
         key: The plan's key.
-        kind: ``unmatched`` (no such module), ``uneven`` (a size does not divide), ``heads`` (attention heads would be cut),
-            ``tied`` (a tied parameter would become two), ``twice`` (an earlier key has split the module already).
+        kind: ``unmatched`` (no such module), ``uneven`` (a size does not divide, and a plain tensor would lose it, or a rank would
+            get nothing), ``heads`` (attention heads would be cut), ``tied`` (a tied parameter would become two), ``twice`` (an
+            earlier key has split the module already).
         detail: The finding in words.
     """
 
@@ -88,11 +90,13 @@ def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int)
 
     Yields:
         Findings in the plan's order. Sizes are judged for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; other
-        styles and modules are checked for a match only.
+        styles and modules are checked for a match only. A size that does not divide is a finding where a plain tensor goes in
+        or comes out: torch takes its local size times the number of ranks for the whole one.
 
     Ranks: local.
     """
     styles: dict[nn.Module, str] = {}
+    placed = set(_placed_features(model, plan))
     for key, style in plan.items():
         matched = match_modules(model, key)
         if not matched:
@@ -101,7 +105,7 @@ def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int)
             if module in styles and isinstance(style, ColwiseParallel | RowwiseParallel):
                 yield PlanFinding(key, "twice", f"{name} is split by {styles[module]!r} already")
             styles[module] = key
-            yield from _findings(model, key, style, name, module, tp_size)
+            yield from _findings(model, key, style, name, module, tp_size, placed)
 
 
 def match_modules(model: nn.Module, key: str) -> dict[str, nn.Module]:
@@ -119,8 +123,43 @@ def match_modules(model: nn.Module, key: str) -> dict[str, nn.Module]:
     return found
 
 
+def _placed_features(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, int]]:
+    """Features that a column-parallel layer hands on as a DTensor: the module around it, and how many there are."""
+    for key, style in plan.items():
+        if isinstance(style, ColwiseParallel) and not style.use_local_output:
+            for name, module in match_modules(model, key).items():
+                if isinstance(module, nn.Linear):
+                    yield name.rpartition(".")[0], module.out_features
+
+
+def _uneven(style: ParallelStyle, size: int, tp_size: int, placed: bool) -> str:
+    """What is wrong with a size that does not divide; empty where nothing is.
+
+    Args:
+        style: One of the two basic styles.
+        size: How many rows or columns it cuts.
+        tp_size: Ranks in a TP group.
+        placed: Whether a row-parallel layer gets its input from a column-parallel one that keeps placements.
+    """
+    if not size % tp_size:
+        return ""
+    if -(-size // tp_size) * (tp_size - 1) >= size:
+        return "a rank would get none, which fails in FSDP's backward"
+    if isinstance(style, ColwiseParallel):
+        is_lost = style.use_local_output and Shard(-1) in style.output_layouts
+        return "use_local_output=False would keep the size" if is_lost else ""
+    is_lost = isinstance(style, RowwiseParallel) and Shard(-1) in style.input_layouts and not placed
+    return "use_local_output=False in the layer before it, or input_layouts=Replicate(), would keep the size" if is_lost else ""
+
+
 def _findings(
-    model: nn.Module, key: str, style: ParallelStyle, name: str, module: nn.Module, tp_size: int
+    model: nn.Module,
+    key: str,
+    style: ParallelStyle,
+    name: str,
+    module: nn.Module,
+    tp_size: int,
+    placed: Collection[tuple[str, int]],
 ) -> Iterator[PlanFinding]:
     dim = _split_dim(style, module)
     if dim is None:
@@ -128,11 +167,11 @@ def _findings(
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     size = weight.shape[dim]
-    if size % tp_size:
+    if fault := _uneven(style, size, tp_size, (name.rpartition(".")[0], size) in placed):
         what = "rows" if dim == 0 else "columns"
-        detail = f"{size} {what} of {name}.weight cannot be spread evenly over {tp_size} TP ranks"
+        detail = f"{size} {what} of {name}.weight cannot be spread evenly over {tp_size} TP ranks; {fault}"
         yield PlanFinding(key, "uneven", detail)
-    elif isinstance(style, ColwiseParallel) and (head_dim := _head_dim(model, name)) and size // tp_size % head_dim:
+    elif isinstance(style, ColwiseParallel) and (head_dim := _head_dim(model, name)) and -(-size // tp_size) % head_dim:
         detail = f"{size // head_dim} heads of {head_dim} rows cannot be spread evenly over {tp_size} TP ranks"
         yield PlanFinding(key, "heads", detail)
     owners = [other for other, owner in model.named_modules() if owner.__dict__.get("_parameters", {}).get("weight") is weight]

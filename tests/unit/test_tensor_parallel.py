@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 from labkit.spmd.initialize import build_model
@@ -44,9 +45,50 @@ def test_a_size_that_does_not_divide_is_found_in_the_dim_that_the_style_cuts() -
     assert kinds({"0": RowwiseParallel(), "1": ColwiseParallel()}, model) == []
 
 
+def test_a_size_that_does_not_divide_is_no_fault_where_its_placements_are_kept() -> None:
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6))
+    kept = ColwiseParallel(use_local_output=False)
+    assert kinds({"0": kept, "2": RowwiseParallel()}, model) == []
+    assert kinds({"0": ColwiseParallel(output_layouts=Replicate())}, model) == []
+    assert kinds({"2": RowwiseParallel(input_layouts=Replicate())}, model) == []
+
+
+def test_a_row_parallel_layer_is_judged_by_the_layers_beside_it() -> None:
+    model = build_model(ModelConfig(hidden_dim=191), device="meta")
+    kept, rows = ColwiseParallel(use_local_output=False), RowwiseParallel()
+    w1, w2, w3 = (f"layers.*.feed_forward.w{number}" for number in (1, 2, 3))
+    assert kinds({w1: kept, w3: kept, w2: rows}, model) == []
+    assert {key for key, _ in kinds({w1: kept, w3: ColwiseParallel(), w2: rows}, model)} == {w3}
+    assert {key for key, _ in kinds({"layers.0.feed_forward.w1": kept, "layers.1.feed_forward.w2": rows}, model)} == {
+        "layers.1.feed_forward.w2"
+    }
+
+
+def test_an_uneven_size_names_its_way_out() -> None:
+    model = nn.Sequential(nn.Linear(6, 9), nn.ReLU(), nn.Linear(9, 6))
+    columns, rows = lint_plan(model, {"0": ColwiseParallel(), "2": RowwiseParallel()}, 2)
+    assert columns.detail.endswith("over 2 TP ranks; use_local_output=False would keep the size")
+    assert "input_layouts=Replicate()" in rows.detail
+
+
+@pytest.mark.parametrize(("size", "num_tp"), [(3, 4), (5, 4), (9, 8)])
+def test_a_rank_without_a_row_is_a_fault_also_where_placements_are_kept(size: int, num_tp: int) -> None:
+    model = nn.Sequential(nn.Linear(6, size), nn.ReLU(), nn.Linear(size, 6))
+    findings = list(lint_plan(model, {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}, num_tp))
+    assert [(finding.key, finding.kind) for finding in findings] == [("0", "uneven"), ("2", "uneven")]
+    assert all("a rank would get none" in finding.detail for finding in findings)
+
+
+def test_heads_are_not_cut_by_a_size_that_keeps_its_placements() -> None:
+    model = build_model(ModelConfig(dim=48, num_heads=3), device="meta")
+    plan = {"layers.0.attention.wq": ColwiseParallel(use_local_output=False)}
+    assert kinds(plan, model, 5) == [("layers.0.attention.wq", "heads")]
+
+
 def test_an_embedding_is_cut_the_other_way_round() -> None:
     model = nn.Sequential(nn.Embedding(9, 6))
     assert kinds({"0": RowwiseParallel()}, model) == [("0", "uneven")]
+    assert kinds({"0": RowwiseParallel(input_layouts=Replicate())}, model) == []
     assert kinds({"0": ColwiseParallel()}, model) == []
 
 
