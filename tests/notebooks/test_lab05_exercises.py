@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import labkit
 from labkit.course import lab05
-from labkit.errors import ExerciseError
+from labkit.errors import ExerciseError, RankFailedError
 from labkit.spmd.layouts import Split
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell
@@ -26,7 +26,7 @@ IMPORTS = """
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 """
 
 
@@ -449,6 +449,20 @@ SORTED = """total = 0.0
             whole = whole.sort(dim=dim)[0]
         total = total + whole.redistribute(placements=[Replicate()] * whole.device_mesh.ndim).to_local().square().sum()
     return total.sqrt()"""
+WHERE_IT_IS_CUT = """total = 0.0
+    for grad in grads:
+        square = grad.to_local().square().sum()
+        for axis, placement in enumerate(grad.placements):
+            if {is_cut}:
+                dist.all_reduce(square, group=grad.device_mesh.get_group(axis))
+        total = total + square
+    return total.sqrt()"""
+CLIPS = """by_mesh = {}
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            by_mesh.setdefault(parameter.grad.device_mesh, []).append(parameter)
+    return torch.stack([nn.utils.clip_grad_norm_(group, 1.0).full_tensor() for group in by_mesh.values()]).norm()"""
+ALL_AT_ONCE = "return nn.utils.get_total_norm(grads)"
 DP_ONLY = """total = 0.0
     for grad in grads:
         square = grad.to_local().square().sum()
@@ -494,6 +508,43 @@ def test_a_sum_over_the_dp_axis_only_is_refused_with_a_hint(pool: labkit.WorkerP
     with pytest.raises(ExerciseError, match="has the norm") as caught:
         lab05.check_grad_norm(pool)
     assert "on the other axis" in str(caught.value)
+
+
+@on_four
+@pytest.mark.parametrize("is_cut", ["placement.is_shard()", "isinstance(placement, Shard)"])
+def test_a_sum_that_takes_a_strided_shard_for_a_copy_is_refused_with_a_hint(pool: labkit.WorkerPool, is_cut: str) -> None:
+    pool.run_cell(ONE_RESULT.format(body=WHERE_IT_IS_CUT.format(is_cut=is_cut)))
+    with pytest.raises(ExerciseError, match="has the norm") as caught:
+        lab05.check_grad_norm(pool)
+    assert "_StridedShard is no Shard" in str(caught.value)
+    pool.run_cell(ONE_RESULT.format(body=WHERE_IT_IS_CUT.format(is_cut="not placement.is_replicate()")))
+    assert lab05.check_grad_norm(pool).startswith("Solved: ")
+
+
+def test_a_norm_that_changes_the_gradients_is_refused_with_a_hint(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(ONE_RESULT.format(body=CLIPS))
+    with pytest.raises(ExerciseError, match="gradients are others afterwards") as caught:
+        lab05.check_grad_norm(pool)
+    assert "get_total_norm only measures" in str(caught.value)
+
+
+@on_two_and_four
+def test_all_meshes_at_once_are_refused_in_a_few_lines_with_a_hint(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(ONE_RESULT.format(body=ALL_AT_ONCE))
+    with pytest.raises(ExerciseError, match="grad_norm raised RuntimeError") as caught:
+        lab05.check_grad_norm(pool)
+    assert "one mesh at a time" in str(caught.value)
+    assert len(str(caught.value)) < 600
+
+
+@on_two_and_four
+def test_what_raises_is_told_with_its_line_and_can_be_called_again(pool: labkit.WorkerPool) -> None:
+    pool.run_cell(ONE_RESULT.format(body="return grads[0].norm() + missing"))
+    with pytest.raises(ExerciseError, match=re.escape("grad_norm(norm_model()): grad_norm raised NameError")) as caught:
+        lab05.check_grad_norm(pool)
+    assert "in the line 'return grads[0].norm() + missing'" in str(caught.value)
+    with pytest.raises(RankFailedError, match="NameError"):
+        pool.run_cell("from labkit.course.lab05 import norm_model\ngrad_norm(norm_model())")
 
 
 PER_MESH = """by_mesh = {}

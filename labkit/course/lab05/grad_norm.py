@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import isclose, sqrt
 from typing import Any
 
-from labkit.course.checks import Pool, ask, from_cell, refuse, require_on_ranks
+from labkit.course.checks import Pool, ask, from_cell, refuse, require_on_ranks, run_on_ranks
+from labkit.course.lab05.grad_norm_model import norm_model
 from labkit.errors import ExerciseError
 
 # Of one parameter a rank may send this many elements: its share of the norm over a few axes, never the gradient.
@@ -21,12 +22,16 @@ class Seen:
         norm: What ``grad_norm`` returned.
         truth: The norm of the whole gradients.
         sent: Elements that this rank put into collectives, those that DTensor starts among them, per parameter with a gradient.
+        num_changed: Gradients that are others afterwards.
+        num_grads: Parameters with a gradient.
         guesses: The norms that known mistakes give on this rank, by the mistake's name.
     """
 
     norm: float
     truth: float
     sent: float
+    num_changed: int
+    num_grads: int
     guesses: dict[str, float]
 
 
@@ -41,13 +46,13 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
         A line with the norm and what was sent for it.
 
     Raises:
-        ExerciseError: A rank has another norm, or whole gradients were sent.
+        ExerciseError: A rank has another norm, or whole gradients were sent, or the gradients are others afterwards.
         RunTimeoutError: The ranks called different collectives.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "grad_norm")
-    seen = pool.run(_measure, timeout_s=timeout_s)
+    seen = run_on_ranks(pool, _measure, timeout_s=timeout_s)
     for rank, found in seen.items():
         if not isclose(found.norm, found.truth, rel_tol=1e-5):
             refuse(
@@ -55,6 +60,12 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
                 f"{found.truth:.6g} on every rank.",
                 _hint(found),
             )
+    if changed := max(found.num_changed for found in seen.values()):
+        refuse(
+            f"the norm is right, but {changed} of {seen[0].num_grads} gradients are others afterwards.",
+            "the gradients as they were.",
+            "clip_grad_norm_ scales the gradients; get_total_norm only measures. To clip is the next step, with the common norm.",
+        )
     worst = max(found.sent for found in seen.values())
     if worst > _FEW:
         refuse(
@@ -79,6 +90,7 @@ def _hint(found: Seen) -> str:
 
 
 _HINTS = {
+    "strided": "You take a strided cut for a copy. _StridedShard is no Shard and says no to is_shard(): ask is_replicate().",
     "local": "That is the norm of what this rank holds. The others have to hear of it.",
     "copies": "Some gradients lie on several ranks, and you count each copy. Whose mesh says that, and on which axis?",
     "dp only": "You add up over the dp axis only; what TP has cut lies on the other axis.",
@@ -90,28 +102,59 @@ _HINTS = {
 
 def _measure() -> Seen:
     import torch
-    from torch.distributed.tensor import DTensor, Replicate
 
-    device, world_size = from_cell("device"), from_cell("world_size")
-    model = _model(device, world_size)
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    whole = [float(grad.full_tensor().double().norm()) for grad in grads if isinstance(grad, DTensor)]
-    local = [float(grad.to_local().double().square().sum()) for grad in grads if isinstance(grad, DTensor)]
+    model = norm_model()
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters]
+    before = [grad.to_local().clone() for grad in grads]
+    truth, guesses = _norms(grads)
     counter = _counter()
     with counter:
-        answer = ask(from_cell("grad_norm"), model, case="a model of six parameters")
-    norm = _as_number(answer)
-    everyone = _added(torch.tensor(sum(local), dtype=torch.float64, device=device))
-    own_mesh = dp_only = 0.0
-    for grad, value in zip(grads, local, strict=True):
-        assert isinstance(grad, DTensor)
-        times = 1
+        answer = _asked(model)
+    same = [
+        parameter.grad is not None and torch.equal(parameter.grad.to_local(), local)
+        for parameter, local in zip(parameters, before, strict=True)
+    ]
+    return Seen(_as_number(answer), truth, counter.elements / len(grads), same.count(False), len(grads), guesses)
+
+
+def _asked(model: Any) -> Any:
+    """What ``grad_norm`` returns. The case is a call that works in a cell."""
+    try:
+        return ask(from_cell("grad_norm"), model, case="grad_norm(norm_model())")
+    except ExerciseError as error:
+        said = str(error.__cause__ or "")
+        if "mesh" not in said:
+            raise
+        # torch tells the layout of every gradient, some kilobytes of it.
+        refuse(
+            f"grad_norm raised {type(error.__cause__).__name__}: {said.splitlines()[0][:100]} ...",
+            "one number from gradients on two meshes.",
+            "torch refuses gradients of two meshes, as in clip_grad_norm_ above. Take one mesh at a time.",
+        )
+
+
+def _norms(grads: list[Any]) -> tuple[float, dict[str, float]]:
+    """The norm of the whole gradients, and what known mistakes make of them on this rank."""
+    import torch
+
+    whole = [float(grad.full_tensor().double().norm()) for grad in grads]
+    local = [float(grad.to_local().double().square().sum()) for grad in grads]
+    own_mesh = dp_only = strided = 0.0
+    for grad, norm, value in zip(grads, whole, local, strict=True):
+        square, shards_only = (torch.tensor(value, dtype=torch.float64, device=grad.device) for _ in range(2))
+        copies = 1
         for axis, placement in enumerate(grad.placements):
-            times *= grad.device_mesh.size(axis) if isinstance(placement, Replicate) else 1
-        own_mesh += float(grad.full_tensor().double().square().sum()) * times
-        dp_only += _added(torch.tensor(value, dtype=torch.float64, device=device), grad.device_mesh.get_group(0))
+            copies *= grad.device_mesh.size(axis) if placement.is_replicate() else 1
+            if placement.is_shard():
+                _added(shards_only, grad.device_mesh.get_group(axis))
+        own_mesh += norm**2 * copies
+        dp_only += _added(square, grad.device_mesh.get_group(0))
+        strided += float(shards_only)
     truth = sqrt(sum(value**2 for value in whole))
+    everyone = _added(torch.tensor(sum(local), dtype=torch.float64, device=grads[0].device))
     guesses = {
+        "strided": sqrt(strided),
         "local": sqrt(sum(local)),
         "own mesh": sqrt(own_mesh),
         "copies": sqrt(everyone),
@@ -120,8 +163,7 @@ def _measure() -> Seen:
         "square": truth**2,
     }
     # A mistake that makes no difference on this mesh explains nothing.
-    guesses = {name: guess if not isclose(guess, truth, rel_tol=1e-5) else float("nan") for name, guess in guesses.items()}
-    return Seen(norm, truth, counter.elements / len(grads), guesses)
+    return truth, {name: guess if not isclose(guess, truth, rel_tol=1e-5) else float("nan") for name, guess in guesses.items()}
 
 
 def _as_number(answer: Any) -> float:
@@ -136,33 +178,6 @@ def _added(value: Any, group: Any = None) -> float:
 
     dist.all_reduce(value, group=group)
     return float(value)
-
-
-def _model(device: Any, world_size: int) -> Any:
-    """Gradients on a two-axis mesh (cut twice, or cut once and copied), and on its dp axis alone; one parameter has none."""
-    import torch
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    across = 2 if world_size % 2 == 0 else 1
-    mesh = init_device_mesh(device.type, (world_size // across, across), mesh_dim_names=("dp", "tp"))
-    layouts: dict[str, tuple[tuple[int, ...], Any, list[Any]]] = {
-        "twice": ((24, 16), mesh, [Shard(0), Shard(1)]),
-        "uneven": ((7, 30), mesh, [Shard(0), Shard(0)]),
-        "copied on dp": ((18, 16), mesh, [Replicate(), Shard(0)]),
-        "copied on tp": ((10, 6), mesh, [Shard(0), Replicate()]),
-        "norm": ((320,), mesh["dp"], [Shard(0)]),
-        "frozen": ((4,), mesh["dp"], [Shard(0)]),
-    }
-    model = torch.nn.Module()
-    generator = torch.Generator().manual_seed(5)
-    for name, (shape, where, placements) in layouts.items():
-        full = torch.randn(shape, generator=generator).to(device)
-        parameter = torch.nn.Parameter(distribute_tensor(full, where, placements))
-        if name != "frozen":
-            parameter.grad = distribute_tensor(full * 0.5, where, placements)
-        model.register_parameter(name, parameter)
-    return model
 
 
 def _counter() -> Any:
