@@ -122,7 +122,7 @@ def shard_2d(
     check_mesh(mesh, fsdp=2)
     tp = mesh["tp"]
     if tp.size() > 1:
-        check_plan(model, plan, tp.size())
+        check_plan(model, plan, tp.size(), dp_size=mesh["dp"].size())
         parallelize_module(model, tp, dict(plan))
     data_axes = tuple(name for name in mesh.mesh_dim_names or () if name != "tp")
     return shard_model(model, mesh[data_axes], blocks=blocks, reshard_after_forward=reshard_after_forward)

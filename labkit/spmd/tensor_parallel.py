@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -68,7 +68,7 @@ def tensor_parallel_plan(layers: str = "layers.*") -> dict[str, ParallelStyle]:
     return plan | {f"{layers}.{name}": RowwiseParallel() for name in rows}
 
 
-def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> None:
+def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int, *, dp_size: int = 1) -> None:
     """Refuse a plan that `lint_plan` finds fault with.
 
     Raises:
@@ -76,22 +76,24 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
 
     Ranks: local; equal on all ranks.
     """
-    if findings := tuple(lint_plan(model, plan, tp_size)):
+    if findings := tuple(lint_plan(model, plan, tp_size, dp_size=dp_size)):
         raise PlanError(findings)
 
 
-def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int) -> Iterator[PlanFinding]:
+def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int, *, dp_size: int = 1) -> Iterator[PlanFinding]:
     """Find what torch would skip with a warning, untie in silence, or trip over in the first forward.
 
     Args:
         model: The whole model, also on the meta device.
         plan: Keys as ``parallelize_module`` reads them: one pattern per level, so ``layers.*`` ends at the layers.
         tp_size: Ranks in a TP group.
+        dp_size: Ranks over which FSDP cuts the rows of each piece again.
 
     Yields:
         Findings in the plan's order. Sizes are judged for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; other
         styles and modules are checked for a match only. A size that does not divide is a finding where a plain tensor goes in
-        or comes out: torch takes its local size times the number of ranks for the whole one.
+        or comes out: torch takes its local size times the number of ranks for the whole one. So it is where FSDP cuts the
+        pieces again in such a way that a checkpoint fails.
 
     Ranks: local.
     """
@@ -105,7 +107,14 @@ def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int)
             if module in styles and isinstance(style, ColwiseParallel | RowwiseParallel):
                 yield PlanFinding(key, "twice", f"{name} is split by {styles[module]!r} already")
             styles[module] = key
-            yield from _findings(model, key, style, name, module, tp_size, placed)
+            yield from _findings(model, key, style, name, module, _Axes(tp_size, dp_size), placed)
+
+
+class _Axes(NamedTuple):
+    """Ranks on the axes of tensor parallelism and of FSDP."""
+
+    tp: int
+    dp: int
 
 
 def match_modules(model: nn.Module, key: str) -> dict[str, nn.Module]:
@@ -132,19 +141,30 @@ def _placed_features(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Ite
                     yield name.rpartition(".")[0], module.out_features
 
 
-def _uneven(style: ParallelStyle, size: int, tp_size: int, placed: bool) -> str:
+def _pieces(size: int, num: int) -> list[int]:
+    """How torch cuts a size: each piece as large as the first, until nothing is left."""
+    piece = -(-size // num)
+    return [max(0, min(piece, size - at * piece)) for at in range(num)]
+
+
+def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool) -> str:
     """What is wrong with a size that does not divide; empty where nothing is.
 
     Args:
         style: One of the two basic styles.
         size: How many rows or columns it cuts.
-        tp_size: Ranks in a TP group.
+        dim: 0 for rows, 1 for columns.
+        axes: Ranks on both axes.
         placed: Whether a row-parallel layer gets its input from a column-parallel one that keeps placements.
     """
-    if not size % tp_size:
+    if not size % axes.tp:
         return ""
-    if -(-size // tp_size) * (tp_size - 1) >= size:
+    if not all(pieces := _pieces(size, axes.tp)):
         return "a rank would get none, which fails in FSDP's backward"
+    # For a file torch puts the rows of one place on dp together and cuts them anew over tp. FSDP cut each TP piece by itself.
+    held = zip(*(_pieces(piece, axes.dp) for piece in pieces), strict=True)
+    if dim == 0 and any(list(rows) != _pieces(sum(rows), axes.tp) for rows in held):
+        return f"over {axes.dp} ranks on dp torch puts the rows of some ranks in the wrong place, and a checkpoint fails"
     if isinstance(style, ColwiseParallel):
         is_lost = style.use_local_output and Shard(-1) in style.output_layouts
         return "use_local_output=False would keep the size" if is_lost else ""
@@ -158,7 +178,7 @@ def _findings(
     style: ParallelStyle,
     name: str,
     module: nn.Module,
-    tp_size: int,
+    axes: _Axes,
     placed: Collection[tuple[str, int]],
 ) -> Iterator[PlanFinding]:
     dim = _split_dim(style, module)
@@ -167,12 +187,12 @@ def _findings(
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     size = weight.shape[dim]
-    if fault := _uneven(style, size, tp_size, (name.rpartition(".")[0], size) in placed):
+    if fault := _uneven(style, size, dim, axes, (name.rpartition(".")[0], size) in placed):
         what = "rows" if dim == 0 else "columns"
-        detail = f"{size} {what} of {name}.weight cannot be spread evenly over {tp_size} TP ranks; {fault}"
+        detail = f"{size} {what} of {name}.weight cannot be spread evenly over {axes.tp} TP ranks; {fault}"
         yield PlanFinding(key, "uneven", detail)
-    elif isinstance(style, ColwiseParallel) and (head_dim := _head_dim(model, name)) and -(-size // tp_size) % head_dim:
-        detail = f"{size // head_dim} heads of {head_dim} rows cannot be spread evenly over {tp_size} TP ranks"
+    elif isinstance(style, ColwiseParallel) and (head_dim := _head_dim(model, name)) and -(-size // axes.tp) % head_dim:
+        detail = f"{size // head_dim} heads of {head_dim} rows cannot be spread evenly over {axes.tp} TP ranks"
         yield PlanFinding(key, "heads", detail)
     owners = [other for other, owner in model.named_modules() if owner.__dict__.get("_parameters", {}).get("weight") is weight]
     if len(owners) > 1:

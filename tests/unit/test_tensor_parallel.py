@@ -79,6 +79,17 @@ def test_a_rank_without_a_row_is_a_fault_also_where_placements_are_kept(size: in
     assert all("a rank would get none" in finding.detail for finding in findings)
 
 
+@pytest.mark.parametrize(
+    ("size", "num_dp", "is_fault"), [(13, 1, False), (13, 2, False), (13, 3, True), (7, 3, True), (15, 3, False), (191, 3, False)]
+)
+def test_rows_that_fsdp_would_put_into_the_wrong_place_of_a_checkpoint_are_found(size: int, num_dp: int, is_fault: bool) -> None:
+    model = nn.Sequential(nn.Linear(6, size), nn.ReLU(), nn.Linear(size, 6))
+    plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
+    findings = list(lint_plan(model, plan, 2, dp_size=num_dp))
+    assert [finding.key for finding in findings] == ["0"] * is_fault
+    assert all("a checkpoint fails" in finding.detail for finding in findings)
+
+
 def test_heads_are_not_cut_by_a_size_that_keeps_its_placements() -> None:
     model = build_model(ModelConfig(dim=48, num_heads=3), device="meta")
     plan = {"layers.0.attention.wq": ColwiseParallel(use_local_output=False)}
