@@ -6,8 +6,8 @@ target is, and a hint that fits the mistake. Solutions are judged by what they d
 Code of an exercise that runs on the ranks stands in a ``%%spmd`` cell, so it lives in the namespace of each rank. A check sends
 a function there (`run_on_ranks`) that takes it from the namespace (`from_cell`), tries it, and returns what it saw as plain values.
 
-No answer ends in a traceback of this package: a check calls the learner's function by `ask`, and does what depends on the form of
-an answer inside `trying`.
+No answer ends in a traceback of this package: a check calls the learner's function by `ask`, also on a rank, does what depends on
+the form of an answer inside `trying`, and refuses one that does not come back by `refuse_hang`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from labkit.errors import ExerciseError, RankFailedError
+from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
 from labkit.ranks import RankResults, format_ranks
 from labkit.tracebacks import is_library
 
 T = TypeVar("T")
 MeasuredT = TypeVar("MeasuredT")
+
+_FILL_IN = "Fill in the exercise's cell and run it again."
+_SENT = "Its first line has to be %%spmd, or the ranks keep what they have."
+_SLOW = (
+    "This may be a slow machine and no hang: the ranks still compute, or are all in the same call. Then a longer timeout_s helps."
+)
 
 
 class Pool(Protocol):
@@ -57,6 +63,24 @@ def refuse(measured: str, target: str, hint: str = "") -> NoReturn:
     raise ExerciseError(f"{measured}\nTarget: {target}" + (f"\nHint: {hint}" if hint else "")) from None
 
 
+def refuse_hang(name: str, error: RunTimeoutError, target: str, hint: str = "") -> NoReturn:
+    """Refuse a solution that did not come back in time.
+
+    Args:
+        name: The learner's function.
+        error: What the pool says of it.
+        target: What it should do.
+        hint: What may have gone wrong where ranks wait for one that does something else. Ranks that are all at work, or all in the
+            same call, get another: they may only be slow.
+
+    Raises:
+        ExerciseError: Always.
+    """
+    together = not error.diagnosis or " all in " in error.diagnosis or " still computing at " in error.diagnosis
+    slow = together and not error.finished and not error.failed_ranks
+    refuse(f"{name} {'does not come back' if slow else 'hangs'}: {error}", target, _SLOW if slow else hint)
+
+
 def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     """The learner's answer.
 
@@ -76,7 +100,7 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     except Exception as error:  # whatever a learner's code raises is shown to them
         # With a text it is torch's own: DTensor says so of operators that it does not know.
         if isinstance(error, NotImplementedError) and not error.args:
-            raise ExerciseError(f"{name} is not solved yet. Fill in the exercise's cell and run it again.") from None
+            raise ExerciseError(f"{name} is not solved yet. {_FILL_IN}") from None
         asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
         line = _own_line(error)
         place = f", in the line {line!r}" if line else ""
@@ -162,7 +186,8 @@ def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: 
             raise
         same = len(raised) == len(error.failures) and len({failure.message for failure in raised}) == 1
         where = "" if same else f"rank {raised[0].rank}: "
-        raise ExerciseError(f"{where}{raised[0].message}") from error
+        sent = f" {_SENT}" if raised[0].message.endswith(_FILL_IN) else ""
+        raise ExerciseError(f"{where}{raised[0].message}{sent}") from error
 
 
 def from_cell(name: str) -> Any:

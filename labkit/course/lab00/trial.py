@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.course.checks import Pool, ask, from_cell, refuse, run_on_ranks, trying
+from labkit.course.checks import Pool, ask, from_cell, refuse, refuse_hang, run_on_ranks, trying
 from labkit.errors import RunTimeoutError
 from labkit.ranks import RankResults
 
@@ -57,7 +57,7 @@ def on_ranks(pool: Pool, name: str, function: Callable[..., Trial], *args: objec
         return run_on_ranks(pool, function, *args, timeout_s=timeout_s)
     except RunTimeoutError as error:
         hint = "Every rank has to make the collective call." if pool.world_size > 1 else ""
-        refuse(f"{name} hangs: {error}", "it comes back on every rank.", hint)
+        refuse_hang(name, error, "it comes back on every rank.", hint)
 
 
 def require_kept(rank: int, trial: Trial) -> None:

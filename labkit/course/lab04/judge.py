@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from labkit.course.checks import Pool, from_cell, refuse, require_on_ranks
-from labkit.errors import RunTimeoutError
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-_STEPS, _MICRO = 3, 2
+from labkit.course.checks import Pool, ask, from_cell, refuse, refuse_hang, require_on_ranks, run_on_ranks
+from labkit.course.lab04.trainings import PLANTED, Run, copied, planted, trained
+from labkit.errors import ExerciseError, RunTimeoutError
 
 
 @dataclass(frozen=True)
@@ -33,18 +28,25 @@ class _Kind:
 
 
 _NOISE = (
-    "It adds the same numbers in another order, so the last bits differ. Exact equality is more than two right runs can promise."
+    "It adds the same numbers in another order, so the last bits differ. Exact equality is more than two right runs can promise, "
+    "and so is a tolerance below the last place."
+)
+_NEAR_ZERO = (
+    "You allow for the last place of each number; near zero that is too tight. The noise of a sum is as large as the last place "
+    "of its largest terms, whatever is left of them: a number near zero is off by many times its own last place. There rtol gives "
+    "next to nothing, and the default atol=1e-8 is too little. Choose atol by the largest element of the tensor."
 )
 _KINDS = {
-    "again": _Kind("the reference, trained again", True, 1, "It is equal bit for bit."),
+    "again": _Kind("a copy of the reference", True, 1, "It is equal bit for bit."),
     "ddp": _Kind("DDP", True, 2, _NOISE),
     "fsdp2": _Kind("FSDP2", True, 1, _NOISE),
-    "rounded": _Kind("the reference with every number moved by one unit of its last place", True, 1, _NOISE),
+    "rounded": _Kind("the reference with every number moved by a last place of its tensor's largest", True, 1, _NOISE),
     "sum": _Kind(
         "gradients added up and not divided by the number of ranks",
         False,
         2,
-        "Adam divides a gradient by its own size, so losses and weights hardly show it. The gradients themselves do.",
+        "Adam divides a gradient by its own size, so the losses hardly show it, and the weights only where the tolerance is tight. "
+        "The gradients themselves do.",
     ),
     "no_sync": _Kind(
         "gradients that nobody averages", False, 2, "Each rank follows its own gradient. Compare the gradients, or the weights."
@@ -85,16 +87,28 @@ _KINDS = {
         1,
         "Compare the weights element by element. In a sum or a mean of differences, plus and minus cancel.",
     ),
+    "misplaced_losses": _Kind(
+        "losses one place further, with the gradients and weights of the reference",
+        False,
+        1,
+        "Compare the losses too, each with its own: gradients and weights say nothing of what was written down.",
+    ),
+    "decay": _Kind(
+        "AdamW in the place of Adam",
+        False,
+        1,
+        "AdamW also shrinks the weights, by a ten-thousandth a step. The losses hardly show it. The weights end up a thousandth of "
+        "their tensor's largest apart, hundreds of times the noise: a tolerance can lie between the two.",
+    ),
 }
-_PLANTED = ("rounded", "doubled", "misplaced_gradients", "misplaced_weights")
 
 
 def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
-    """Exercise 4: ``same_training(run, reference)`` accepts another order of sums and refuses eight bugs.
+    """Exercise 4: ``same_training(run, reference)`` accepts another order of sums and refuses ten bugs.
 
-    Eight runs are really made on the ranks. Four are copies of the reference with something planted: rounding for any number of
-    ranks, and differences that a judge overlooks which compares one part only, or sums. A run counts as accepted when every rank
-    accepts what it saw of it.
+    Eight runs are really made on the ranks, beside the reference. Six are copies of the reference, five of them with something
+    planted: noise for any number of ranks, and differences that a judge overlooks which compares one part only, or sums. A run
+    counts as accepted when every rank accepts what it saw of it. The ranks keep the runs for the next attempt.
 
     Args:
         pool: The pool; ``same_training`` is defined on its ranks.
@@ -104,17 +118,18 @@ def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
         A line with the number of runs, and what this number of ranks cannot show.
 
     Raises:
-        ExerciseError: A wrong verdict, and the message says on which run; or the judge hangs.
+        ExerciseError: A wrong verdict, and the message says on which run; or the judge hangs, raises or gives no verdict.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "same_training")
     shown = [name for name, kind in _KINDS.items() if pool.world_size >= kind.needs]
     try:
-        verdicts = pool.run(_verdicts, shown, timeout_s=timeout_s)
+        verdicts = run_on_ranks(pool, _verdicts, shown, timeout_s=timeout_s)
     except RunTimeoutError as error:
-        refuse(
-            f"same_training hangs: {error}",
+        refuse_hang(
+            "same_training",
+            error,
             "a verdict on every rank.",
             "Each rank judges what it saw itself. If you call a collective, every rank has to reach it in every run.",
         )
@@ -123,7 +138,9 @@ def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
         accepted = all(verdict[name] for verdict in verdicts.values())
         if accepted != kind.same:
             said = "accepted" if accepted else f"refused by rank {next(r for r, v in verdicts.items() if not v[name])}"
-            refuse(f"{kind.what}: {said}.", "accepted." if kind.same else "refused by at least one rank.", kind.hint)
+            near_zero = kind.hint == _NOISE and all(verdict[_LAST_PLACES] for verdict in verdicts.values())
+            hint = _NEAR_ZERO if near_zero else kind.hint
+            refuse(f"{kind.what}: {said}.", "accepted." if kind.same else "refused by at least one rank.", hint)
     bugs = sum(not _KINDS[name].same for name in shown)
     left_out = len(_KINDS) - len(shown)
     more = f" {left_out} of {len(_KINDS)} runs need two ranks and were left out." if left_out else ""
@@ -132,108 +149,27 @@ def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
 
 # On the ranks -----------------------------------------------------------------------------------------------------------
 
+# Only for the hint: a judge that accepts this one allows for noise, and for too little of it near zero.
+_LAST_PLACES = "last_places"
+
 
 def _verdicts(kinds: list[str]) -> dict[str, bool]:
-    judge = from_cell("same_training")
-    reference = _train("reference")
-    runs = ((kind, _planted(kind, _copy(reference)) if kind in _PLANTED else _train(kind)) for kind in kinds)
-    return {kind: bool(judge(run, _copy(reference))) for kind, run in runs}
+    reference = trained(["reference"])["reference"]
+    # Before the long part: is it solved at all?
+    verdicts = {kinds[0]: _verdict(_KINDS[kinds[0]].what, copied(reference), reference)}
+    runs = trained([kind for kind in kinds if kind not in PLANTED])
+    for kind in kinds[1:]:
+        run = planted(kind, copied(reference)) if kind in PLANTED else copied(runs[kind])
+        verdicts[kind] = _verdict(_KINDS[kind].what, run, reference)
+    run = planted(_LAST_PLACES, copied(reference))
+    return verdicts | {_LAST_PLACES: _verdict("the reference with other last places", run, reference)}
 
 
-def _planted(kind: str, run: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the reference with one thing changed in it."""
+def _verdict(what: str, run: Run, reference: Run) -> bool:
     import torch
 
-    if kind == "rounded":
-        above = torch.tensor(float("inf"))
-        for part in ("gradients", "weights"):
-            run[part] = {name: torch.nextafter(tensor, above) for name, tensor in run[part].items()}
-        run["losses"] = torch.nextafter(torch.tensor(run["losses"]), above).tolist()
-    elif kind == "doubled":
-        run["gradients"] = {name: 2 * tensor for name, tensor in run["gradients"].items()}
-    else:
-        part = kind.removeprefix("misplaced_")
-        run[part] = {name: tensor.flatten().roll(1).view_as(tensor) for name, tensor in run[part].items()}
-    return run
-
-
-def _copy(run: dict[str, Any]) -> dict[str, Any]:
-    """So that a judge that changes what it is given harms nobody."""
-    return {
-        "losses": list(run["losses"]),
-        **{part: {name: tensor.clone() for name, tensor in run[part].items()} for part in ("gradients", "weights")},
-    }
-
-
-def _train(kind: str) -> dict[str, Any]:
-    """Losses of this rank, whole gradients after the first step's backward, whole weights at the end."""
-    import torch
-    import torch.distributed as dist
-
-    from labkit.spmd import BatchSampler, next_token_loss
-
-    rank, world_size, device = (from_cell(name) for name in ("rank", "world_size", "device"))
-    model, held, sync = _built(kind)
-    # One tensor at a time: on a GPU torch updates them in one call, which refuses sharded and plain ones together.
-    optimizer = torch.optim.Adam(held, lr=1e-2, foreach=False)
-    rows = BatchSampler(batch_size=2 * world_size, seq_len=12, seed=5, rank=rank, world_size=world_size, device=device)
-    losses, gradients = [], {}
-    for step in range(_STEPS):
-        for micro in range(_MICRO):
-            last = micro == _MICRO - 1
-            sync(last)
-            loss = next_token_loss(model, next(rows)) / _MICRO
-            losses.append(loss.item())
-            if not (kind == "last_micro" and last and step == 0):
-                loss.backward()
-        if kind in ("reference", "again", "sum", "stale", "last_micro"):
-            for parameter in model.parameters():
-                _reduce(parameter, 1 if kind == "sum" else dist.get_world_size())
-        if step == 0:
-            gradients = {name: _whole(p.grad) for name, p in _named(model)}
-        optimizer.step()
-        model.zero_grad()
-    return {"losses": losses, "gradients": gradients, "weights": {name: _whole(p) for name, p in _named(model)}}
-
-
-def _reduce(parameter: Tensor, divide_by: int) -> None:
-    import torch.distributed as dist
-
-    assert parameter.grad is not None
-    dist.all_reduce(parameter.grad)
-    parameter.grad /= divide_by
-
-
-def _named(model: nn.Module) -> list[tuple[str, Any]]:
-    return [(name.removeprefix("module."), parameter) for name, parameter in model.named_parameters()]
-
-
-def _whole(tensor: Any) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().cpu().clone()
-
-
-def _built(kind: str) -> tuple[nn.Module, list[Any], Callable[[bool], object]]:
-    """The model, the tensors that its optimizer holds, and what to call before each micro-batch."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.nn.parallel import DistributedDataParallel
-
-    from labkit.spmd import Block, ModelConfig, build_model, shard_model
-
-    device = from_cell("device")
-    config = ModelConfig(dim=16, num_layers=2, num_heads=2, hidden_dim=24, max_seq_len=16)
-    model = build_model(config, seed=6, device=device)
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    if kind == "ddp":
-        wrapped = DistributedDataParallel(model)
-        return wrapped, list(wrapped.parameters()), lambda last: setattr(wrapped, "require_backward_grad_sync", last)
-    if kind == "fsdp2":
-        sharded: Any = shard_model(model, mesh, blocks=Block)
-        return sharded, list(sharded.parameters()), sharded.set_requires_gradient_sync
-    if kind == "plain_head":
-        for block in model.layers:
-            fully_shard(block, mesh=mesh)
-    held = list(build_model(config, seed=6, device=device).parameters()) if kind == "stale" else list(model.parameters())
-    return model, held, lambda last: None
+    answer: Any = ask(from_cell("same_training"), run, copied(reference), case=what)
+    is_flag = isinstance(answer, torch.Tensor) and answer.dtype == torch.bool and answer.numel() == 1
+    if not is_flag and type(answer).__name__ not in ("bool", "bool_"):  # Python's, numpy's
+        raise ExerciseError(f"{what}: same_training returned {answer!r:.80}. It has to return True or False.")
+    return bool(answer)

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, hint_for, refuse, require_on_ranks
+from labkit.course.checks import Pool, ask, from_cell, hint_for, refuse, refuse_hang, require_on_ranks, run_on_ranks
 from labkit.course.lab04.steps import sharded_model
-from labkit.errors import RankFailedError, RunTimeoutError
+from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
 from labkit.ranks import RankResults
 
 
@@ -40,7 +40,7 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
         A line with the measured loss.
 
     Raises:
-        ExerciseError: The call hangs, raises where a rank has no batch, or a rank gets another value; the message says by how much.
+        ExerciseError: The call hangs or raises, or a rank gets another value; the message says by how much.
 
     Ranks: controller. Blocks for two times ``timeout_s`` and a few seconds at most.
     """
@@ -52,9 +52,11 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
     empty = [2] * last + [0]
     try:
         seen = _seen(pool, empty, timeout_s)
-    except RankFailedError as error:
+    except ExerciseError as error:
+        if not isinstance(error.__cause__, RankFailedError):
+            raise  # it hangs, and has its own hint
         refuse(
-            f"eval_loss fails when rank {last} has no batch at all. {error}",
+            f"{error}",
             "the mean over the batches of the others, on every rank.",
             "A rank without a batch has nothing of its own to repeat or to divide by. The filler is there for every rank.",
         )
@@ -64,10 +66,11 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
 
 def _seen(pool: Pool, num_batches: list[int], timeout_s: float) -> RankResults[Evaluated]:
     try:
-        return pool.run(_evaluate, num_batches, timeout_s=timeout_s)
+        return run_on_ranks(pool, _evaluate, num_batches, timeout_s=timeout_s)
     except RunTimeoutError as error:
-        refuse(
-            f"eval_loss hangs: {error}",
+        refuse_hang(
+            "eval_loss",
+            error,
             "it comes back on every rank.",
             "A forward of a sharded model is a collective call. A rank that has no batch left has to take part until all are done.",
         )
@@ -152,5 +155,6 @@ def _evaluate(num_batches: list[int]) -> Evaluated:
     with torch.no_grad():
         losses = [next_token_loss(whole, batch).item() for batch in batches]
         filler_loss = next_token_loss(whole, filler).item()
-    result = from_cell("eval_loss")(model, batches, filler)
+    case = f"when rank {world_size - 1} has no batch at all" if not num_batches[-1] else f"with {num_batches} batches by rank"
+    result = ask(from_cell("eval_loss"), model, batches, filler, case=case)
     return Evaluated(result.item() if isinstance(result, torch.Tensor) and result.numel() == 1 else result, losses, filler_loss)

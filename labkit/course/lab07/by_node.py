@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import isclose
 from typing import Any
 
-from labkit.course.checks import Pool, from_cell, refuse, require_on_ranks
+from labkit.course.checks import Pool, ask, from_cell, refuse, require_on_ranks, run_on_ranks
 from labkit.errors import ExerciseError
 
 _NUMBERS_PER_PIECE = 6
@@ -52,7 +52,7 @@ def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
     Ranks: controller.
     """
     require_on_ranks(pool, "all_reduce_by_node")
-    seen = pool.run(_try, num_nodes, timeout_s=60)
+    seen = run_on_ranks(pool, _try, num_nodes, timeout_s=60)
     for rank, tried in seen.items():
         if tried.result is None:
             raise ExerciseError(f"all_reduce_by_node returned no tensor on rank {rank}. It has to return the sum.")
@@ -124,7 +124,7 @@ def _try(num_nodes: int) -> Tried:
     known: list[Any] = [mesh.get_group("node"), mesh.get_group("local"), dist.group.WORLD]
     members = {group.group_name: dist.get_process_group_ranks(group) for group in known}
     with count_collectives() as log:
-        result = from_cell("all_reduce_by_node")(shares[rank].clone().to(device), mesh)
+        result = ask(from_cell("all_reduce_by_node"), shares[rank].clone().to(device), mesh, case=f"{numbers.numel()} numbers")
     between, kinds, strange = 0.0, set(), False
     for call in log.calls:
         ranks = members.get(call.group, [])
