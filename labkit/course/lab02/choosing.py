@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
@@ -14,6 +15,23 @@ from labkit.errors import ExerciseError
 Choose = Callable[[list[int], list[int], list[float], int], Iterable[int]]
 
 _NUM_RANDOM = 60
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """A row of blocks, and the learner's choice for it."""
+
+    saved: list[int]
+    inputs: list[int]
+    seconds: list[float]
+    limit: int
+    chosen: set[int]
+
+    def is_best(self, chosen: set[int] | None = None, peak: Callable[..., int] | None = None, below: int = 0) -> bool:
+        """Whether a choice has the least time for whoever takes the peak to be this, and the limit to be lower by ``below``."""
+        chosen, peak = self.chosen if chosen is None else chosen, peak or peak_bytes
+        fits = chosen <= set(range(len(self.saved))) and peak(self.saved, self.inputs, chosen) <= self.limit - below
+        return fits and _time(self.seconds, chosen) == _least(self.saved, self.inputs, self.seconds, self.limit - below, peak)
 
 
 def check_choose(choose: Choose) -> str:
@@ -33,12 +51,13 @@ def check_choose(choose: Choose) -> str:
 
     Ranks: controller; no rank takes part.
     """
-    recomputed = 0
+    tried: list[_Tried] = []
     for saved, inputs, seconds, limit in _cases():
         chosen = _as_places(ask(choose, list(saved), list(inputs), list(seconds), limit), len(saved))
-        _judge(saved, inputs, seconds, limit, chosen)
-        recomputed += len(chosen)
-    return f"Solved: the least recomputation in {len(_cases())} rows of blocks, {recomputed} blocks recomputed in all."
+        tried.append(_Tried(saved, inputs, seconds, limit, chosen))
+        _judge(tried)
+    recomputed = sum(len(case.chosen) for case in tried)
+    return f"Solved: the least recomputation in {len(tried)} rows of blocks, {recomputed} blocks recomputed in all."
 
 
 def peak_bytes(saved: Sequence[int], inputs: Sequence[int], chosen: Iterable[int]) -> int:
@@ -51,8 +70,9 @@ def peak_bytes(saved: Sequence[int], inputs: Sequence[int], chosen: Iterable[int
 
 
 def _cases() -> list[tuple[list[int], list[int], list[float], int]]:
-    cases = [([10] * 4, [1] * 4, [1.0] * 4, 40), ([10] * 4, [1] * 4, [1.0] * 4, 31), ([10] * 4, [1] * 4, [1.0] * 4, 13)]
-    cases += [([8, 8, 8], [1, 1, 1], [5.0, 1.0, 1.0], 17), ([9, 5, 5, 1], [1, 1, 1, 1], [3.0, 2.0, 2.0, 1.0], 12)]
+    # In the second row one choice is best, another one if a running block's own activations are forgotten, and no two are alike.
+    cases = [([10] * 4, [1] * 4, [1.0] * 4, 40), ([8] * 4, [1] * 4, [1.0, 5.0, 5.0, 0.5], 25), ([10] * 4, [1] * 4, [1.0] * 4, 31)]
+    cases += [([10] * 4, [1] * 4, [1.0] * 4, 13), ([9, 5, 5, 1], [1, 1, 1, 1], [3.0, 2.0, 2.0, 1.0], 12)]
     dice = random.Random(2)
     for _ in range(_NUM_RANDOM):
         saved = [dice.randint(2, 12) for _ in range(dice.randint(1, 7))]
@@ -76,37 +96,61 @@ def _as_places(answer: Any, num_blocks: int) -> set[int]:
     return places
 
 
-def _least(saved: Sequence[int], inputs: Sequence[int], seconds: Sequence[float], limit: int) -> float:
+def _least(
+    saved: Sequence[int], inputs: Sequence[int], seconds: Sequence[float], limit: int, peak: Callable[..., int] = peak_bytes
+) -> float:
     every = (set(places) for size in range(len(saved) + 1) for places in combinations(range(len(saved)), size))
-    fitting = (_time(seconds, places) for places in every if peak_bytes(saved, inputs, places) <= limit)
-    return min(fitting, default=math.inf)
+    return min((_time(seconds, places) for places in every if peak(saved, inputs, places) <= limit), default=math.inf)
 
 
 def _time(seconds: Sequence[float], places: Iterable[int]) -> float:
     return sum(seconds[place] for place in places)
 
 
-def _judge(saved: list[int], inputs: list[int], seconds: list[float], limit: int, chosen: set[int]) -> None:
+def _held_at_the_end(saved: Sequence[int], inputs: Sequence[int], chosen: set[int]) -> int:
+    """The peak for whoever forgets that a block that runs has all its own activations."""
+    return sum(inputs[place] if place in chosen else own for place, own in enumerate(saved))
+
+
+def _held_before_the_last(saved: Sequence[int], inputs: Sequence[int], chosen: set[int]) -> int:
+    return _held_at_the_end(saved[:-1], inputs, chosen)
+
+
+def _judge(tried: list[_Tried]) -> None:
+    """Judge the last case; the others say which mistake explains it."""
+    last = tried[-1]
+    saved, inputs, seconds, limit, chosen = last.saved, last.inputs, last.seconds, last.limit, last.chosen
     peak, time, least = peak_bytes(saved, inputs, chosen), _time(seconds, chosen), _least(saved, inputs, seconds, limit)
     case = f"blocks that save {saved}, inputs {inputs}, seconds {seconds}, limit {limit}: recomputing {sorted(chosen)}"
     if peak > limit:
-        between = sum(inputs[place] if place in chosen else own for place, own in enumerate(saved[:-1]))
-        lower = {place - 1 for place in chosen}
-        if min(lower, default=-1) >= 0 and peak_bytes(saved, inputs, lower) <= limit:
-            hint = "One place lower, each of them, and it fits. Places count from 0."
-        elif peak_bytes(saved, [0] * len(saved), chosen) <= limit:
-            hint = "It would fit if nothing were held of a recomputed block. But it keeps its input."
-        elif between <= limit:
-            hint = (
-                "What is held between the blocks fits. But while a block runs, also to be recomputed, all its own activations are "
-                "there as well."
-            )
-        else:
-            hint = "Walk through the blocks: what is held for those before, and what does the one that runs need?"
-        refuse(f"{case} peaks at {peak}, {peak - limit} too many.", f"at most {limit}.", hint)
+        refuse(f"{case} peaks at {peak}, {peak - limit} too many.", f"at most {limit}.", _hint_for_peak(tried))
     if time > least:
-        hint = _hint_for_time(saved, inputs, seconds, limit, chosen)
+        hint = _SHIFTED if _is_shifted(tried) else _hint_for_time(saved, inputs, seconds, limit, chosen)
         refuse(f"{case} costs {time:g} s, {time - least:g} more than needed.", f"{least:g} s.", hint)
+
+
+_SHIFTED = "One place lower, each of them, and it is the best choice, in every row so far. Places count from 0."
+_OWN = (
+    "What is held between the blocks fits. But while a block runs, also one to be recomputed, all its own activations are there "
+    "as well."
+)
+
+
+def _is_shifted(tried: list[_Tried]) -> bool:
+    return bool(tried[-1].chosen) and all(case.is_best({place - 1 for place in case.chosen}) for case in tried)
+
+
+def _hint_for_peak(tried: list[_Tried]) -> str:
+    last = tried[-1]
+    if any(all(case.is_best(peak=wrong) for case in tried) for wrong in (_held_at_the_end, _held_before_the_last)):
+        return _OWN
+    if _is_shifted(tried):
+        return _SHIFTED
+    if peak_bytes(last.saved, [0] * len(last.saved), last.chosen) <= last.limit:
+        return "It would fit if nothing were held of a recomputed block. But it keeps its input."
+    if _held_before_the_last(last.saved, last.inputs, last.chosen) <= last.limit:
+        return _OWN
+    return "Walk through the blocks: what is held for those before, and what does the one that runs need?"
 
 
 def _hint_for_time(saved: list[int], inputs: list[int], seconds: list[float], limit: int, chosen: set[int]) -> str:

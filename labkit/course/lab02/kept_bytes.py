@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from labkit.course.checks import Pool, ask, from_cell, hint_for, refuse
 from labkit.errors import ExerciseError
 
+_TABLE_ROWS = 10  # of the layer whose tensors the notebook shows
 _SIZES = ((6, 8, 20, 4), (3, 4, 8, 8), (16, 12, 4, 4), (5, 8, 24, 2))
 
 
@@ -85,7 +87,8 @@ _MISTAKES = [
     ),
     (
         _always(lambda case: case.x),
-        "x is saved twice, by w1 and by w3. It is one tensor in one piece of memory, so it is kept once.",
+        "There is one tensor of the shape of x too many. x is saved twice, by w1 and by w3, but it is one piece of memory and kept "
+        "once; and the result of w2, which has that shape too, is not kept at all.",
     ),
     (
         _always(lambda case: case.weights),
@@ -104,6 +107,10 @@ _MISTAKES = [
         "x is missing: the gradients of w1 and w3 need it.",
     ),
     (
+        lambda cases: all(case.answer * case.rows == case.truth * _TABLE_ROWS for case in cases),
+        f"This is right for {_TABLE_ROWS} rows, as in the table. How many there are, rows says.",
+    ),
+    (
         # The result of w2 has the shape of x.
         lambda cases: all(case.answer in (case.truth + 2 * case.x, case.truth + case.x + case.h) for case in cases),
         "The result of the layer is not needed for its own gradient: a linear map needs its input and its weight.",
@@ -112,7 +119,7 @@ _MISTAKES = [
 
 
 def _number(answer: Any) -> int:
-    if isinstance(answer, bool) or not isinstance(answer, int | float) or answer != int(answer):
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or not isfinite(answer) or answer % 1:
         raise ExerciseError(f"kept_bytes returned {answer!r}. It has to return a whole number of bytes.")
     return int(answer)
 

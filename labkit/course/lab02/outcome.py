@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from typing import Any
 
 from labkit.course.checks import Pool, ask, from_cell, refuse
@@ -11,25 +12,17 @@ from labkit.errors import ExerciseError
 Order = tuple[str, ...]
 Outcome = tuple[str, int]
 
-ORDERS: tuple[Order, ...] = (
-    (),
-    ("shard",),
-    ("checkpoint",),
-    ("offload",),
-    ("offload", "checkpoint"),
-    ("checkpoint", "offload"),
-    ("shard", "offload", "checkpoint"),
-    ("offload", "checkpoint", "shard"),
-    ("offload", "shard", "checkpoint"),
-    ("checkpoint", "offload", "shard"),
-    ("shard", "checkpoint", "offload"),
+KINDS = ("offload", "checkpoint", "shard")
+# All of them, and those without sharding first: where these are right, a wrong answer is one about sharding.
+ORDERS: tuple[Order, ...] = tuple(
+    sorted((order for size in range(len(KINDS) + 1) for order in permutations(KINDS, size)), key=lambda order: "shard" in order)
 )
 
 
 def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: float = 120.0) -> str:
     """Exercise 3: ``outcome(order)`` says what moves and how often a block runs, for wrappers from the outermost inwards.
 
-    Every order is built around blocks on the ranks, and a step is counted.
+    Each of the 16 orders is built around blocks on the ranks, and a step is counted.
 
     Args:
         pool: The pool.
@@ -46,19 +39,26 @@ def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: flo
     Ranks: controller.
     """
     counted = pool.run(_count, ORDERS, timeout_s=timeout_s).same()
+    extra_runs_only = True
     for order, (truth, moved_bytes) in zip(ORDERS, counted, strict=True):
         answer = _as_outcome(ask(outcome, order))
+        extra_runs_only &= answer[1] == truth[1] - 1
         if answer != truth:
             built = "(".join([*order, "block"]) + ")" * len(order)
             refuse(
                 f"{built}: you say that {_WHAT[answer[0]]} and a block runs {_times(answer[1])}.",
                 f"{_WHAT[truth[0]]} ({moved_bytes:,} bytes in two blocks), and it runs {_times(truth[1])}, as the ranks counted.",
-                _hint(order, answer, truth),
+                _FIRST_RUN if extra_runs_only else _hint(order, answer, truth),
             )
     return f"Solved: {len(ORDERS)} orders, all as counted on the ranks."
 
 
+_FIRST_RUN = "Count every run of forward, the first one too: without recomputation a block runs once."
+
+
 def _hint(order: Order, answer: Outcome, truth: Outcome) -> str:
+    if "shard" in order:
+        return "Without the shard your answer is right. Sharding gathers and frees parameters. It touches no activation."
     if "checkpoint" in order and "offload" in order:
         if order.index("offload") > order.index("checkpoint"):
             return (
@@ -69,14 +69,14 @@ def _hint(order: Order, answer: Outcome, truth: Outcome) -> str:
             "The checkpoint is inside and asked first. It keeps only the inputs of the block, and these are what the offload gets; "
             "the rest is recomputed."
         )
+    if not order:
+        return "Nothing is wrapped around this block: no activation moves, and its forward runs once."
     if "offload" in order and answer[1] != truth[1]:
         return "An offload brings back what was saved. Nothing has to run again."
     if "checkpoint" in order and answer[1] != truth[1]:
         return "A checkpoint runs forward again in backward: once more, not twice more."
     if "checkpoint" in order and answer[0] == "inputs":
         return "The inputs are kept, but they stay on the device. Only an offload moves anything."
-    if order == ("shard",) or not order:
-        return "Sharding gathers and frees parameters. It touches no activation."
     return "Who is asked what to do with a saved tensor, and what does it do?"
 
 
@@ -88,9 +88,10 @@ def _times(count: int) -> str:
 
 
 def _as_outcome(answer: Any) -> Outcome:
-    if not (isinstance(answer, tuple | list) and len(answer) == 2 and answer[0] in _WHAT and isinstance(answer[1], int)):
-        raise ExerciseError(f"outcome returned {answer!r}. It has to return a pair of one of {', '.join(_WHAT)} and a number.")
-    return answer[0], answer[1]
+    is_pair = isinstance(answer, tuple | list) and len(answer) == 2
+    if is_pair and isinstance(answer[0], str) and answer[0] in _WHAT and type(answer[1]) is int:
+        return answer[0], answer[1]
+    raise ExerciseError(f"outcome returned {answer!r}. It has to return a pair of one of {', '.join(_WHAT)} and a whole number.")
 
 
 def _count(orders: tuple[Order, ...]) -> list[tuple[Outcome, int]]:
