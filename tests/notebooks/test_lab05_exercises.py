@@ -72,10 +72,12 @@ def solve(
     order: Callable[[Sequence[Split]], Sequence[int]] = lambda splits: sorted((0, 1), key=lambda axis: splits[axis].strided),
     up: bool = True,
     shrink: bool = True,
+    short: bool = True,
+    num_places: tuple[int, int] | None = None,
 ) -> list[list[int]]:
     """Places on both axes by a right or wrong rule, written unlike the notebook's solution."""
-    index, left, num = [row, col], list(shape), (len(mesh), len(mesh[0]))
-    places = [list(range(num[0])), list(range(num[1]))]
+    index, left, num = [row, col], list(shape), num_places or (len(mesh), len(mesh[0]))
+    places = [list(range(len(mesh))), list(range(len(mesh[0])))]
     for axis in order(splits):
         dim = splits[axis].dim
         if dim is None:
@@ -85,7 +87,7 @@ def solve(
         places[axis] = [at]
         index[dim] -= at * size
         if shrink:
-            left[dim] = min(size, left[dim] - at * size)
+            left[dim] = min(size, left[dim] - at * size) if short else size
     return places
 
 
@@ -114,6 +116,22 @@ def swapped_axes(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits:
 
 def whole_size_twice(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
     return ranks_at(mesh, solve(row, col, shape, mesh, splits, shrink=False))
+
+
+def full_pieces(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    return ranks_at(mesh, solve(row, col, shape, mesh, splits, short=False))
+
+
+def always_two(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    return ranks_at(mesh, solve(row, col, shape, mesh, splits, num_places=(2, 2)))
+
+
+def floor_without_a_limit(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
+    places = [list(range(len(mesh))), list(range(len(mesh[0])))]
+    for axis, split in enumerate(splits):
+        if split.dim is not None:
+            places[axis] = [(row, col)[split.dim] // (shape[split.dim] // len(places[axis]))]
+    return ranks_at(mesh, places)
 
 
 def always_tp_first(row: int, col: int, shape: tuple[int, int], mesh: Grid, splits: Sequence[Split]) -> set[int]:
@@ -160,7 +178,9 @@ balanced = by_pieces(lambda indices, num: [part.tolist() for part in torch.tenso
         (rounded_down, "Pieces are rounded up"),
         (one_copy, "every place on it holds the element"),
         (swapped_axes, "mesh[i][j] is place i on the first axis"),
-        (whole_size_twice, "index within that slice"),
+        (whole_size_twice, "not the whole dim again"),
+        (full_pieces, "The last piece may be shorter"),
+        (always_two, "You cut into two pieces on each axis"),
         (always_tp_first, "You let the second axis cut first"),
         (ignores_the_mesh, "ask mesh[i][j] which rank stands at a place"),
         (reversed_where_any_is_strided, "You let the second axis cut first"),
@@ -183,9 +203,17 @@ def test_one_rank_is_enough_to_find_a_wrong_owner_out(pool: labkit.WorkerPool, w
 
 
 @on_four
-def test_an_answer_that_is_no_set_is_explained(pool: labkit.WorkerPool) -> None:
+@pytest.mark.parametrize("answer", [0, [0, 1], (0,), {0: 1}, {"0"}, None])
+def test_an_answer_that_is_no_set_of_ranks_is_explained(pool: labkit.WorkerPool, answer: Any) -> None:
     with pytest.raises(ExerciseError, match="It has to return a set of ranks"):
-        lab05.check_owner(pool, lambda *_: 0)  # type: ignore[arg-type,return-value]
+        lab05.check_owner(pool, lambda *_: answer)
+
+
+@on_four
+def test_an_owner_that_asks_for_a_place_behind_the_last_one_gets_a_hint(pool: labkit.WorkerPool) -> None:
+    with pytest.raises(ExerciseError, match="raised IndexError") as caught:
+        lab05.check_owner(pool, floor_without_a_limit)
+    assert "pieces are rounded up" in str(caught.value)
 
 
 # Exercise 2 ----------------------------------------------------------------------------------------------------------
@@ -275,9 +303,33 @@ def test_wrong_linters_are_refused_with_the_plan_and_a_hint(wrong: Callable[...,
     assert hint in str(caught.value)
 
 
-def test_a_linter_that_returns_a_flag_is_explained() -> None:
+@pytest.mark.parametrize("answer", [True, ["banana"], {"banana": 7}, "layers.*"])
+def test_a_linter_that_returns_no_set_is_explained(answer: Any) -> None:
     with pytest.raises(ExerciseError, match="It has to return a set of keys"):
-        lab05.check_plan_linter(lambda plan, model, tp_size: True)  # type: ignore[arg-type,return-value]
+        lab05.check_plan_linter(lambda plan, model, tp_size: answer)
+
+
+@pytest.mark.parametrize("answer", [{"banana", 7}, {torch.nn.Linear(2, 2)}, {0}, {None}], ids=["mixed", "modules", "zero", "none"])
+def test_a_linter_that_returns_other_things_than_keys_is_explained(answer: Any) -> None:
+    with pytest.raises(ExerciseError, match="It has to return keys of the plan"):
+        lab05.check_plan_linter(lambda plan, model, tp_size: answer)
+
+
+def test_a_linter_that_matches_names_of_another_length_gets_a_hint_and_a_call_that_works() -> None:
+    def shorter(name: str, key: str) -> bool:
+        return all(map(fnmatchcase, name.split("."), key.split(".")))
+
+    def lint(plan: dict[str, Any], model: torch.nn.Module, tp_size: int) -> set[str]:
+        found = {key: [module for name, module in model.named_modules() if shorter(name, key)] for key in plan}
+        return {key for key, modules in found.items() if any(module.weight.shape[0] % tp_size for module in modules)}
+
+    with pytest.raises(ExerciseError, match="has no attribute 'weight'") as caught:
+        lab05.check_plan_linter(lint)
+    assert "zip stops at the shorter" in str(caught.value)
+    call = re.match(r"lint\(\*lab05.plan_case\(['\"](.+?)['\"]\)\): ", str(caught.value))
+    assert call is not None
+    with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+        lint(*lab05.plan_case(call[1]))
 
 
 # Exercise 3 ----------------------------------------------------------------------------------------------------------
@@ -366,6 +418,10 @@ def always_two_slices(folder: Path, name: str) -> torch.Tensor:
     return whole
 
 
+def transposed(folder: Path, name: str) -> torch.Tensor:
+    return reading()(folder, name).T.contiguous()
+
+
 def read_by_dcp(folder: Path, name: str) -> torch.Tensor:
     whole = whole_of(folder, name)
     dcp.load({name: whole}, checkpoint_id=folder, no_dist=True)
@@ -398,6 +454,7 @@ def test_the_notebook_s_rebuild_passes(pool: labkit.WorkerPool) -> None:
         (reading(named=str.startswith), "uneven: rebuild raised", "index.fqn has to be equal"),
         (reading(named=str.endswith), "uneven: rebuild raised", "index.fqn has to be equal"),
         (reading(named=str.__contains__), "uneven: rebuild raised", "index.fqn has to be equal"),
+        (transposed, "has the shape", "Rows and columns have changed places"),
         (read_by_dcp, "DCP has read the data", "Leave dcp.load out"),
         (not_written, "not_written is not solved yet", ""),
     ],
@@ -408,6 +465,18 @@ def test_wrong_rebuilds_are_refused_with_a_hint(
     with pytest.raises(ExerciseError, match=said) as caught:
         lab05.check_rebuild(pool, wrong)
     assert hint in str(caught.value)
+
+
+@on_four
+def test_a_rebuild_that_raises_is_told_with_a_call_that_works(pool: labkit.WorkerPool, tmp_path: Path) -> None:
+    def rebuild(folder: Path, name: str) -> torch.Tensor:
+        return len(folder)  # type: ignore[arg-type,return-value]
+
+    call = "rebuild(lab05.save_tensors(pool, folder / 'tensors'), 'column-parallel')"
+    with pytest.raises(ExerciseError, match=re.escape(f"{call}: rebuild raised TypeError")):
+        lab05.check_rebuild(pool, rebuild)
+    folder = lab05.save_tensors(pool, tmp_path / "tensors")
+    assert defined_by(exercise("rebuild"), "rebuild")(folder, "column-parallel").shape == (6, 4)
 
 
 # Exercise 4 ----------------------------------------------------------------------------------------------------------

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NoReturn
 
 from labkit.course.checks import Pool, ask, refuse
 from labkit.course.lab05.owner_layouts import Case, Grid, Shape, pretended_cases, real_cases
-from labkit.course.lab05.owner_mistakes import hint_for_answers
+from labkit.course.lab05.owner_mistakes import hint_for_answers, hint_for_error
 from labkit.errors import ExerciseError
 from labkit.ranks import format_ranks
 from labkit.spmd.layouts import Split
@@ -19,7 +19,8 @@ def check_owner(pool: Pool, owner: Owner) -> str:
     """Exercise 1: ``owner(row, col, shape, mesh, splits)`` returns the ranks that hold one element.
 
     The answers are compared with real DTensors on this pool, and on larger meshes with the arithmetic that torch does for a
-    DTensor. Sizes that do not divide are among them, except where TP cuts rows before FSDP: TP wants sizes that divide.
+    DTensor. Sizes that do not divide are among them, except where TP cuts rows before FSDP: of those torch's arithmetic puts
+    some into the wrong place, see `labkit.spmd.tensor_parallel.lint_plan`.
 
     Args:
         pool: The pool.
@@ -36,7 +37,7 @@ def check_owner(pool: Pool, owner: Owner) -> str:
     real, pretended = real_cases(pool), pretended_cases(pool)
     num_answers = 0
     for case in [*real, *pretended]:
-        answers = {place: _as_ranks(ask(owner, *place, case.shape, case.grid, case.splits)) for place in case.elements}
+        answers = {place: _as_ranks(_asked(owner, place, case)) for place in case.elements}
         wrong = [place for place, said in answers.items() if said != case.owners(*place)]
         if wrong:
             _refuse_owner(case, answers, wrong)
@@ -46,11 +47,19 @@ def check_owner(pool: Pool, owner: Owner) -> str:
     return f"Solved: {right}; {num_real} of them are for real DTensors on this pool."
 
 
-def _as_ranks(answer: Any) -> set[int]:
+def _asked(owner: Owner, place: Shape, case: Case) -> Any:
     try:
-        return {int(rank) for rank in answer}
-    except (TypeError, ValueError):
-        raise ExerciseError(f"owner returned {answer!r}. It has to return a set of ranks, also where one rank holds it.") from None
+        return ask(owner, *place, case.shape, case.grid, case.splits)
+    except ExerciseError as error:
+        if hint := hint_for_error(error.__cause__):
+            raise ExerciseError(f"{error}\nHint: {hint}") from error.__cause__
+        raise
+
+
+def _as_ranks(answer: Any) -> set[int]:
+    if not isinstance(answer, Set) or not all(isinstance(rank, int) for rank in answer):
+        raise ExerciseError(f"owner returned {answer!r}. It has to return a set of ranks, also where one rank holds it.")
+    return set(answer)
 
 
 def _refuse_owner(case: Case, answers: dict[Shape, set[int]], wrong: list[Shape]) -> NoReturn:

@@ -15,6 +15,16 @@ def hint_for_answers(case: Case, answers: dict[Shape, set[int]]) -> str:
     return "Take one axis after the other: which slice does it keep, and what is the element's index within that slice?"
 
 
+def hint_for_error(error: BaseException | None) -> str:
+    """The hint for what the learner's function raised; empty where no mistake is known for it."""
+    if isinstance(error, IndexError | ZeroDivisionError):
+        return (
+            "An axis has len(mesh) or len(mesh[0]) places, and pieces are rounded up. Rounded down they are too many, or empty: "
+            "the element then lies behind the last place."
+        )
+    return ""
+
+
 def _by_rule(
     case: Case,
     *,
@@ -23,6 +33,7 @@ def _by_rule(
     numbered: bool = False,
     one: bool = False,
     cut: _Cut | None = None,
+    num: int | None = None,
 ) -> dict[Shape, set[int]]:
     """The answers of a solution that is right but for what the flags say."""
     shape, grid = case.shape, case.grid
@@ -36,7 +47,7 @@ def _by_rule(
             if dim is None:
                 at[axis] = 0 if one else -1
                 continue
-            at[axis], index[dim], left[dim] = (cut or _rounded_up)(index[dim], left[dim], sizes[axis])
+            at[axis], index[dim], left[dim] = (cut or _rounded_up)(index[dim], left[dim], num or sizes[axis])
         answers[place] = {grid[i][j] for i in range(sizes[0]) for j in range(sizes[1]) if at[0] in (-1, i) and at[1] in (-1, j)}
     if swapped:
         flat = [rank for row in grid for rank in row]
@@ -59,6 +70,16 @@ def _in_pieces_of(piece: int, index: int, length: int, num: int) -> tuple[int, i
 
 def _rounded_up(index: int, length: int, num: int) -> tuple[int, int, int]:
     return _in_pieces_of(-(-length // num), index, length, num)
+
+
+def _never_short(index: int, length: int, num: int) -> tuple[int, int, int]:
+    piece = -(-length // num)
+    return index // piece, index % piece, piece
+
+
+def _never_smaller(index: int, length: int, num: int) -> tuple[int, int, int]:
+    piece = -(-length // num)
+    return index // piece, index % piece, length
 
 
 def _rounded_down(index: int, length: int, num: int) -> tuple[int, int, int]:
@@ -106,6 +127,18 @@ _WRONG_RULES: tuple[tuple[_Rule, str], ...] = (
     (
         lambda case: _by_rule(case, cut=_balanced),
         "You make the pieces as equal as they can be. As in lab 01 each is as large as the first, until nothing is left.",
+    ),
+    (
+        lambda case: _by_rule(case, cut=_never_short),
+        "You take every piece for a full one. The last piece may be shorter, and the next axis cuts what it really holds.",
+    ),
+    (
+        lambda case: _by_rule(case, cut=_never_smaller),
+        "The next axis cuts the slice that is left, not the whole dim again: go on with the size of that slice.",
+    ),
+    (
+        lambda case: _by_rule(case, num=2),
+        "You cut into two pieces on each axis. The first axis makes len(mesh) pieces, the second len(mesh[0]).",
     ),
     (
         lambda case: _by_rule(case, numbered=True),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
 from labkit.course.checks import ask, refuse
 from labkit.errors import ExerciseError
 
-Lint = Callable[[Mapping[str, Any], Any, int], Iterable[str]]
+Lint = Callable[[Mapping[str, Any], Any, int], Set[str]]
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,45 @@ def check_plan_linter(lint: Lint) -> str:
     """
     cases = _cases()
     for case in cases:
-        answer = ask(lint, dict(case.plan), case.model, case.tp_size, case=case.what)
-        if isinstance(answer, str) or not isinstance(answer, Iterable):
-            raise ExerciseError(f"lint returned {answer!r}. It has to return a set of keys of the plan.")
-        found = frozenset(answer)
+        found = _as_keys(_asked(lint, case))
         if found != case.bad:
             said, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (found, case.bad))
             refuse(f"{case.what}, {case.tp_size} TP ranks: lint reports {said}.", f"{wanted}.", case.hint)
     return f"Solved: {len(cases)} plans judged rightly, {sum(bool(case.bad) for case in cases)} of them bad."
+
+
+def plan_case(what: str) -> tuple[dict[str, Any], Any, int]:
+    """What `check_plan_linter` asks in one of its cases: plan, model and number of TP ranks.
+
+    Args:
+        what: The case, as the check names it.
+
+    Ranks: controller.
+    """
+    (case,) = (case for case in _cases() if case.what == what)
+    return dict(case.plan), case.model, case.tp_size
+
+
+def _asked(lint: Lint, case: Case) -> Any:
+    """What ``lint`` returns. The case is a call that works in a cell."""
+    try:
+        return ask(lint, dict(case.plan), case.model, case.tp_size, case=f"lint(*lab05.plan_case({case.what!r}))")
+    except ExerciseError as error:
+        if isinstance(error.__cause__, AttributeError) and "'weight'" in str(error.__cause__):
+            hint = (
+                "A key has matched a module that is no Linear. A name matches with as many parts as the key: layers.* ends at the "
+                "layers, and zip stops at the shorter of two lists."
+            )
+            raise ExerciseError(f"{error}\nHint: {hint}") from error.__cause__
+        raise
+
+
+def _as_keys(answer: Any) -> frozenset[str]:
+    if not isinstance(answer, Set):
+        raise ExerciseError(f"lint returned {answer!r}. It has to return a set of keys of the plan.")
+    if others := [one for one in answer if not isinstance(one, str)]:
+        raise ExerciseError(f"lint returned a set with {others[0]!r} in it. It has to return keys of the plan, such as 'layers.*'.")
+    return frozenset(answer)
 
 
 def _cases() -> list[Case]:

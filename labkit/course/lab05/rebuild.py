@@ -44,6 +44,22 @@ def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
     return f"Solved: {len(truth)} tensors rebuilt from {files}, all equal bit for bit, and no process group was there to help."
 
 
+def save_tensors(pool: Pool, folder: Path) -> Path:
+    """Save the tensors with which `check_rebuild` tries an answer.
+
+    Args:
+        pool: The pool that saves.
+        folder: Where to.
+
+    Returns:
+        The folder.
+
+    Ranks: controller.
+    """
+    pool.run(_save, str(folder))
+    return folder
+
+
 def _rebuilt(rebuild: Rebuild, folder: Path, name: str, truth: dict[str, Any]) -> Any:
     """What the learner's function returns, with what it raises told as a hint."""
     from torch.distributed.checkpoint import FileSystemReader
@@ -56,7 +72,7 @@ def _rebuilt(rebuild: Rebuild, folder: Path, name: str, truth: dict[str, Any]) -
     original = FileSystemReader.read_data
     try:
         with patch.object(FileSystemReader, "read_data", read_data):
-            got = ask(rebuild, folder, name, case=name)
+            got = ask(rebuild, folder, name, case=f"rebuild(lab05.save_tensors(pool, folder / 'tensors'), {name!r})")
     except ExerciseError as error:
         cause = error.__cause__
         if not isinstance(cause, RuntimeError | IndexError | ValueError | EOFError | pickle.UnpicklingError):
@@ -92,7 +108,9 @@ def _judge(name: str, got: Any, expected: Any) -> None:
         raise ExerciseError(f"rebuild returned {type(got).__name__} for {name}. It has to return a tensor.")
     if got.shape != expected.shape:
         hint = "state_dict_metadata[name].size is the whole shape."
-        if got.shape[:1] == expected.shape[:1] or got.numel() == expected.numel():
+        if got.shape == expected.shape[::-1]:
+            hint = "Rows and columns have changed places."
+        elif got.shape[:1] == expected.shape[:1] or got.numel() == expected.numel():
             hint = "The right elements in the wrong form: some tensors are cut by columns. index.offset has one number per dim."
         refuse(f"{name} has the shape {tuple(got.shape)}.", f"{tuple(expected.shape)}.", hint)
     if got.dtype != expected.dtype:
