@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from itertools import chain, combinations, permutations
 from typing import Any
@@ -106,7 +107,7 @@ def test_something_that_is_no_number_of_bytes_is_refused(pool: labkit.WorkerPool
 def test_the_notebook_s_hooks_pass(pool: labkit.WorkerPool) -> None:
     pool.run_cell(exercise("make_hooks"))
     line = lab02.check_hooks(pool)
-    assert line.startswith("Solved: on every rank 8 activations with 3,744 bytes moved, no weight did")
+    assert line.startswith("Solved: on every rank 9 activations with 4,320 bytes copied, no weight was")
 
 
 def test_hooks_that_move_each_piece_of_memory_once_pass_too(pool: labkit.WorkerPool) -> None:
@@ -153,12 +154,49 @@ TEST = "if tensor.untyped_storage().data_ptr() in weights:"
             TEST,
             "if any(tensor is weight or tensor.data_ptr() == weight.data_ptr() and tensor.shape == weight.shape "
             "for weight in model.parameters()):",
-            "576 bytes of weights moved",
+            "768 bytes of weights moved",
             "Compare the memory behind it",
             id="forgets transposed views",
         ),
         pytest.param('.to("cpu", copy=True)', ".cpu()", "did not move", "ask for a copy", id="an alias"),
-        pytest.param(TEST, "if True:", "did not move", "came back as the very same memory", id="moves nothing"),
+        pytest.param(TEST, "if True:", "did not move", "pack leaves every tensor where it is", id="moves nothing"),
+        pytest.param(
+            "return pack, unpack",
+            "return (lambda t: t), (lambda t: t)",
+            "did not move",
+            "pack leaves every tensor where it is",
+            id="two functions that do nothing",
+        ),
+        pytest.param(
+            TEST, "if tensor.requires_grad:", "did not move", "your test for a weight takes these", id="takes what needs a gradient"
+        ),
+        pytest.param(
+            TEST,
+            "if tensor.data_ptr() in weights:",
+            "192 bytes of weights moved",
+            "as a part of a weight",
+            id="asks where the tensor begins",
+        ),
+        pytest.param(
+            'tensor.detach().to("cpu", copy=True)',
+            "tensor.detach().clone()",
+            "still on the GPU",
+            "A clone is a copy on the same device",
+            id="stays on the device",
+        ),
+        pytest.param(
+            '.to("cpu", copy=True)', '.to("gpu", copy=True)', "device string: gpu", "torch knows no device of that name", id="gpu"
+        ),
+        pytest.param(
+            "return pack, unpack", "return unpack, pack", "unpack returned tuple", "return pack first, then unpack", id="swapped"
+        ),
+        pytest.param(
+            "return pack, unpack",
+            "return (lambda packed: packed['on host']), (lambda tensor: {'on host': tensor.clone().cpu()})",
+            "raised",
+            "return pack first, then unpack",
+            id="swapped, and unpack fails",
+        ),
         pytest.param(
             '.to("cpu", copy=True)',
             '.to("cpu", torch.float32, copy=True)',
@@ -174,6 +212,13 @@ TEST = "if tensor.untyped_storage().data_ptr() in weights:"
         pytest.param(
             TEST,
             "if tensor.shape in {s for w in model.parameters() for s in (w.shape, w.t().shape)}:",
+            "384 bytes of weights moved",
+            "over the same memory",
+            id="tells whole weights apart by shape",
+        ),
+        pytest.param(
+            TEST,
+            "if tensor.shape in {s for w in model.parameters() for h in (w, w.chunk(2)[0]) for s in (h.shape, h.t().shape)}:",
             "did not move",
             "can have the shape of a weight",
             id="tells weights apart by shape",
@@ -206,6 +251,36 @@ def test_wrong_hooks_are_refused(pool: labkit.WorkerPool, old: str, new: str, me
     with pytest.raises(ExerciseError, match=re.escape(measured)) as caught:
         lab02.check_hooks(pool)
     check_refused(caught, hint)
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        pytest.param(TEST, "if tensor.untyped_storage().data_ptr() in w:", "", id="pack"),
+        pytest.param("return on_host.to(home)", "return w.to(home)", "", id="unpack"),
+        pytest.param("home, on_host = packed", "home, on_host, w = packed", "exactly what pack returned", id="another form"),
+    ],
+)
+def test_what_a_hook_raises_is_told_with_its_line(pool: labkit.WorkerPool, old: str, new: str, hint: str) -> None:
+    pool.run_cell(changed("make_hooks", old, new))
+    with pytest.raises(ExerciseError, match=re.escape(f"in the line {new!r}")) as caught:
+        lab02.check_hooks(pool)
+    assert "raised" in str(caught.value).split("\n")[0]
+    assert hint in str(caught.value)
+    assert ("Hint" in str(caught.value)) is bool(hint)
+
+
+@pytest.mark.parametrize("pool", [1], indirect=True)
+def test_hooks_of_the_notebook_are_told_from_those_of_the_ranks(pool: labkit.WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run_cell(changed("make_hooks", TEST, "if False:"))
+    with pytest.raises(ExerciseError, match="bytes of weights moved") as caught:
+        lab02.check_hooks(pool)
+    assert "%%spmd" not in str(caught.value)
+    monkeypatch.setattr(sys.modules["__main__"], "make_hooks", None, raising=False)  # a cell without %%spmd
+    with pytest.raises(ExerciseError, match="bytes of weights moved") as caught:
+        lab02.check_hooks(pool)
+    check_refused(caught, "This is about the make_hooks of the ranks. There is another one in the notebook")
 
 
 @pytest.mark.parametrize("pool", [1], indirect=True)
