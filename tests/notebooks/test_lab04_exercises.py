@@ -8,6 +8,8 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import labkit
 from labkit.course import lab04
@@ -79,36 +81,91 @@ def order_with(
 @pytest.mark.parametrize(
     ("wrong", "measured", "hint"),
     [
-        pytest.param(order_with(ahead=False), "event 9 is 'R 2' in your order", "order without prefetch", id="no prefetch"),
-        pytest.param(order_with(ahead=True), "reshard=True, prefetch=False: event 9 is 'U 1'", "order with prefetch", id="always"),
-        pytest.param(order_with(root_freed=True), "event 8 is 'R root'", "the root stays whole after forward", id="root freed"),
+        pytest.param(order_with(ahead=False), "number 9 in your list is 'R 2'", "order without prefetch", id="no prefetch"),
+        pytest.param(
+            order_with(ahead=True),
+            "reshard=True, prefetch=False: number 9 in your list is 'U 1'",
+            "order with prefetch",
+            id="always",
+        ),
+        pytest.param(
+            order_with(root_freed=True), "number 8 in your list is 'R root'", "the root stays whole after forward", id="root freed"
+        ),
         pytest.param(
             order_with(root_last=False),
-            "only 13 of 14 events are there in your order",
+            "your list has only 13 of 14 events",
             "The root is freed too",
             id="root never freed",
         ),
         pytest.param(
-            order_with(always_freed=True), "reshard=False, prefetch=True: event 3 is 'R 0'", "stay whole", id="reshard ignored"
+            order_with(always_freed=True),
+            "reshard=False, prefetch=True: number 3 in your list is 'R 0'",
+            "stay whole",
+            id="reshard ignored",
         ),
         pytest.param(
-            order_with(gathered_twice=True), "reshard=False, prefetch=True: event 5 is 'U 2'", "nothing to gather", id="twice"
+            order_with(gathered_twice=True),
+            "reshard=False, prefetch=True: number 5 in your list is 'U 2'",
+            "nothing to gather",
+            id="twice",
         ),
-        pytest.param(order_with(forwards=True), "event 8 is 'U 0'", "from the last to the first", id="wrong direction"),
+        pytest.param(
+            order_with(forwards=True), "number 8 in your list is 'U 0'", "from the last to the first", id="wrong direction"
+        ),
         pytest.param(
             order_with(kept_for_ever=True),
-            "reshard=False, prefetch=True: event 5 is 'R root'",
+            "reshard=False, prefetch=True: number 5 in your list is 'R root'",
             "There each is freed when its own backward is over",
             id="kept for ever",
         ),
         pytest.param(
             lambda *case: [text.replace("U ", "U layers.") for text in order_with()(*case)],
-            "event 1 is 'U layers.root'",
+            "number 1 in your list is 'U layers.root'",
             "Write the short names",
             id="long names",
         ),
+        pytest.param(lambda *_: [], "your list has only 0 of 14 events", "The list is empty", id="empty"),
         pytest.param(
-            lambda *_: ["U root"], "only 1 of 14 events are there in your order", "Compare with the picture", id="something else"
+            lambda *case: [*order_with()(*case)[:-1], "R 0", "R root"],
+            "number 14 in your list is 'R 0'",
+            "is not whole",
+            id="freed twice",
+        ),
+        pytest.param(
+            lambda *case: [f"U block {case[0] - 1}", *order_with()(*case)],
+            "number 1 in your list is 'U block 2'",
+            "Write the short names",
+            id="names with a word",
+        ),
+        pytest.param(
+            lambda *case: [text.replace("U 0", "U -1") for text in order_with()(*case)],
+            "number 2 in your list is 'U -1'",
+            "There is no such block",
+            id="the block before the first",
+        ),
+        pytest.param(
+            lambda *case: [text for text in order_with()(*case) if text[0] == "U"],
+            "number 3 in your list is 'U 1'",
+            "Nothing is freed in your order",
+            id="never freed",
+        ),
+        pytest.param(
+            lambda *case: [text for place, text in enumerate(order_with(root_freed=True)(*case)) if text != "U root" or place == 0],
+            "number 8 in your list is 'R root'",
+            "so it stays whole after forward",
+            id="root freed and not gathered again",
+        ),
+        pytest.param(
+            lambda n, reshard, _: [*order_with()(n, reshard, False)[: 1 + 2 * n], f"U {n - 1}", f"U {n - 1}"],
+            "number 9 in your list is 'U 2'",
+            "while it is whole",
+            id="gathered twice in a row",
+        ),
+        pytest.param(
+            lambda *_: ["U root", "U 0", "R 0"],
+            "your list has only 3 of 14 events",
+            "Compare with the picture",
+            id="something else",
         ),
     ],
 )
@@ -190,6 +247,24 @@ PER_MICRO = "(1 + num_blocks + num_blocks * reshard)"
             "still needs whole parameters",
             id="no sync, backward",
         ),
+        pytest.param(
+            counts_with("(num_micro if sync_each else 1) * (num_blocks + 1)", RIGHT),
+            "you predict 4/7",
+            "All-gathers come first",
+            id="swapped",
+        ),
+        pytest.param(
+            counts_with(f"{RIGHT} + (0 if reshard else num_micro * num_blocks)"),
+            "2 blocks, 1 micro-batch, reshard=False, sync_each=True, keep=False: you predict 5/3, 2 all-gathers too many",
+            "With reshard=False the blocks stay whole",
+            id="reshard ignored",
+        ),
+        pytest.param(
+            counts_with("(1 if keep else num_micro) * (1 + num_blocks)"),
+            "you predict 4/4, 3 all-gathers too few",
+            "backward gathers each of them again",
+            id="forward only",
+        ),
         pytest.param(counts_with("7", "4"), "you predict 7/4", "Count the bars", id="a constant"),
     ],
 )
@@ -216,18 +291,51 @@ def test_the_first_step_of_a_model_has_the_events_of_the_second(pool: labkit.Wor
 
 
 def two_steps() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    from labkit.course.lab04.steps import _step, sharded_model
+    from labkit.course.lab04.rows import sharded_row
+    from labkit.course.lab04.steps import take_step
     from labkit.spmd import record_events
 
     case = StepCase(3, True)
-    model = sharded_model(3, True)
+    model = sharded_row([4] * 3, [1] * 3, reshard=True)
     orders = []
     for _ in range(2):
         with record_events(model) as recording:
-            _step(model, case)
+            take_step(model, case)
         orders.append(recording.trace().order())
     assert recorded_step(case).order() == orders[0]
     return orders[0], orders[1]
+
+
+@pytest.mark.parametrize("pool", [2], indirect=True)
+@pytest.mark.parametrize(
+    "case",
+    [StepCase(3, True), StepCase(2, False, num_micro=3, sync_each=False), StepCase(2, True, num_micro=2, keep=True)],
+    ids=["one micro-batch", "reduced once", "kept whole"],
+)
+def test_a_row_of_layers_has_the_events_of_a_transformer(pool: labkit.WorkerPool, case: StepCase) -> None:
+    row, transformer = pool.run(both_models, case).same()
+    assert row == transformer
+
+
+def both_models(case: StepCase) -> list[tuple[tuple[str, ...], dict[str, int]]]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from labkit.course.lab04 import steps
+    from labkit.spmd import Block, ModelConfig, build_model, next_token_loss, record_events, shard_model
+
+    config = ModelConfig(dim=16, num_layers=case.num_blocks, num_heads=2, hidden_dim=24, max_seq_len=16)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = shard_model(build_model(config, device="cpu"), mesh, blocks=Block, reshard_after_forward=case.reshard)
+    tokens = torch.arange(18).view(2, 9)
+    traces = [steps.recorded_step(case)]
+    own, steps.forward_and_backward = steps.forward_and_backward, lambda model: next_token_loss(model, tokens).backward()
+    try:
+        with record_events(model) as recording:
+            steps.take_step(model, case)
+    finally:
+        steps.forward_and_backward = own
+    traces.append(recording.trace())
+    return [(trace.order(), trace.counts()) for trace in traces]
 
 
 # Exercise 3 -----------------------------------------------------------------------------------------------------------
@@ -235,20 +343,20 @@ def two_steps() -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 def test_the_notebook_s_wrapping_passes_and_is_measured(pool: labkit.WorkerPool) -> None:
     line = lab04.check_wrap(pool, defined_by(exercise("wrap"), "wrap"))
-    assert re.search(r"keeps at most 4,032 of 4,032 bytes alive, with 9 all-gathers a step", line)
+    assert re.search(r"has a peak of 4,032 bytes, the limit is 4,032, and 9 all-gathers a step", line)
 
 
 def test_the_rule_for_the_peak_is_the_one_that_the_runtime_keeps(pool: labkit.WorkerPool) -> None:
-    from labkit.course.lab04.wrapping import _WIDTH, _measure
+    from labkit.course.lab04.wrapping import WIDTH, _measure
 
     widths = [8, 4, 12, 4]
     for lengths in ([1, 1, 1, 1], [2, 2], [4], [1, 3]):
         sizes, begin = [], 0
         for length in lengths:
-            sizes.append(sum(2 * _WIDTH * width * 4 for width in widths[begin : begin + length]))
+            sizes.append(sum(2 * WIDTH * width * 4 for width in widths[begin : begin + length]))
             begin += length
         measured = pool.run(_measure, widths, lengths).same()
-        assert measured.peak_bytes == live_peak(_WIDTH * _WIDTH * 4, sizes)
+        assert measured.peak_bytes == live_peak(WIDTH * WIDTH * 4, sizes)
 
 
 def greedy(limit: Any) -> Any:
@@ -275,7 +383,7 @@ def without_root(root: int, sizes: list[int], cap: int) -> list[int]:
     [
         pytest.param(
             greedy(lambda root, size, cap: root + size > cap),
-            "root 1, layers [2, 2, 2, 2], limit 5: your groups [4, 4] keep 9 alive, 4",
+            "root 1, layers [2, 2, 2, 2], limit 5: you return [2, 2], groups with [4, 4] bytes, which keep 9 alive, 4",
             "two neighbours live together",
             id="one group at a time",
         ),
@@ -284,11 +392,14 @@ def without_root(root: int, sizes: list[int], cap: int) -> list[int]:
             lambda root, sizes, cap: [1] * len(sizes), "3 more than needed", "A group per layer always fits", id="each alone"
         ),
         pytest.param(
-            lambda root, sizes, cap: [len(sizes)], "limit 5: your groups [8] keep 9", "it is alive beside the root", id="all in one"
+            lambda root, sizes, cap: [len(sizes)],
+            "limit 5: you return [4], groups with [8] bytes, which keep 9",
+            "it is alive beside the root",
+            id="all in one",
         ),
         pytest.param(
             changed("wrap", "range(len(sizes))", "range(min(1, len(sizes) - 1), len(sizes))"),
-            "limit 9: your groups [2, 6] are 2 groups, 1 more than needed",
+            "limit 9: you return [1, 3], groups with [2, 6] bytes: 2 groups, 1 more than needed",
             "One group of all layers is a cut too",
             id="never a single group",
         ),
@@ -314,11 +425,24 @@ def without_root(root: int, sizes: list[int], cap: int) -> list[int]:
             lambda root, sizes, cap: (
                 [2, 1, 1, 1, 1] if (len(sizes), cap) == (6, 9) else defined_by(exercise("wrap"), "wrap")(root, sizes, cap)
             ),
-            "root 3, layers [1, 1, 4, 1, 1, 1], limit 9: your groups [2, 4, 1, 1, 1] are 5 groups, 1 more than needed",
+            "limit 9: you return [2, 1, 1, 1, 1], groups with [2, 4, 1, 1, 1] bytes: 5 groups, 1 more than needed",
             "leaves room beside it",
             id="one group too many",
         ),
         pytest.param(lambda root, sizes, cap: [1], "[1] are 1 layers", "", id="layers left out"),
+        pytest.param(
+            changed("wrap", "[left + right for left, right in pairwise(groups)] or groups", "[sum(sorted(groups)[-2:])]"),
+            "more than needed",
+            "The two largest groups need not be neighbours",
+            id="the two largest",
+        ),
+        pytest.param(lambda root, sizes, cap: sizes, "[2, 2, 2, 2] are 8 layers", "the bytes of the groups", id="bytes"),
+        pytest.param(
+            changed("wrap", "[end - begin for begin, end in spans]", "[end for begin, end in spans]"),
+            "[1, 2, 3, 4] are 10 layers",
+            "the places of the cuts",
+            id="places",
+        ),
     ],
 )
 def test_wrong_wrappings_are_refused_with_one_case(pool: labkit.WorkerPool, wrong: Any, measured: str, hint: str) -> None:

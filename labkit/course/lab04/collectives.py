@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from labkit.course.checks import Pool, ask, hint_for, refuse
-from labkit.course.lab04.steps import StepCase, measured_once, recorded_step
+from labkit.course.lab04.steps import Step, StepCase, recorded
 from labkit.errors import ExerciseError
 
 Counts = tuple[int, int]
@@ -37,7 +37,8 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
     cases = [StepCase(3, True), StepCase(3, True, num_micro=2, sync_each=False), StepCase(3, True, num_micro=2, keep=True)]
     switches = product((1, 3), (True, False), (True, False), (False, True))
     cases += [StepCase(2, reshard, True, num_micro, sync_each, keep) for num_micro, reshard, sync_each, keep in switches]
-    counted = measured_once(pool, _counts, cases, timeout_s=timeout_s)
+    _answer(collectives, cases[0])  # before the long part: is it solved at all?
+    counted = [_counts(step) for step in recorded(pool, [_step_of(case) for case in cases], timeout_s=timeout_s)]
     for case, truth in zip(cases, counted, strict=True):
         answer = _answer(collectives, case)
         if answer != truth:
@@ -51,28 +52,13 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
     return f"Solved: {len(cases)} kinds of steps, {gathers} gathers and {reductions} reductions counted, all as predicted."
 
 
-def _counts(cases: list[StepCase]) -> list[Counts]:
-    steps = [_step_of(case) for case in cases]
-    counted = {step: _count(step) for step in dict.fromkeys(steps)}
-    return [counted[step] for step in steps]
+def _counts(step: Step) -> Counts:
+    return step.gathers, step.reductions
 
 
 def _step_of(case: StepCase) -> StepCase:
     """The case that makes the same calls: with one micro-batch, the last, the two switches between micro-batches do nothing."""
     return replace(case, sync_each=True, keep=False) if case.num_micro == 1 else case
-
-
-def _count(case: StepCase) -> Counts:
-    import torch.distributed as dist
-
-    from labkit.spmd.events import UNSHARD
-
-    trace = recorded_step(case)
-    if dist.get_world_size() > 1:
-        counts = trace.counts()
-        return counts.get("all_gather", 0), counts.get("reduce_scatter", 0)
-    reducing = case.num_micro if case.sync_each else 1
-    return trace.calls(UNSHARD)[1], reducing * len(trace.blocks)
 
 
 def _answer(collectives: Formula, case: StepCase) -> Counts:
@@ -168,7 +154,25 @@ def _no_sync_saves_backward_gathers(case: StepCase, truth: Counts) -> Counts:
     return truth[0] - saved, truth[1]
 
 
+def _swapped(case: StepCase, truth: Counts) -> Counts:
+    return truth[1], truth[0]
+
+
+def _reshard_ignored(case: StepCase, truth: Counts) -> Counts:
+    return truth[0] + (0 if case.reshard else case.num_micro * case.num_blocks), truth[1]
+
+
+def _never_regathered(case: StepCase, truth: Counts) -> Counts:
+    return truth[0] - (case.num_micro * case.num_blocks if case.reshard else 0), truth[1]
+
+
 _WRONG_RULES: tuple[tuple[Rule, str], ...] = (
+    (_swapped, "These are the right numbers in the other order. All-gathers come first, then reduce-scatters."),
+    (
+        _reshard_ignored,
+        "With reshard=False the blocks stay whole after forward, so backward has nothing to gather.",
+    ),
+    (_never_regathered, "With reshard=True forward frees the blocks, and backward gathers each of them again."),
     (_no_root, "The root is a group too: it is gathered once per forward and reduced once."),
     (_root_regathered, "The root stays whole after forward, so backward does not gather it again."),
     (_sync_ignored, "With sync_each=False only the last micro-batch reduces its gradients."),

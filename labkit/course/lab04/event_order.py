@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, NoReturn
 
 from labkit.course.checks import Pool, ask, hint_for, refuse
-from labkit.course.lab04.steps import StepCase, measured_once, recorded_step
+from labkit.course.lab04.steps import StepCase, recorded
 from labkit.errors import ExerciseError
 
 EventOrder = Callable[[int, bool, bool], Sequence[str]]
@@ -32,10 +34,11 @@ def check_event_order(pool: Pool, event_order: EventOrder, *, timeout_s: float =
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     cases = [StepCase(n, reshard, prefetch) for n in (3, 1, 4) for reshard, prefetch in product((True, False), repeat=2)]
-    recorded = measured_once(pool, _orders, cases, timeout_s=timeout_s)
+    _answer(event_order, cases[0])  # before the long part: is it solved at all?
+    orders = [list(step.order) for step in recorded(pool, cases, timeout_s=timeout_s)]
     num_events = 0
-    for case, truth in zip(cases, recorded, strict=True):
-        answer = _as_texts(ask(event_order, case.num_blocks, case.reshard, case.prefetch, case=_setting(case)))
+    for case, truth in zip(cases, orders, strict=True):
+        answer = _answer(event_order, case)
         if answer != truth:
             _refuse_order(case, answer, truth)
         num_events += len(truth)
@@ -43,8 +46,8 @@ def check_event_order(pool: Pool, event_order: EventOrder, *, timeout_s: float =
     return f"Solved: {len(cases)} orders with {num_events} events together, equal to what {ranks} recorded."
 
 
-def _orders(cases: list[StepCase]) -> list[list[str]]:
-    return [list(recorded_step(case).order(names=False)) for case in cases]
+def _answer(event_order: EventOrder, case: StepCase) -> list[str]:
+    return _as_texts(ask(event_order, case.num_blocks, case.reshard, case.prefetch, case=_setting(case)))
 
 
 def _setting(case: StepCase) -> str:
@@ -59,26 +62,60 @@ def _as_texts(answer: Any) -> list[str]:
 
 def _refuse_order(case: StepCase, answer: list[str], truth: list[str]) -> NoReturn:
     place = next((i for i, (a, b) in enumerate(zip(answer, truth, strict=False)) if a != b), min(len(answer), len(truth)))
-    said = (
-        f"event {place + 1} is {answer[place]!r}" if place < len(answer) else f"only {len(answer)} of {len(truth)} events are there"
-    )
-    wanted = f"{truth[place]!r} comes there" if place < len(truth) else f"{len(truth)} events"
-    refuse(
-        f"{_setting(case)}: {said} in your order ({' '.join(answer[max(0, place - 2) : place + 3])}).",
-        f"{wanted} ({' '.join(truth[max(0, place - 2) : place + 3])}).",
-        hint_for(
-            answer,
-            [(_has_long_names, _LONG_NAMES), *((rule(case).__eq__, hint) for rule, hint in _WRONG_RULES)],
-            "Compare with the picture: which bar begins first, and which one ends first?",
-        ),
-    )
+    if place < len(answer):
+        said = f"number {place + 1} in your list is {answer[place]!r} ({' '.join(answer[max(0, place - 2) : place + 3])})"
+    else:
+        said = f"your list has only {len(answer)} of {len(truth)} events"
+    wanted = f"{truth[place]!r} comes there." if place < len(truth) else f"nothing comes there, the step has {len(truth)} events."
+    mistakes = [(partial(applies, case), hint) for applies, hint in _MISTAKES]
+    hint = hint_for(answer, mistakes, "Compare with the picture: which bar begins first, and which one ends first?")
+    refuse(f"{_setting(case)}: {said}.", wanted, hint)
 
 
-_LONG_NAMES = "Write the short names, as printed above: 'U 0', not 'U layers.0'."
+# Mistakes by what is in the list ----------------------------------------------------------------------------------------
 
 
-def _has_long_names(answer: list[str]) -> bool:
-    return any("." in text for text in answer)
+def _is_empty(case: StepCase, answer: list[str]) -> bool:
+    return not answer
+
+
+def _has_long_names(case: StepCase, answer: list[str]) -> bool:
+    return not all(re.fullmatch(r"[UR] (root|-?\d+)", text) for text in answer)
+
+
+def _has_no_such_block(case: StepCase, answer: list[str]) -> bool:
+    return not {text.split()[1] for text in answer} <= {"root", *map(str, range(case.num_blocks))}
+
+
+def _keeps_for_ever(case: StepCase, answer: list[str]) -> bool:
+    return not case.reshard and answer in (_forward(case), [*_forward(case), "R root"])
+
+
+def _frees_nothing(case: StepCase, answer: list[str]) -> bool:
+    return not any(text.startswith("R") for text in answer)
+
+
+def _frees_root_early(case: StepCase, answer: list[str]) -> bool:
+    return "R root" in answer[:-1]
+
+
+def _gathers_twice(case: StepCase, answer: list[str]) -> bool:
+    return _repeats(answer, "U")
+
+
+def _frees_twice(case: StepCase, answer: list[str]) -> bool:
+    return _repeats(answer, "R")
+
+
+def _repeats(answer: list[str], letter: str) -> bool:
+    """Whether a block is gathered while it is whole, or freed while it is not."""
+    last: dict[str, str] = {}
+    for text in answer:
+        what, block = text.split()
+        if what == letter and last.get(block, "R") == letter:
+            return True
+        last[block] = what
+    return False
 
 
 # Plausible wrong orders -------------------------------------------------------------------------------------------------
@@ -130,14 +167,6 @@ def _gathered_twice(case: StepCase) -> list[str]:
     return [*_forward(case), *_backward(case, gathers=True), "R root"]
 
 
-def _kept_for_ever(case: StepCase) -> list[str]:
-    return [] if case.reshard else [*_forward(case), "R root"]
-
-
-def _all_kept_for_ever(case: StepCase) -> list[str]:
-    return [] if case.reshard else _forward(case)
-
-
 def _forward_only(case: StepCase) -> list[str]:
     return _forward(case)
 
@@ -152,9 +181,7 @@ def _all_freed_at_the_end(case: StepCase) -> list[str]:
     return [*_forward(case), *blocks, *(f"R {block}" for block in reversed(range(case.num_blocks))), "R root"]
 
 
-_KEPT_FOR_EVER = "With reshard=False the blocks stay whole until backward. There each is freed when its own backward is over."
-
-_WRONG_RULES: tuple[tuple[Callable[[StepCase], list[str]], str], ...] = (
+_WRONG_ORDERS: tuple[tuple[Callable[[StepCase], list[str]], str], ...] = (
     (_root_forgotten, "The root is freed too, as the last of all."),
     (
         _no_prefetch,
@@ -165,9 +192,30 @@ _WRONG_RULES: tuple[tuple[Callable[[StepCase], list[str]], str], ...] = (
     (_root_freed, "Backward needs the root first of all, so the root stays whole after forward."),
     (_reshard_ignored, "With reshard=False the blocks stay whole after forward, so backward has nothing to gather."),
     (_gathered_twice, "What was not freed in forward is still whole in backward: there is nothing to gather."),
-    (_kept_for_ever, _KEPT_FOR_EVER),
-    (_all_kept_for_ever, _KEPT_FOR_EVER),
     (_forward_only, "A training step has a backward pass as well."),
     (_backward_like_forward, "Backward goes through the blocks from the last to the first."),
     (_all_freed_at_the_end, "A block is freed as soon as its own backward is over. Only two blocks are whole at a time."),
+)
+
+
+def _is_order(order: Callable[[StepCase], list[str]], case: StepCase, answer: list[str]) -> bool:
+    return answer == order(case)
+
+
+_MISTAKES: tuple[tuple[Callable[[StepCase, list[str]], bool], str], ...] = (
+    (_is_empty, "The list is empty. Begin with what forward needs first, and return the list."),
+    (_has_long_names, "Write the short names, as printed above: 'U 0' and 'R root'."),
+    (_has_no_such_block, "There is no such block. The first block has no one before it to ask for, the last none behind it."),
+    (
+        _keeps_for_ever,
+        "With reshard=False the blocks stay whole until backward. There each is freed when its own backward is over.",
+    ),
+    *((partial(_is_order, order), hint) for order, hint in _WRONG_ORDERS),
+    (_frees_nothing, "Nothing is freed in your order: a block is, after its forward or at the latest after its backward."),
+    (
+        _frees_root_early,
+        "Backward needs the root first of all, so it stays whole after forward. It is freed as the last of all.",
+    ),
+    (_gathers_twice, "A block is gathered in your order while it is whole: it has not been freed since."),
+    (_frees_twice, "A block is freed in your order that is not whole: nobody has gathered it, or it was freed before."),
 )

@@ -18,29 +18,20 @@ class _Kind:
         what: In words.
         same: Whether it is the same training, up to the order of sums.
         needs: The number of ranks from which on it differs, or can be made.
-        hint: For a judge that is wrong about it.
+        hint: For a judge that is wrong about it; empty where only noise tells it from the reference.
     """
 
     what: str
     same: bool
     needs: int
-    hint: str
+    hint: str = ""
 
 
-_NOISE = (
-    "It adds the same numbers in another order, so the last bits differ. Exact equality is more than two right runs can promise, "
-    "and so is a tolerance below the last place."
-)
-_NEAR_ZERO = (
-    "You allow for the last place of each number; near zero that is too tight. The noise of a sum is as large as the last place "
-    "of its largest terms, whatever is left of them: a number near zero is off by many times its own last place. There rtol gives "
-    "next to nothing, and the default atol=1e-8 is too little. Choose atol by the largest element of the tensor."
-)
 _KINDS = {
     "again": _Kind("a copy of the reference", True, 1, "It is equal bit for bit."),
-    "ddp": _Kind("DDP", True, 2, _NOISE),
-    "fsdp2": _Kind("FSDP2", True, 1, _NOISE),
-    "rounded": _Kind("the reference with every number moved by a last place of its tensor's largest", True, 1, _NOISE),
+    "ddp": _Kind("DDP", True, 2),
+    "fsdp2": _Kind("FSDP2", True, 1),
+    "rounded": _Kind("the reference with every number moved by a last place of its tensor's largest", True, 1),
     "sum": _Kind(
         "gradients added up and not divided by the number of ranks",
         False,
@@ -138,13 +129,23 @@ def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
         accepted = all(verdict[name] for verdict in verdicts.values())
         if accepted != kind.same:
             said = "accepted" if accepted else f"refused by rank {next(r for r, v in verdicts.items() if not v[name])}"
-            near_zero = kind.hint == _NOISE and all(verdict[_LAST_PLACES] for verdict in verdicts.values())
-            hint = _NEAR_ZERO if near_zero else kind.hint
+            hint = kind.hint or _hint_for_noise(near_zero=all(verdict[_LAST_PLACES] for verdict in verdicts.values()))
             refuse(f"{kind.what}: {said}.", "accepted." if kind.same else "refused by at least one rank.", hint)
     bugs = sum(not _KINDS[name].same for name in shown)
     left_out = len(_KINDS) - len(shown)
     more = f" {left_out} of {len(_KINDS)} runs need two ranks and were left out." if left_out else ""
     return f"Solved: {len(shown) - bugs} right runs accepted, {bugs} bugs refused.{more}"
+
+
+def _hint_for_noise(*, near_zero: bool) -> str:
+    return (
+        "You allow for the last place of each number. That is too tight near zero: noise in a sum is as large as the last place "
+        "of its largest terms, whatever is left of them: a number near zero is off by many times its own last place. There rtol "
+        "gives next to nothing, and the default atol=1e-8 is too little. Choose atol by the largest element of the tensor."
+        if near_zero
+        else "It adds the same numbers in another order, so the last bits differ. Exact equality is more than two right runs can "
+        "promise, and so is a tolerance below the last place."
+    )
 
 
 # On the ranks -----------------------------------------------------------------------------------------------------------

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from labkit.course.checks import Pool, from_cell
+from labkit.course.lab04.rows import forward_and_backward, sharded_row
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from labkit.spmd.events import Trace
     from labkit.spmd.model import Transformer
-
-T = TypeVar("T")
-
-_measured: dict[tuple[str, int, str], Any] = {}
 
 
 @dataclass(frozen=True)
@@ -40,59 +35,87 @@ class StepCase:
     keep: bool = False
 
 
-def measured_once(pool: Pool, function: Callable[[list[StepCase]], T], cases: list[StepCase], *, timeout_s: float) -> T:
-    """What a function sees on the ranks, the same on all; measured by the first check of a session and remembered.
+@dataclass(frozen=True)
+class Step:
+    """What a rank did in one step.
+
+    Attributes:
+        order: Its unshards and reshards, with short names.
+        gathers: All-gathers; with one rank, unshards.
+        reductions: Reduce-scatters; with one rank, what the rule says, since nothing is called.
+    """
+
+    order: tuple[str, ...]
+    gathers: int
+    reductions: int
+
+
+_recorded: dict[tuple[int, str, StepCase], Step] = {}
+
+
+def recorded(pool: Pool, cases: Sequence[StepCase], *, timeout_s: float) -> list[Step]:
+    """What the ranks do in these steps, the same on all; each is recorded by the first check of a session that needs it.
 
     The runtime does not change while somebody tries to solve an exercise, and the second attempt should be answered at once.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
-    key = (f"{function.__module__}.{function.__qualname__}", pool.world_size, pool.device)
-    if key not in _measured:
-        _measured[key] = pool.run(function, cases, timeout_s=timeout_s).same()
-    found: T = _measured[key]
-    return found
+    keys = {case: (pool.world_size, pool.device, case) for case in cases}
+    missing = [case for case, key in keys.items() if key not in _recorded]
+    if missing:
+        found = pool.run(_record, missing, timeout_s=timeout_s).same()
+        _recorded.update({keys[case]: step for case, step in zip(missing, found, strict=True)})
+    return [_recorded[keys[case]] for case in cases]
 
 
-def sharded_model(num_blocks: int, reshard: bool, prefetch: bool = True) -> Transformer:
+# On the ranks -----------------------------------------------------------------------------------------------------------
+
+
+def sharded_model(num_blocks: int) -> Transformer:
     """A small sharded transformer. Ranks: collective."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule
 
     from labkit.spmd import Block, ModelConfig, build_model, shard_model
 
     device = from_cell("device")
     config = ModelConfig(dim=16, num_layers=num_blocks, num_heads=2, hidden_dim=24, max_seq_len=16)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    model = shard_model(build_model(config, device=device), mesh, blocks=Block, reshard_after_forward=reshard)
-    if not prefetch:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                # An empty list means the default. A module that names itself names one that is whole already.
-                module.set_modules_to_backward_prefetch([module])
-    return model
+    return shard_model(build_model(config, device=device), mesh, blocks=Block)
 
 
 def recorded_step(case: StepCase) -> Trace:
     """The events of one step, the first of a new model. Ranks: collective."""
     from labkit.spmd import record_events
 
-    model = sharded_model(case.num_blocks, case.reshard, case.prefetch)
+    model = sharded_row([4] * case.num_blocks, [1] * case.num_blocks, reshard=case.reshard, prefetch=case.prefetch)
     with record_events(model) as recording:
-        _step(model, case)
+        take_step(model, case)
     return recording.trace()
 
 
-def _step(model: nn.Module, case: StepCase) -> None:
-    import torch
-
-    from labkit.spmd import next_token_loss
-
-    sharded: Any = model
-    batch = torch.arange(2 * 9, device=from_cell("device")).view(2, 9)
+def take_step(model: Any, case: StepCase) -> None:
+    """One step without an optimizer. Ranks: collective."""
     for number in range(case.num_micro):
         last = number == case.num_micro - 1
-        sharded.set_requires_gradient_sync(case.sync_each or last)
-        sharded.set_reshard_after_backward(last or not case.keep)
-        next_token_loss(model, batch).backward()
+        model.set_requires_gradient_sync(case.sync_each or last)
+        model.set_reshard_after_backward(last or not case.keep)
+        forward_and_backward(model)
+
+
+def _record(cases: list[StepCase]) -> list[Step]:
+    return [_step(case) for case in cases]
+
+
+def _step(case: StepCase) -> Step:
+    import torch.distributed as dist
+
+    from labkit.spmd.events import UNSHARD
+
+    trace = recorded_step(case)
+    order = trace.order(names=False)
+    if dist.get_world_size() > 1:
+        counts = trace.counts()
+        return Step(order, counts.get("all_gather", 0), counts.get("reduce_scatter", 0))
+    reducing = case.num_micro if case.sync_each else 1
+    return Step(order, trace.calls(UNSHARD)[1], reducing * len(trace.blocks))

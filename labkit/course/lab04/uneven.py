@@ -149,7 +149,7 @@ def _evaluate(num_batches: list[int]) -> Evaluated:
     rows = BatchSampler(batch_size=2 * world_size, seq_len=8, seed=7, rank=rank, world_size=world_size, device=device)
     batches = [next(rows) for _ in range(num_batches[rank])]
     filler = torch.zeros_like(next(rows))
-    model = sharded_model(2, reshard=True)
+    model = sharded_model(2)
     config = ModelConfig(dim=16, num_layers=2, num_heads=2, hidden_dim=24, max_seq_len=16)
     whole = build_model(config, device=device)
     with torch.no_grad():
