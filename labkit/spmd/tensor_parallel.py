@@ -43,7 +43,7 @@ class PlanError(LabkitError, ValueError):
     def __init__(self, findings: tuple[PlanFinding, ...]) -> None:
         self.findings = findings
         lines = [f"  {finding.key}: {finding.detail}" for finding in findings]
-        super().__init__("\n".join(["the tensor-parallel plan does not fit the model:", *lines]))
+        super().__init__("\n".join([f"the tensor-parallel plan does not fit the model. Findings: {len(lines)}", *lines]))
 
     def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[PlanFinding, ...]]]:
         return type(self), (self.findings,)
