@@ -262,6 +262,26 @@ def test_the_pdf_carries_no_path_of_this_machine(made: Made) -> None:
         assert b"file://" not in (folder / "07_lab.pdf").read_bytes()
 
 
+def test_a_link_to_what_is_not_handed_out_is_plain_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_chromium", lambda: None)
+    text = (
+        "# 07 A lab\n\nAfter [`that` lab](03_left_out.ipynb#Who-waits?) and [this](08_other.ipynb#end), the "
+        "[model](../labkit/model.py), [below](#end) and [the guide](https://example.org/03_left_out.ipynb); `x[0](y.ipynb)`.\n\n```python\nx[1](z.ipynb)\n```"
+    )
+    for name in ("07_lab", "08_other"):
+        nbformat.write(new_notebook(cells=[new_markdown_cell(text)]), tmp_path / f"{name}.ipynb")
+    made = make_handouts([tmp_path / "07_lab.ipynb", tmp_path / "08_other.ipynb"], tmp_path / "out")
+    for folder in made.folders.values():
+        source = nbformat.read(folder / "07_lab.ipynb", as_version=4).cells[0].source
+        assert "After `that` lab and [this](08_other.ipynb#end), the model, [below](#end)" in source
+        assert "[the guide](https://example.org/03_left_out.ipynb); `x[0](y.ipynb)`" in source
+        assert "x[1](z.ipynb)" in source
+        page = (folder / "07_lab.html").read_text()
+        assert 'href="08_other.html#end"' in page
+        assert 'href="03_left_out' not in page
+        assert "labkit/model.py" not in page
+
+
 def test_without_chromium_everything_but_the_pdfs_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "find_chromium", lambda: None)
     nbformat.write(_executed(), tmp_path / "07_lab.ipynb")

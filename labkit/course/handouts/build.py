@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 
 from labkit import machine
 from labkit.course.handouts.bundle import Entry, about, write_index, write_zip
-from labkit.course.handouts.cells import is_executed, title
+from labkit.course.handouts.cells import is_executed, title, without_dead_links
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
 from labkit.course.handouts.instructor import instructor_copy
 from labkit.course.handouts.page import Audience, make_page
@@ -52,8 +52,8 @@ def make_handouts(
 ) -> Handouts:
     """Make the students' and the instructor's set: notebooks, pages, PDFs, an index page and a zip for each.
 
-    A notebook that has not been run is run first; its executed copy stays in ``out/executed``. PDFs need Chromium and are
-    left out where there is none.
+    A notebook that has not been run is run first; its executed copy stays in ``out/executed``. A link to a notebook that is
+    not among them becomes plain text. PDFs need Chromium and are left out where there is none.
 
     Args:
         notebooks: Notebooks with their solutions, executed or not. They are only read.
@@ -75,7 +75,8 @@ def make_handouts(
     stems = [path.stem for path in notebooks]
     if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
         raise ValueError(f"there are several notebooks named {', '.join(twice)}; the handouts would overwrite each other.")
-    executed = dict(zip(stems, _executed(notebooks, out, timeout_s, on_cell, on_result), strict=True))
+    run = _executed(notebooks, out, timeout_s, on_cell, on_result)
+    executed = {stem: without_dead_links(notebook, stems) for stem, notebook in zip(stems, run, strict=True)}
     secrets = Secrets(executed.values())
     chromium = chromium or machine.find_chromium()
     report = on_file or (lambda path: None)

@@ -16,6 +16,11 @@ import labkit
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _LIBRARY = re.compile(rf"(?:/[^\s:'\"<>]{{0,200}}?/site-packages|{re.escape(str(Path(labkit.__file__).parent.parent))})/")
+# Code in markdown comes first: what looks like a link there is none.
+_LINK = re.compile(
+    r"(?P<code>^```.*?^```|`[^`\n]*`)|(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<address>[^)\s]+)\)", re.MULTILINE | re.DOTALL
+)
+_ELSEWHERE = re.compile(r"#|[a-z]+:")
 _LEFT_OUT = {"injected-parameters"}
 # At the beginning of a paragraph, or of its last sentence: elsewhere the words only speak of predictions.
 _PREDICTION = re.compile(r"(?:^|\. )\*\*Predict first", re.MULTILINE)
@@ -60,6 +65,27 @@ def clean_copy(notebook: NotebookNode) -> NotebookNode:
             cell.outputs = [_without_paths(output) for output in map(_static, cell.outputs) if output is not None]
         cleaned.cells.append(cell)
     return cleaned
+
+
+def without_dead_links(notebook: NotebookNode, stems: Iterable[str]) -> NotebookNode:
+    """A copy in which a link to a file that is not handed out is plain text.
+
+    Args:
+        notebook: A notebook whose links lead to other notebooks by file name.
+        stems: File names, without their ending, of the notebooks that are handed out together.
+    """
+    files = {f"{stem}.ipynb" for stem in stems}
+
+    def living(link: re.Match[str]) -> str:
+        address = link["address"] or ""
+        leads_on = link["code"] or _ELSEWHERE.match(address) or address.partition("#")[0] in files
+        return link[0] if leads_on else link["text"]
+
+    copied = copy.deepcopy(notebook)
+    for cell in copied.cells:
+        if cell.cell_type == "markdown":
+            cell.source = _LINK.sub(living, cell.source)
+    return copied
 
 
 def _static(output: NotebookNode) -> NotebookNode | None:
