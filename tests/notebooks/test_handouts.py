@@ -266,7 +266,8 @@ def test_a_link_to_what_is_not_handed_out_is_plain_text(tmp_path: Path, monkeypa
     monkeypatch.setattr(machine, "find_chromium", lambda: None)
     text = (
         "# 07 A lab\n\nAfter [`that` lab](03_left_out.ipynb#Who-waits?) and [this](08_other.ipynb#end), the "
-        "[model](../labkit/model.py), [below](#end) and [the guide](https://example.org/03_left_out.ipynb); `x[0](y.ipynb)`.\n\n```python\nx[1](z.ipynb)\n```"
+        "[model](../labkit/model.py), [below](#end) and [the guide](https://example.org/03_left_out.ipynb); "
+        "`x[0](y.ipynb)`.\n\n```python\nx[1](z.ipynb)\n```"
     )
     for name in ("07_lab", "08_other"):
         nbformat.write(new_notebook(cells=[new_markdown_cell(text)]), tmp_path / f"{name}.ipynb")
