@@ -20,7 +20,17 @@ from labkit.spmd.events import Trace, first_difference
 from labkit.spmd.model import Block, Transformer, next_token_loss
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.trace import record_events
-from tests.process.s3_scenarios import SMALL, batches, losses_of, mesh_of_all, replica_mesh, small_model, traced, wrap_fsdp2
+from tests.process.s3_scenarios import (
+    SMALL,
+    batches,
+    losses_of,
+    mesh_of_all,
+    replica_mesh,
+    small_model,
+    traced,
+    wrap_fsdp1,
+    wrap_fsdp2,
+)
 
 BACKWARD = ("U 2", "U 1", "R 2", "U 0", "R 1", "R 0", "R root")
 
@@ -86,6 +96,33 @@ def test_forward_prefetch_of_two_keeps_three_blocks_whole(pool: labkit.WorkerPoo
     assert trace.peak_live_bytes == sum(block.whole_bytes for block in trace.blocks)
 
 
+def gather_buffers() -> dict[str, list[int]]:
+    """Each time the computation waits for a block: how many results of gathers are alive."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    model = sharded()
+    seen: dict[str, list[int]] = {"forward": [], "backward": []}
+    original = FSDPParamGroup.wait_for_unshard
+
+    def wait(group: Any) -> Any:
+        kept = group.comm_ctx.all_gather_state
+        results = [group._all_gather_result, kept and kept.all_gather_result]
+        alive = [result for result in results if result and result.all_gather_output.untyped_storage().nbytes()]
+        if group._all_gather_result:
+            seen["forward" if "FORWARD" in str(group._training_state) else "backward"].append(len(alive))
+        return original(group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FSDPParamGroup, "wait_for_unshard", wait)
+        next_token_loss(model, batches("cpu", 1)[0]).backward()
+    return seen
+
+
+def test_in_forward_the_buffer_of_one_gather_lives_until_the_next_has_come(pool: labkit.WorkerPool) -> None:
+    # Implicit prefetch: on a GPU the next gather travels while a block computes. The host's order shows the buffers only.
+    assert pool.run(gather_buffers).same() == {"forward": [1, 2, 2, 2], "backward": [1, 1, 1]}
+
+
 def recomputed() -> Trace:
     model = small_model("cpu")
     for block in model.layers:
@@ -97,6 +134,34 @@ def test_activation_checkpointing_adds_no_gather(pool: labkit.WorkerPool) -> Non
     trace = pool.run(recomputed)[0]
     assert trace.counts() == {"all_gather": 7, "reduce_scatter": 4}
     assert trace.order(names=False, phase="backward") == BACKWARD
+
+
+def replicated_gradients() -> list[list[Tensor]]:
+    """What is all-reduced in one backward, with FSDP1 under NO_SHARD and with FSDP2 on a mesh of replicas."""
+    warnings.simplefilter("ignore")
+    models = [wrap(small_model("cpu"), "cpu", "auto", "NO_SHARD") for wrap in (wrap_fsdp1, wrap_fsdp2)]
+    original = dist.all_reduce
+    buffers: list[list[Tensor]] = []
+
+    def all_reduce(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        buffers[-1].append(tensor.clone())
+        return original(tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", all_reduce)
+        for model in models:
+            buffers.append([])
+            next_token_loss(model, batches("cpu", 1)[0]).backward()
+    return buffers
+
+
+def test_replicas_add_up_the_same_buffers_in_fsdp1_and_fsdp2(pool: labkit.WorkerPool) -> None:
+    for old, new in pool.run(replicated_gradients).values():
+        assert len(old) == len(new) == 4
+        for one, other in zip(old, new, strict=True):
+            factor = float(one.flatten()[0] / other.flatten()[0])  # FSDP1 divides before the sum, by a power of two
+            assert factor in (1.0, 0.5, 0.25)
+            assert torch.equal(one.flatten(), other.flatten() * factor)
 
 
 def spread(tensor: Tensor) -> float:
