@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from labkit.notebook.lanes import GATHER_MARK, MARKS, Lane, Period, lanes_of
+from labkit.notebook.lanes import GATHER_MARK, MARKS, Lane, Period, Span, lanes_of
 from labkit.notebook.style import FAINT, INK, MUTED, WIDTH_IN, Picture, RankStyle, figure, rank_style
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ _NAME_CHAR_IN = 0.062
 _RIGHT_IN = 0.1
 _ROW_IN = 0.15
 _LANE_GAP_IN = 0.1
+_PHASE_NAMES_IN = 0.11
+_ELSEWHERE = 0.05  # of the axis: a phase that begins so far from the named one needs its own name
 _HEAD_IN = 0.42
 _BYTES_IN = 0.72
 _FOOT_IN = 0.38
@@ -62,11 +64,12 @@ def timeline(
             f"{len(lanes)} lanes with {rows} rows cannot be read; choose up to {MAX_LANES} ranks, with {MAX_ROWS} blocks together."
         )
     left_in = _left_in(lanes)
-    lanes_in = rows * _ROW_IN + len(lanes) * _LANE_GAP_IN
+    gaps_in = _gaps(lanes)
+    lanes_in = rows * _ROW_IN + sum(gaps_in)
     with figure(height_in=_HEAD_IN + lanes_in + _BYTES_IN + _FOOT_IN) as fig:
         fig.set_layout_engine("none")
         end = max(lane.end for lane in lanes)
-        _draw_lanes(_axes(fig, left_in, _BYTES_IN + _FOOT_IN, lanes_in, end), lanes, lanes_in, left_in)
+        _draw_lanes(_axes(fig, left_in, _BYTES_IN + _FOOT_IN, lanes_in, end), lanes, gaps_in, left_in)
         _draw_bytes(_axes(fig, left_in, _FOOT_IN, _BYTES_IN - 0.08, end), lanes, by)
         _draw_legend(fig, lanes, left_in)
         columns = ("lane", "block", "gathered in", "from", "whole from", "freed at", "bytes")
@@ -98,13 +101,27 @@ def _axes(fig: Figure, left_in: float, bottom_in: float, height_in: float, end: 
 # Lanes ------------------------------------------------------------------------------------------------------------------
 
 
-def _draw_lanes(axes: Axes, lanes: Sequence[Lane], height_in: float, left_in: float) -> None:
-    axes.set_ylim(height_in, 0)  # inches from the top
+def _gaps(lanes: Sequence[Lane]) -> list[float]:
+    """Room above each lane in inches: more where its phases lie elsewhere than in the lane whose names stand above it."""
+    end = max((lane.end for lane in lanes), default=0.0)
+    gaps: list[float] = []
+    named: list[Span] = []
+    for number, lane in enumerate(lanes):
+        same = [phase.name for phase in lane.phases] == [phase.name for phase in named] and all(
+            abs(phase.begin - other.begin) <= _ELSEWHERE * end for phase, other in zip(lane.phases, named, strict=True)
+        )
+        named = named if same else lane.phases
+        gaps.append(_LANE_GAP_IN + (0.0 if same or number == 0 else _PHASE_NAMES_IN))
+    return gaps
+
+
+def _draw_lanes(axes: Axes, lanes: Sequence[Lane], gaps_in: Sequence[float], left_in: float) -> None:
+    axes.set_ylim(sum(len(lane.rows) * _ROW_IN for lane in lanes) + sum(gaps_in), 0)  # inches from the top
     axes.axis("off")
     top = 0.0
-    for number, lane in enumerate(lanes):
-        top += _LANE_GAP_IN
-        _draw_phases(axes, lane, top, with_names=number == 0)
+    for number, (lane, gap) in enumerate(zip(lanes, gaps_in, strict=True)):
+        top += gap
+        _draw_phases(axes, lane, top, with_names=number == 0 or gap > _LANE_GAP_IN)
         style = rank_style(lane.rank)
         height = len(lane.rows) * _ROW_IN
         _text_at_left(axes, left_in, 0.05, top + height / 2, lane.label, weight="bold", fontsize=8, ha="left")

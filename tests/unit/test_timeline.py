@@ -166,6 +166,24 @@ def test_every_bar_is_in_the_table_and_in_the_drawing(by: Literal["order", "time
     assert picture.png.startswith(b"\x89PNG")
 
 
+LONG = "f U:root G:root F:layers.0 F:layers.1 F:root b B:layers.1 B:layers.0 R:root"
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        pytest.param((STEP, STEP), 1, id="phases in the same places"),
+        pytest.param((STEP, LONG), 2, id="phases elsewhere"),
+        pytest.param((STEP, STEP.replace("b U:root", "U:root b"), STEP), 1, id="a step apart"),
+        pytest.param((STEP, LONG, LONG), 2, id="elsewhere, twice the same"),
+    ],
+)
+def test_a_lane_whose_phases_lie_elsewhere_has_their_names_above_it(words: tuple[str, ...], written: int) -> None:
+    picture = timeline({f"lane {number}": trace_of(step) for number, step in enumerate(words)})
+    assert picture.svg.count("<!-- backward -->") == written
+    assert picture.svg.count("<!-- forward -->") == written
+
+
 def test_the_alt_text_says_what_the_picture_shows() -> None:
     alt = timeline({0: trace_of(STEP), 1: trace_of(STEP, 1)}).alt
     assert "Timeline of 3 blocks in 2 lanes: rank 0, rank 1." in alt
