@@ -42,7 +42,8 @@ class ActivationOffload:
     block it moves the block's inputs only, and backward recomputes the rest; *inside* a checkpointed block it takes every
     tensor before the checkpoint sees it, so nothing is recomputed. Gradients are exact: the bytes come back as they left.
 
-    A block whose backward comes first gains nothing; leave the last one or two out.
+    A block whose backward comes first has the least time for its copies, out and back: what moves there costs the most. It still
+    lowers the least possible peak, since a block that moves gives its activations away while it runs.
 
     Args:
         blocks: Modules whose forward saves what shall move. Hooks are put on them; `close` takes the hooks off.

@@ -104,6 +104,13 @@ def test_no_choice_is_faster_within_the_limit(blocks: list[BlockCost], rate: flo
             plan_blocks(blocks, given_, limit_bytes=limit)
 
 
+def test_the_roofline_is_flat_up_to_what_may_be_under_way_and_what_computation_hides() -> None:
+    blocks, where = [ONE] * 4, setting(rate=50.0, in_flight=20)
+    knee = 20 + 4 * ONE.forward_s * 50.0
+    assert roofline_seconds(blocks, knee, where) == pytest.approx(roofline_seconds(blocks, 0, where))
+    assert roofline_seconds(blocks, knee + 50, where) == pytest.approx(roofline_seconds(blocks, 0, where) + 1.0)
+
+
 def test_with_room_for_all_everything_is_kept() -> None:
     assert plan_blocks([ONE] * 4, setting(), limit_bytes=407).choices == (KEEP,) * 4
 
