@@ -33,8 +33,8 @@ def recorded(num_recomputed: int, seq_len: int) -> MemoryTimeline:
     for block in list(model.layers)[:num_recomputed]:
         checkpoint(block)
     shard_model(model, init_device_mesh("cpu", (dist.get_world_size(),)), blocks=Block)
-    share = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
-    batch = next(BatchSampler(batch_size=2 * dist.get_world_size(), seq_len=seq_len, **share))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    batch = next(BatchSampler(batch_size=2 * world_size, seq_len=seq_len, rank=rank, world_size=world_size))
     optimizer = torch.optim.Adam(model.parameters(), foreach=False)
 
     def step() -> None:
