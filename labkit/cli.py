@@ -28,6 +28,7 @@ ELSEWHERE = {
     "checkpoint": ("labkit.checkpoint.cli:checkpoint", "Look into checkpoints, verify, migrate and reshard them."),
     "plan": ("labkit.plan.cli:plan", "Plan a training job on up to 16,384 ranks: bytes on a rank, traffic of a step, checkpoint."),
     "handouts": ("labkit.course.handouts.cli:handouts", "Make handouts of notebooks, for students and for the instructor."),
+    "new": ("labkit.course.starter:new", "Write NOTEBOOK, a small lab to change into one of your own."),
     "nbgrader": ("labkit.course.nbgrader:nbgrader", "Write notebooks as assignments of nbgrader."),
 }
 
@@ -47,6 +48,14 @@ class LazyGroup(click.Group):
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; an interrupt that it does not handle itself ends it as the shell expects, with 130."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            ctx.exit(INTERRUPTED_EXIT_CODE)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in the help text, made without importing anything."""
@@ -74,7 +83,8 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
     """Execute NOTEBOOKS without a browser.
 
     Writes executed copies and a summary page, index.html, into the folder --out. A VALUE is read as a Python literal where
-    it is one, else as text. The exit code is 0 when every cell of every notebook ran, 1 when not, 130 after Ctrl-C.
+    it is one, else as text; every notebook has to have a parameter of that name. The exit code is 0 when every cell of every
+    notebook ran, 1 when not, 2 when nothing was run because a file or a parameter does not exist, 130 after Ctrl-C or SIGTERM.
     """
     try:
         from labkit.course.progress import Progress
@@ -83,7 +93,7 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Running notebooks needs the lab extra: pip install 'torch-labkit[lab]'") from None
 
-    values = {name: parse_value(text) for name, text in parameters}
+    values = _values(parameters)
     # A cancelled CI job sends SIGTERM; kernels must not outlive it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     interrupted = False
@@ -108,11 +118,12 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
 @click.option(
     "-o", "--out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write; standard output when left out."
 )
-def script(notebook: Path, out: Path | None) -> None:
+@click.option("-p", "parameters", nargs=2, multiple=True, metavar="NAME VALUE", help="Set a parameter, such as -p batch_size 8.")
+def script(notebook: Path, out: Path | None, parameters: tuple[tuple[str, str], ...]) -> None:
     """Write NOTEBOOK as one script for torchrun.
 
     The %%spmd cells become plain code; what the notebook's own process does is played by rank 0. Cells that teach a failure
-    are left out, with a comment.
+    are left out, with a comment. How many ranks there are is torchrun's --nproc-per-node.
     """
     try:
         from labkit.course.script import write_script
@@ -120,14 +131,24 @@ def script(notebook: Path, out: Path | None) -> None:
         raise click.ClickException(f"{error}. Reading notebooks needs the lab extra: pip install 'torch-labkit[lab]'") from None
 
     try:
-        text = write_script(notebook)
+        text = write_script(notebook, _values(parameters))
     except LabkitError as error:
         raise click.ClickException(str(error)) from None
     if out is None:
         click.echo(text, nl=False)
         return
-    out.write_text(text, encoding="utf-8")
+    try:
+        out.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.ClickException(f"{out} cannot be written: {error.strerror}") from None
     click.echo(f"Written. Run it with: torchrun --nproc-per-node 4 {out}")
+
+
+def _values(parameters: tuple[tuple[str, str], ...]) -> dict[str, Any]:
+    names = [name for name, _ in parameters]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise click.UsageError(f"-p {twice[0]} is given {names.count(twice[0])} times")
+    return {name: parse_value(text) for name, text in parameters}
 
 
 def parse_value(text: str) -> Any:
@@ -143,9 +164,8 @@ def _report(results: list[NotebookResult]) -> None:
         if result.error:
             lines = result.error.splitlines()
             cut = [f"... {len(lines) - _ERROR_LINES} lines, all in the executed copy"] if len(lines) > _ERROR_LINES else []
-            click.echo(
-                "\n".join([f"\n{result.notebook}: {result.status}", *cut, *lines[-_ERROR_LINES:], f"-> {result.executed}\n"])
-            )
+            copy = f"-> {result.executed}\n" if result.executed.exists() else ""
+            click.echo("\n".join([f"\n{result.notebook}: {result.status}", *cut, *lines[-_ERROR_LINES:], copy]))
 
 
 @main.command()

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 import html.parser
 import json
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
@@ -94,15 +98,13 @@ def _executed() -> NotebookNode:
 @dataclass
 class Made:
     handouts: Handouts
-    files: list[Path] = field(default_factory=list)
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder = tmp_path_factory.mktemp("handouts")
     nbformat.write(_executed(), folder / "07_lab.ipynb")
-    files: list[Path] = []
-    return Made(make_handouts([folder / "07_lab.ipynb"], folder / "out", on_file=files.append), files)
+    return Made(make_handouts([folder / "07_lab.ipynb"], folder / "out"))
 
 
 def _student_texts(made: Made) -> Iterator[tuple[str, str]]:
@@ -293,13 +295,163 @@ def test_without_chromium_everything_but_the_pdfs_is_made(tmp_path: Path, monkey
     assert "pdf" not in (tmp_path / "out" / "student" / "index.html").read_text().split("</style>")[1]
 
 
-def test_a_leak_is_refused_and_no_students_file_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _lab(folder: Path, name: str, *cells: NotebookNode) -> Path:
+    """A small executed notebook."""
+    folder.mkdir(parents=True, exist_ok=True)
+    heading = new_markdown_cell(f"# {name} A lab\n\nAfter {name} you can.")
+    notebook = new_notebook(cells=[heading, *cells])
+    for number, cell in enumerate(notebook.cells):
+        cell.id = f"{name}-{number:02}"
+    nbformat.write(notebook, folder / f"{name}.ipynb")
+    return folder / f"{name}.ipynb"
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _handouts(*arguments: Path | str) -> Result:
+    return CliRunner().invoke(main, ["handouts", *map(str, arguments)])
+
+
+@pytest.fixture
+def _no_chromium(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_chromium", lambda: None)
+
+
+def test_a_leak_is_refused_and_the_set_of_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    make_handouts([_lab(tmp_path, "07_lab")], out, chromium="")
+    before = _contents(out)
     monkeypatch.setattr(build, "student_copy", lambda notebook, secrets: notebook)
     nbformat.write(_executed(), tmp_path / "07_lab.ipynb")
     with pytest.raises(SolutionLeakError, match=r"07_lab\.ipynb, a file for students(.|\n)*secret_count"):
-        make_handouts([tmp_path / "07_lab.ipynb"], tmp_path / "out")
-    assert not (tmp_path / "out" / "student").exists()
-    assert not list((tmp_path / "out").glob("*.zip"))
+        make_handouts([tmp_path / "07_lab.ipynb"], out)
+    assert _contents(out) == before
+    with pytest.raises(SolutionLeakError):
+        make_handouts([tmp_path / "07_lab.ipynb"], tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("_no_chromium")
+@pytest.mark.parametrize("name", ["student/a.html", "instructor/a.ipynb", "labkit-student.zip", "student/index.html", "student"])
+def test_a_file_that_no_earlier_run_wrote_is_named_and_not_replaced(tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    (out / name).parent.mkdir(parents=True)
+    (out / name).write_text("mine")
+    before = _contents(out)
+    result = _handouts(_lab(tmp_path, "a"), "-o", out)
+    assert result.exit_code == 1
+    assert str(out / name) in result.output
+    assert _contents(out) == before
+
+
+@pytest.mark.usefixtures("_no_chromium")
+def test_what_lies_beside_handouts_stays_and_goes_into_no_zip(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for name in ("student/slides.txt", "instructor/grades.csv"):
+        (out / name).parent.mkdir(parents=True)
+        (out / name).write_text("mine")
+    for _ in range(2):
+        result = _handouts(_lab(tmp_path, "a"), "-o", out)
+        assert result.exit_code == 0, result.output
+    assert (out / "student" / "slides.txt").read_text() == (out / "instructor" / "grades.csv").read_text() == "mine"
+    with zipfile.ZipFile(out / "labkit-student.zip") as packed:
+        assert {Path(name).name for name in packed.namelist()} == {"a.html", "a.ipynb", "index.html"}
+
+
+@pytest.mark.usefixtures("_no_chromium")
+def test_a_handout_that_somebody_has_changed_is_named_and_not_replaced(tmp_path: Path) -> None:
+    path, out = _lab(tmp_path, "a"), tmp_path / "out"
+    assert _handouts(path, "-o", out).exit_code == 0
+    (out / "instructor" / "a.ipynb").write_text("my notes")
+    before = _contents(out)
+    result = _handouts(path, "-o", out)
+    assert result.exit_code == 1
+    assert "changed since" in result.output
+    assert str(out / "instructor" / "a.ipynb") in result.output
+    assert _contents(out) == before
+
+
+@pytest.mark.usefixtures("_no_chromium")
+@pytest.mark.parametrize("folder", ["student", "instructor", "student/old"])
+def test_a_notebook_in_the_way_of_its_own_handouts_is_refused(tmp_path: Path, folder: str) -> None:
+    path = _lab(tmp_path / "out" / folder, "a")
+    before = _contents(tmp_path)
+    result = _handouts(path, "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "Choose another folder" in result.output
+    assert _contents(tmp_path) == before
+
+
+@pytest.mark.usefixtures("_no_chromium")
+def test_a_second_call_adds_its_notebooks_to_the_set(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    link = new_markdown_cell("Next: [b](b.ipynb), before: [a](a.ipynb).")
+    assert _handouts(_lab(tmp_path, "a"), "-o", out).exit_code == 0
+    result = _handouts(_lab(tmp_path, "b", link), "-o", out)
+    assert result.exit_code == 0, result.output
+    assert "kept, from earlier calls: a" in result.output
+    for audience in ("student", "instructor"):
+        names = {"a.ipynb", "a.html", "b.ipynb", "b.html", "index.html"}
+        assert {path.name for path in (out / audience).iterdir()} == names
+        page = (out / audience / "index.html").read_text()
+        assert set(re.findall(r'href="([^"]+)"', page)) == names - {"index.html"}
+        assert page.index("After a you can.") < page.index("After b you can.")
+        with zipfile.ZipFile(out / f"labkit-{audience}.zip") as packed:
+            assert {Path(name).name for name in packed.namelist()} == names
+        assert 'href="a.html"' in (out / audience / "b.html").read_text()
+
+
+def test_a_file_that_a_notebook_no_longer_has_goes(tmp_path: Path) -> None:
+    path, out = _lab(tmp_path, "a"), tmp_path / "out"
+    (out / "student").mkdir(parents=True)
+    make_handouts([path], out, chromium="")
+    pdf = out / "student" / "a.pdf"
+    pdf.write_bytes(b"pdf")
+    listed = json.loads((out / "handouts.json").read_text())
+    listed["files"]["student/a.pdf"] = hashlib.sha256(b"pdf").hexdigest()
+    (out / "handouts.json").write_text(json.dumps(listed))
+    make_handouts([path], out, chromium="")
+    assert not pdf.exists()
+    assert "student/a.pdf" not in json.loads((out / "handouts.json").read_text())["files"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_the_set_of_before_whole_and_exits_with_130(
+    tmp_path: Path, make_notebook: MakeNotebook, number: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    done, started = _lab(tmp_path, "a"), tmp_path / "started"
+    make_handouts([done], out, chromium="")
+    before = _contents(out)
+    slow = make_notebook("slow", f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(300)")
+    command = [sys.executable, "-m", "labkit", "handouts", str(done), str(slow), "-o", str(out)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert started.exists()
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, stderr
+    assert "made " not in stdout
+    assert "is as it was" in stderr
+    assert _contents(out) == before
+
+
+def test_an_executed_copy_lies_with_the_instructors_set_and_in_no_zip(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make_handouts([make_notebook("fresh", "print('made', 6 * 7)")], out, chromium="")
+    assert sorted(path.name for path in out.iterdir()) == [
+        "handouts.json", "instructor", "labkit-instructor.zip", "labkit-student.zip", "student"
+    ]  # fmt: skip
+    assert (out / "instructor" / "executed" / "fresh.ipynb").exists()
+    with zipfile.ZipFile(out / "labkit-instructor.zip") as packed:
+        assert [name for name in packed.namelist() if "executed" in name] == []
 
 
 def test_a_copy_of_a_failed_run_is_refused(tmp_path: Path) -> None:

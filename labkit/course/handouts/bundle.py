@@ -83,11 +83,11 @@ def _size(path: Path) -> str:
 
 
 def write_zip(folder: Path, path: Path) -> Path:
-    """Pack a set into one zip, in a folder of the zip's name."""
+    """Pack the files of a set, without those in folders inside it, into one zip, in a folder of the zip's name."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-        for file in sorted(folder.rglob("*")):
+        for file in sorted(folder.iterdir()):
             if file.is_file():
-                info = zipfile.ZipInfo(f"{path.stem}/{file.relative_to(folder).as_posix()}", _DATE)
+                info = zipfile.ZipInfo(f"{path.stem}/{file.name}", _DATE)
                 info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
                 packed.writestr(info, file.read_bytes())
     return path

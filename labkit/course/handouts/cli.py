@@ -22,10 +22,19 @@ NOTEBOOKS = "notebooks/*.ipynb"
 def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     """Make handouts of notebooks, for students and for the instructor.
 
-    NOTEBOOKS are those in notebooks/ when none is named. Makes a set for students (solutions are holes, predictions are open)
-    and one for the instructor (solutions, outputs, notes), each as notebooks, HTML pages that open offline, PDFs for printing,
-    an index page and a zip. Notebooks that have not been run are run first. PDFs need Chromium. The exit code is 0 when
-    everything was made, 1 when not.
+    NOTEBOOKS are those in notebooks/ when none is named. Makes a set for students in OUT/student (solutions are holes, predictions
+    are open) and one in OUT/instructor (solutions, outputs, notes), each as notebooks, HTML pages that open offline, PDFs for
+    printing, an index page, and a zip beside the two folders. Notebooks that have not been run are run first; their executed
+    copies, with solutions, go to OUT/instructor/executed. PDFs need Chromium.
+
+    What stands between "### BEGIN SOLUTION" and "### END SOLUTION" is a hole for students; a cell tagged "instructor" or
+    "solution" is in the instructor's set only.
+
+    A second call with other notebooks adds them to the set in OUT; with the same ones it replaces them. Files that no earlier call
+    wrote, or that have been changed since (OUT/handouts.json lists them), are never replaced: the command names them and stops.
+    Until everything is built, OUT stays as it was.
+
+    The exit code is 0 when everything was made, 1 when not, 130 after Ctrl-C.
     """
     try:
         from labkit.course.handouts.build import make_handouts
@@ -46,12 +55,19 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
                 out,
                 timeout_s=timeout,
                 chromium=chromium,
-                on_file=lambda path: click.echo(f"made {path}"),
+                on_page=lambda stem, audience: click.echo(f"{audience}: {stem} ...", err=True),
                 on_cell=progress.cell,
                 on_result=progress.result,
             )
     except (LabkitError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    except KeyboardInterrupt:
+        click.echo(f"No handouts were made. What was in {out} is as it was.", err=True)
+        raise
+    for path in made.files:
+        click.echo(f"made {path}")
+    if made.others:
+        click.echo(f"kept, from earlier calls: {', '.join(made.others)}")
     if chromium is None:
         click.echo("No PDFs: they need Chromium (on Debian: apt-get install chromium).", err=True)
     for audience, folder in made.folders.items():
