@@ -7,8 +7,6 @@ it stood; only a kernel that does not answer is killed.
 
 from __future__ import annotations
 
-import ast
-import difflib
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import nbformat
-
 from labkit import machine
 from labkit.course.execution import KILL_GRACE_S, Attempt, NotebookResult
-from labkit.errors import LabkitError
+from labkit.course.parameters import refuse_unknown
 
 OnCell = Callable[[Path, int, int], None]
 OnResult = Callable[[NotebookResult], None]
@@ -28,30 +24,6 @@ OnResult = Callable[[NotebookResult], None]
 TIMEOUT_S = 600.0
 # A kernel, a fork server with torch in it, and four ranks with a small model.
 MEMORY_PER_NOTEBOOK_BYTES = 3 * 2**30
-
-
-class UnknownParameterError(LabkitError, ValueError):
-    """A parameter was given that a notebook does not have; papermill would ignore it with a warning.
-
-    Attributes:
-        notebook: The notebook.
-        unknown: The names it does not have.
-        known: The names it has.
-    """
-
-    def __init__(self, notebook: Path, unknown: Sequence[str], known: Sequence[str]) -> None:
-        self.notebook, self.unknown, self.known = notebook, tuple(unknown), tuple(known)
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        names = ", ".join(known) or "none: it has no cell tagged 'parameters'"
-        super().__init__(f"{notebook} has no parameter {', '.join(map(repr, unknown))}.{hint} It knows: {names}.")
-
-
-def known_parameters(notebook: Path) -> list[str]:
-    """The names assigned in the notebook's cell tagged ``parameters``, in order; empty without such a cell."""
-    cells = nbformat.read(notebook, as_version=4).cells
-    source = next((cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])), "")
-    return [node.id for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
 
 
 def default_jobs() -> int:
@@ -111,9 +83,7 @@ def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -
                 f"{out} holds {notebook.name} itself, and its executed copy would overwrite it. Choose another folder."
             )
         if parameters:
-            known = known_parameters(notebook)
-            if unknown := [name for name in parameters if name not in known]:
-                raise UnknownParameterError(notebook, unknown, known)
+            refuse_unknown(notebook, parameters)
         names = (f"{notebook.stem}{suffix}.ipynb" for suffix in ("", *(f"-{number}" for number in range(2, len(notebooks) + 1))))
         executed = next(path for path in (out / name for name in names) if path not in taken)
         taken.add(executed)

@@ -10,13 +10,14 @@ import argparse
 import ast
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
+from labkit.course.parameters import refuse_unknown
 from labkit.errors import LabkitError
 from labkit.spmd.cells import is_silenced
 
@@ -29,36 +30,46 @@ _WIDTH = 118
 
 
 class ScriptError(LabkitError, ValueError):
-    """A cell cannot be written as part of a script.
+    """A notebook, or a cell of it, cannot be written as a script.
 
     Attributes:
-        cell: Its id.
+        cell: Its id; None where the file is no notebook.
     """
 
-    def __init__(self, notebook: Path, cell: str, what: str) -> None:
+    def __init__(self, notebook: Path, cell: str | None, what: str) -> None:
         self.cell = cell
-        super().__init__(f"{notebook.name}, cell {cell}: {what}")
+        super().__init__(f"{notebook.name}{'' if cell is None else f', cell {cell}'}: {what}")
 
 
-def write_script(notebook: Path) -> str:
+def write_script(notebook: Path, parameters: Mapping[str, Any] | None = None) -> str:
     """The script of a notebook.
 
     Args:
         notebook: The ``.ipynb`` file. It is only read.
+        parameters: Values for names in the cell tagged ``parameters``.
 
     Returns:
         Python source. Under ``torchrun --nproc-per-node N`` it does what the notebook does with ``world_size = N``, prints
         what the cells show, and leaves out the cells that teach a failure.
 
     Raises:
-        ScriptError: A cell uses a magic other than labkit's, ``!`` or top-level ``await``, or cannot be parsed.
+        ScriptError: A cell uses a magic other than labkit's, ``!`` or top-level ``await``, or cannot be parsed; or the file is
+            no notebook.
+        UnknownParameterError: The notebook lacks one of ``parameters``.
     """
-    cells = nbformat.read(notebook, as_version=4).cells
+    try:
+        cells = nbformat.read(notebook, as_version=4).cells
+    except Exception as error:  # nbformat raises what its parser does, and errors of its own
+        raise ScriptError(notebook, None, f"it is no notebook: {error}") from None
+    values = dict(parameters or {})
+    if values:
+        refuse_unknown(notebook, values)
     parts = [_head(notebook.name)]
     for index, cell in enumerate(cells):
         if cell.cell_type == "code":
-            name = cell.get("id") or str(index)
-            parts.append("\n".join(_cell(notebook, name, cell.source, set(cell.metadata.get("tags", ())))))
+            name, tags = cell.get("id") or str(index), set(cell.metadata.get("tags", ()))
+            given = [f"{name} = {value!r}" for name, value in values.items()] if "parameters" in tags else []
+            parts.append("\n".join(_cell(notebook, name, "\n".join([cell.source, *given]), tags)))
     return "\n\n".join([*parts, "job.end()"]) + "\n"
 
 

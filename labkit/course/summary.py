@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import html
+import importlib.metadata
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -42,7 +44,9 @@ def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapp
     passed = sum(result.passed for result in results)
     title = f"{passed} of {len(results)} notebooks passed"
     given = ", ".join(f"{name} = {value!r}" for name, value in parameters.items()) or "the notebooks' own parameters"
-    setting = f"labkit {__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}; {given}"
+    torch = importlib.metadata.version("torch")
+    versions = f"labkit {__version__}, torch {torch}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    setting = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}; {versions}; {given}"
     page = out / PAGE
     page.write_text(
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'

@@ -12,6 +12,12 @@ from rich.text import Text
 from labkit.plan.records import CheckpointPlan, Plan, RankPlan, Traffic
 
 _WIDTH = 140
+_MEMORY = "Shards of parameters, gradients and optimizer state at the end of a step; activations when forward of --batch has ended."
+_TRAFFIC = (
+    "whole: the gathered or reduced tensors of all calls together. In a ring of n ranks a rank sends (n - 1) / n of it, in an all-reduce "
+    "twice.\nInside and between nodes: all ranks together. Out of a node: the most that leaves one."
+)
+_FILES = "items: what all ranks propose to write, copies included; shards: what is left, each written once."
 
 
 def render(plan: Plan) -> RenderableType:
@@ -19,9 +25,10 @@ def render(plan: Plan) -> RenderableType:
     shape = " x ".join(f"{axis} {size:,}" for axis, size in zip(plan.mesh.axes, plan.mesh.shape, strict=True))
     nodes = f"{plan.num_nodes:,} node{'s' if plan.num_nodes != 1 else ''} of {plan.ranks_per_node}"
     head = f"{plan.num_parameters:,} parameters on {plan.world_size:,} ranks ({shape}), {nodes}"
-    parts: list[RenderableType] = [Text(head, style="bold"), Text(), _memory(plan), Text(), _traffic(plan)]
+    parts: list[RenderableType] = [Text(head, style="bold")]
+    parts += [Text(), _memory(plan), _legend(_MEMORY), Text(), _traffic(plan), _legend(_TRAFFIC)]
     if plan.checkpoint is not None:
-        parts += [Text(), _checkpoint(plan.checkpoint)]
+        parts += [Text(), _checkpoint(plan.checkpoint), _legend(_FILES)]
     parts += [Text(f"note: {note}", style="yellow") for note in plan.notes]
     took = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in plan.seconds.items())
     return Group(*parts, Text(), Text(f"torch {plan.torch_version}; planning took: {took}", style="dim"))
@@ -51,6 +58,10 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in ("rank", "collective", "over") else "right", no_wrap=True)
     return table
+
+
+def _legend(text: str) -> Text:
+    return Text(text, style="dim")
 
 
 def _memory(plan: Plan) -> Table:

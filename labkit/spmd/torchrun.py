@@ -70,10 +70,15 @@ class Job:
             namespace: The script's ``globals()``.
 
         Raises:
-            SystemExit: The script was not started by torchrun.
+            SystemExit: The script was not started by torchrun, or with arguments.
         """
         if "RANK" not in os.environ or "MASTER_ADDR" not in os.environ:
             raise SystemExit(f"Start this script with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
+        if len(sys.argv) > 1:
+            raise SystemExit(
+                f"This script takes no arguments, and was given {' '.join(sys.argv[1:])}. Its parameters stand in its first cell: "
+                "change them there, or write it anew with `labkit script NOTEBOOK -p NAME VALUE`."
+            )
         job = cls(namespace)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

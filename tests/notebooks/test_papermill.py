@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.course.runner import known_parameters
+from labkit.course.parameters import known_parameters
 from tests.notebooks.conftest import TIMEOUT_S, Execute
 from tests.notebooks.conventions import NOTEBOOKS
 

@@ -79,6 +79,17 @@ def test_a_script_without_torchrun_says_how_to_start_it(tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node 2" in done.stderr
 
 
+def test_a_script_with_arguments_says_where_its_parameters_are(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(write_script(NOTEBOOKS[0]))
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    call = [sys.executable, str(script), "--world_size", "3"]
+    done = subprocess.run(call, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "was given --world_size 3" in done.stderr
+    assert "labkit script NOTEBOOK -p NAME VALUE" in done.stderr
+
+
 def test_a_difference_in_one_number_is_found() -> None:
     notebook = {"a": ["loss 4.132137"], "L0-02": ["x"]}
     assert differing({"a": ["loss 4.132137"], "L0-02": ["y"]}, notebook) == {}

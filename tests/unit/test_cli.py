@@ -18,7 +18,8 @@ from click.testing import CliRunner, Result
 from labkit import machine
 from labkit.cli import ELSEWHERE, main, parse_value
 from labkit.course import runner
-from labkit.course.runner import UnknownParameterError, run_notebooks
+from labkit.course.parameters import UnknownParameterError
+from labkit.course.runner import run_notebooks
 from tests.conftest import MakeNotebook
 
 
@@ -34,6 +35,13 @@ def test_an_unknown_parameter_runs_nothing_and_lists_the_known_ones(make_noteboo
     result = _labkit("run", make_notebook("good", "1"), "--out", "out", "-p", "sizes", "2")
     assert result.exit_code == 2
     assert "has no parameter 'sizes'. Did you mean 'size'? It knows: size, label." in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_parameter_that_is_given_twice_is_refused(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    result = _labkit("run", make_notebook("good", "1"), "--out", "out", "-p", "size", "2", "-p", "size", "3")
+    assert result.exit_code == 2
+    assert "-p size is given 2 times" in result.output
     assert not (tmp_path / "out").exists()
 
 

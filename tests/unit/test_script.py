@@ -173,6 +173,32 @@ def test_the_command_writes_a_file_or_the_standard_output_and_names_what_it_refu
     assert "cell c0" in refused.output
 
 
+def test_a_parameter_of_the_command_line_comes_after_the_notebook_s_own(tmp_path: Path) -> None:
+    path = tmp_path / "08_other.ipynb"
+    cell = new_code_cell("size = 1  # of it", id="c0", metadata={"tags": ["parameters"]})
+    nbformat.write(new_notebook(cells=[cell]), path)
+    text = write_script(path, {"size": [2, "x"]})
+    assert "size = 1  # of it\nsize = [2, 'x']\n" in text
+    refused = CliRunner().invoke(main, ["script", str(path), "-p", "sise", "3"])
+    assert refused.exit_code == 1
+    assert "has no parameter 'sise'. Did you mean 'size'?" in refused.output
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"cells": 3}', "[]"])
+def test_what_is_no_notebook_or_cannot_be_written_is_told_in_a_line(tmp_path: Path, content: str) -> None:
+    bad, good = tmp_path / "bad.ipynb", tmp_path / "good.ipynb"
+    bad.write_text(content)
+    nbformat.write(new_notebook(cells=[new_code_cell("1 + 1", id="c0")]), good)
+    for arguments, what in (
+        ([str(bad)], "bad.ipynb: it is no notebook"),
+        ([str(good), "-o", str(tmp_path / "no/x.py")], "No such file"),
+    ):
+        told = CliRunner().invoke(main, ["script", *arguments])
+        assert told.exit_code == 1
+        assert what in told.output
+        assert "Traceback" not in told.output
+
+
 @pytest.mark.parametrize(
     ("source", "value"), [("x = 1\nx + 1", 2), ("x = 1", None), ("3;", None), ("3  # a; b", 3), ("", None), ("'a;'", "a;")]
 )

@@ -1,0 +1,36 @@
+"""The notebook that a lab of one's own starts from: ``labkit new``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+STARTER = Path(__file__).with_name("starter.ipynb")
+_TITLE = "Title of the lab"
+_GUIDE = Path(__file__).with_name("README.md")
+
+
+@click.command()
+@click.argument("notebook", type=click.Path(dir_okay=False, path_type=Path))
+def new(notebook: Path) -> None:
+    """Write NOTEBOOK, a small lab to change into one of your own.
+
+    It is complete, with a prediction, an exercise, its solution and its check: run, script, handouts and nbgrader take it as it
+    is. A file that exists is not replaced.
+    """
+    if notebook.suffix != ".ipynb":
+        raise click.ClickException(f"{notebook} has to end in .ipynb")
+    title = notebook.stem.replace("_", " ")
+    heading = json.dumps(title[:1].upper() + title[1:])[1:-1]
+    text = STARTER.read_text(encoding="utf-8").replace(_TITLE, heading, 1)
+    try:
+        notebook.parent.mkdir(parents=True, exist_ok=True)
+        with notebook.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise click.ClickException(f"{notebook} exists already. Choose another name.") from None
+    except OSError as error:
+        raise click.ClickException(f"{notebook} cannot be written: {error.strerror}") from None
+    click.echo(f"made {notebook}. Run it with: labkit run {notebook}. How a lab is written: {_GUIDE}")
