@@ -179,9 +179,9 @@ def test_a_parameter_of_the_command_line_comes_after_the_notebook_s_own(tmp_path
     nbformat.write(new_notebook(cells=[cell]), path)
     text = write_script(path, {"size": [2, "x"]})
     assert "size = 1  # of it\nsize = [2, 'x']\n" in text
-    refused = CliRunner().invoke(main, ["script", str(path), "-p", "sise", "3"])
+    refused = CliRunner().invoke(main, ["script", str(path), "-p", "sizes", "3"])
     assert refused.exit_code == 1
-    assert "has no parameter 'sise'. Did you mean 'size'?" in refused.output
+    assert "has no parameter 'sizes'. Did you mean 'size'?" in refused.output
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"cells": 3}', "[]"])
