@@ -15,7 +15,8 @@ _WIDTH = 140
 _MEMORY = "Shards of parameters, gradients and optimizer state at the end of a step; activations when forward of --batch has ended."
 _TRAFFIC = (
     "whole: the gathered or reduced tensors of all calls together. "
-    "In a ring of n ranks a rank sends (n - 1) / n of it, in an all-reduce twice.\nInside and between nodes: all ranks together. Out of a node: the most that leaves one."
+    "In a ring of n ranks a rank sends (n - 1) / n of it, in an all-reduce twice.\n"
+    "Inside and between nodes: all ranks together. Out of a node: the most that leaves one."
 )
 _FILES = "items: what all ranks propose to write, copies included; shards: what is left, each written once."
 
