@@ -31,7 +31,7 @@ from labkit.course.handouts.cells import is_executed
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
 from labkit.course.handouts.instructor import instructor_copy
 from labkit.course.handouts.page import make_page
-from labkit.course.handouts.solutions import Secrets, solution_lines, with_holes
+from labkit.course.handouts.solutions import Secrets, require_paired_markers, solution_lines, with_holes
 from labkit.course.handouts.student import student_copy
 from tests.conftest import MakeNotebook
 from tests.notebooks.conventions import NOTEBOOKS
@@ -69,7 +69,9 @@ def _executed() -> NotebookNode:
         ),
         _code("rows", _stream("the predicted number is 4242\n"), **timed),
         new_markdown_cell("**What to notice.** The answer is four thousand.\n\nMore rows follow."),
+        new_markdown_cell("## Long lines"),
         _code("print('x' * 300)", _stream("x" * 300 + f" {LONG_END}\n")),
+        _code("wide()", new_output("display_data", data={"text/html": WIDE, "text/plain": "wide"})),
         new_markdown_cell("### Exercise 1: cut ★\n\nWrite `cut`.\n\n<details><summary>Hint</summary>Use `chunk`.</details>"),
         _code(
             f"def cut(t):\n    ### BEGIN SOLUTION\n{SOLUTION}\n    ### END SOLUTION",
@@ -80,7 +82,6 @@ def _executed() -> NotebookNode:
         _code("print(lab00.check_mean_loss(pool))", _stream("Solved: 17.5 on every rank.\n"), tags=("check",), **timed),
         _code("cut(None)", new_output("error", ename="NameError", evalue="t", traceback=traceback.split("\n")), tags=("fault",)),
         _code("show()", widget),
-        _code("wide()", new_output("display_data", data={"text/html": WIDE, "text/plain": "wide"})),
         new_markdown_cell("## Summary"),
         _code("Markdown(f'No, it is {gap}')", _stream("the recap gives 99.25 away"), tags=("recap",)),
     ]
@@ -179,8 +180,8 @@ def test_the_instructors_notebook_says_what_to_expect_how_long_it_takes_and_what
     plan, exercise = [cell.source for cell in notebook.cells if "instructor" in cell.metadata.get("tags", ())]
     assert "`world_size = 3`" in plan
     assert "All cells together ran for 7 s" in plan
-    assert "| Exercise 1: cut ★ | 5 | 5 s | 1 exercise |" in plan
-    assert "| What is cut? | 2 | 2 s | 1 prediction |" in plan
+    assert "| Exercise 1: cut ★ | 4 | 5 s | 1 exercise |" in plan
+    assert "| What is cut? | 1 | 2 s | 1 prediction |" in plan
     assert "Exercise 1: cut" in exercise
     assert "Solved: 17.5 on every rank." in exercise
     assert "the mean over all losses" in exercise  # what lab00's check says of itself
@@ -499,6 +500,113 @@ def test_the_instructors_copy_knows_the_mistakes_of_every_exercise(path: Path) -
     assert checks
     silent = [copied.cells[i].source for i in checks if "What is measured: " not in copied.cells[i + 1].source]
     assert silent == []
+
+
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+
+
+@pytest.mark.parametrize(
+    ("source", "problem"),
+    [
+        (f"def f(t):\n    {BEGIN}\n    return 3 * t\n\nprint(f(2))", f"line 2: '{BEGIN}' has no END"),
+        (f"a = 1\n{END}", f"line 2: '{END}' has no BEGIN"),
+        (f"{BEGIN}\na = 1\n{BEGIN}\nb = 2\n{END}", f"line 3: '{BEGIN}' has no END before it"),
+        *(
+            (f"{marker}\na = 1\n{END}", f"line 1: '{marker}' is almost a marker")
+            for marker in (
+                "# BEGIN SOLUTION",
+                "#### BEGIN SOLUTION",
+                "### Begin Solution",
+                "###BEGIN SOLUTION",
+                "### BEGIN  SOLUTION",
+                "### BEGIN_SOLUTION",
+                "# start of the solution",
+                f"x = 1  {BEGIN}",
+            )
+        ),
+        (f"{BEGIN}\na = 1\n# END SOLUTION", "line 3: '# END SOLUTION' is almost a marker"),
+    ],
+)
+@pytest.mark.usefixtures("_no_chromium")
+def test_a_marker_without_its_pair_or_almost_one_is_an_error_with_notebook_and_cell(
+    tmp_path: Path, source: str, problem: str
+) -> None:
+    result = _handouts(_lab(tmp_path, "a", _code("1"), _code(source, _stream("6\n"))), "-o", tmp_path / "out")
+    assert result.exit_code == 1
+    assert f"a.ipynb, cell 3 (id a-02), {problem}" in result.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_may_speak_of_markers_and_a_marker_may_say_more() -> None:
+    text = new_markdown_cell(f"Solutions stand between `{BEGIN}` and `{END}`.")
+    code = _code(f"{BEGIN} (easy)\na = 1\n{END}\nb = 2\n{BEGIN}\nc = 3\n{END}")
+    require_paired_markers(new_notebook(cells=[text, code]), "a")
+
+
+def _shown(*cells: NotebookNode) -> str:
+    """All that a students' copy of these cells shows."""
+    notebook = new_notebook(cells=list(cells))
+    for number, cell in enumerate(cells):
+        cell.id = f"c-{number}"
+    copied = student_copy(notebook, Secrets([notebook]))
+    nbformat.validate(copied)
+    assert len({cell.id for cell in copied.cells}) == len(copied.cells)
+    return json.dumps(copied.cells, indent=1)
+
+
+def test_a_solution_s_outputs_and_those_after_it_are_cut_up_to_the_next_heading_tagged_or_not() -> None:
+    shown = _shown(
+        _code(f'{BEGIN}\ntext = "forty two"\n{END}\nprint(text)', _stream("forty two it is")),
+        _code("print(n + 1)", _stream("next: 43")),
+        new_markdown_cell("That is what `verify` does.\n\n**What to notice.** It says 17,753.\n\nGo on."),
+        _code("verify()", _stream("lacks 17,753")),
+        new_markdown_cell("## And now?"),
+        _code("other()", _stream("kept output")),
+    )
+    assert not [text for text in ("forty two", "next: 43", "lacks 17,753") if text in shown]
+    assert "<summary>What to notice: open this" in shown
+    assert "kept output" in shown
+
+
+def test_what_answers_a_prediction_is_cut_or_folded_up_to_the_next_heading() -> None:
+    shown = _shown(
+        new_markdown_cell(
+            "## GPUs\n\n**Predict first.** Is it printed?\n\n<details><summary>Seen</summary>\n\n```python\n# a comment\n\nx\n"
+            "```\n\n</details>\n\n**What to notice.** Rank 0 printed its line."
+        ),
+        _code("x", _stream("right below")),
+        new_markdown_cell("**What to notice.** So it is.\n\nA cell can also run on some ranks:"),
+        _code("x", _stream("said again later")),
+        new_markdown_cell("### Next\n\n**What to notice.** Open."),
+        _code("y", _stream("kept output")),
+    )
+    assert "right below" not in shown
+    assert "said again later" not in shown
+    assert "kept output" in shown
+    order = ["Is it printed?", "**Your prediction:**", "<summary>Seen", "open this when", "Rank 0 printed", "open this when"]
+    places = [shown.index(order[0])]
+    for text in order[1:]:
+        places.append(shown.index(text, places[-1] + 1))
+    assert places == sorted(places)
+    assert shown.count("open this when") == 2
+
+
+@pytest.mark.parametrize("tag", ["instructor", "solution"])
+def test_a_cell_for_the_instructor_is_in_the_instructors_copy_only(tag: str) -> None:
+    secret = "answer = sorted(names)[::-1]"
+    cells = [
+        new_markdown_cell("# 1 A"),
+        new_markdown_cell(f"My private note: {secret}", metadata={"tags": [tag]}),
+        _code(f"note = 1\n{secret}", _stream("private output"), tags=(tag,)),
+        _code(f"{BEGIN}\n{secret}\n{END}"),
+        new_markdown_cell("## B"),
+        _code("1", _stream(secret)),
+    ]
+    shown = _shown(*cells)
+    assert not [text for text in ("private", secret) if text in shown]
+    told = json.dumps(instructor_copy(new_notebook(cells=cells)).cells)
+    assert "My private note" in told
+    assert "private output" in told
 
 
 def test_secrets_are_what_only_solutions_show() -> None:

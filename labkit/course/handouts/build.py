@@ -18,7 +18,7 @@ from labkit.course.handouts.instructor import instructor_copy
 from labkit.course.handouts.page import Audience, make_page
 from labkit.course.handouts.place import Place
 from labkit.course.handouts.print_page import make_print_page, write_pdf
-from labkit.course.handouts.solutions import Secrets
+from labkit.course.handouts.solutions import Secrets, require_paired_markers
 from labkit.course.handouts.student import student_copy
 from labkit.course.runner import OnCell, OnResult, run_notebooks
 
@@ -118,6 +118,7 @@ def _zip_name(audience: Audience) -> str:
 def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
     read = {path: nbformat.read(path, as_version=4) for path in notebooks}
     for path, notebook in read.items():
+        require_paired_markers(notebook, str(path))
         if notebook.metadata.get("papermill", {}).get("exception"):
             raise HandoutError(f"{path} is the copy of a run that failed. Run the notebook again, or give the notebook itself.")
     return read

@@ -31,6 +31,11 @@ def tags(cell: NotebookNode) -> set[str]:
     return set(cell.metadata.get("tags", ()))
 
 
+def is_for_instructor(cell: NotebookNode) -> bool:
+    """Whether students do not get the cell."""
+    return bool(tags(cell) & {"instructor", "solution"})
+
+
 def title(notebook: NotebookNode) -> str:
     """The heading of the first level, such as ``00 Start here``."""
     for cell in notebook.cells:

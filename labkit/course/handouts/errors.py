@@ -22,4 +22,5 @@ class SolutionLeakError(HandoutError):
     def __init__(self, file: str, lines: Sequence[str]) -> None:
         self.file, self.lines = file, tuple(lines)
         shown = "\n".join(f"    {line}" for line in self.lines[:5])
-        super().__init__(f"{file}, a file for students, would hold {len(self.lines)} lines of solutions:\n{shown}")
+        count = f"{len(self.lines)} line{'s' if len(self.lines) > 1 else ''}"
+        super().__init__(f"{file}, a file for students, would hold {count} of solutions:\n{shown}")

@@ -12,13 +12,57 @@ from typing import Any
 
 from nbformat import NotebookNode
 
+from labkit.course.handouts.cells import is_for_instructor
+from labkit.course.handouts.errors import HandoutError
+
 _REGION = re.compile(
     r"^(?P<indent>[ \t]*)### BEGIN SOLUTION[^\n]*\n(?P<body>.*?)^[ \t]*### END SOLUTION[^\n]*$", re.MULTILINE | re.DOTALL
 )
+_MARKER = re.compile(r"[ \t]*### (BEGIN|END) SOLUTION")
+# What somebody wrote who meant a marker: other case, other signs, another number of #.
+_ALMOST = re.compile(r"(#|//|<!--)[\W_]*(BEGIN|START|END|STOP)[\W_]*(OF[\W_]*)?(THE[\W_]*)?SOLUTION", re.IGNORECASE)
 _HOLE = "{indent}# YOUR CODE HERE\n{indent}raise NotImplementedError"
 _TAG = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
 # A shorter one, such as `break` or `n += 1`, stands in other texts by chance.
 _TELLING_CHARS = 8
+
+
+def require_paired_markers(notebook: NotebookNode, name: str) -> None:
+    """Refuse markers that would leave a solution open.
+
+    Args:
+        notebook: The notebook.
+        name: Its name, for the message.
+
+    Raises:
+        HandoutError: A marker has no other one, or a line is almost a marker; the message names cell and line.
+    """
+    for number, cell in enumerate(notebook.cells, start=1):
+        if wrong := _wrong_marker(cell):
+            line, problem = wrong
+            raise HandoutError(
+                f"{name}, cell {number} (id {cell.get('id', 'unknown')}), line {line}: {problem}. A solution stands between a line "
+                "### BEGIN SOLUTION and a line ### END SOLUTION in one cell; anything else would be handed out."
+            )
+
+
+def _wrong_marker(cell: NotebookNode) -> tuple[int, str] | None:
+    """The first line of a cell that a solution could leak by, and why."""
+    begun = 0
+    for number, line in enumerate(cell.source.splitlines(), start=1):
+        if marker := _MARKER.match(line):
+            if (marker[1] == "BEGIN") == bool(begun):
+                return number, f"{line.strip()!r} has no {'END before it' if begun else 'BEGIN'}"
+            begun = number if marker[1] == "BEGIN" else 0
+        # Elsewhere in a line of text, a marker is only spoken of.
+        elif _ALMOST.search(line) if cell.cell_type == "code" else _ALMOST.match(line.strip()):
+            return number, f"{line.strip()!r} is almost a marker"
+    return (begun, "'### BEGIN SOLUTION' has no END") if begun else None
+
+
+def has_solution(source: str) -> bool:
+    """Whether a part of the source is a solution."""
+    return _REGION.search(source) is not None
 
 
 def with_holes(source: str) -> str:
@@ -40,8 +84,9 @@ class Secrets:
     """
 
     def __init__(self, notebooks: Iterable[NotebookNode]) -> None:
-        sources = [str(cell.source) for notebook in notebooks for cell in notebook.cells]
-        given = "\n".join(map(with_holes, sources))
+        cells = [cell for notebook in notebooks for cell in notebook.cells]
+        sources = [str(cell.source) for cell in cells]
+        given = "\n".join(with_holes(str(cell.source)) for cell in cells if not is_for_instructor(cell))
         given_lines, given_text = {line.strip() for line in given.splitlines()}, _squeezed(given)
         lines = dict.fromkeys(line for source in sources for line in solution_lines(source))
         self.lines = [line for line in lines if line not in given_lines and _squeezed(line) not in given_text]

@@ -1,18 +1,21 @@
-"""The students' copy: solutions are holes, exercises have no outputs, predictions are open."""
+"""The students' copy: solutions are holes, predictions are open, and what would answer either is left out or folded."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
+import nbformat
 from nbformat import NotebookNode
 
-from labkit.course.handouts.cells import clean_copy, note, num_predictions, tags
-from labkit.course.handouts.solutions import Secrets, with_holes
+from labkit.course.handouts.cells import clean_copy, is_for_instructor, note, num_predictions, tags
+from labkit.course.handouts.solutions import Secrets, has_solution, with_holes
 
 # Outputs of these cells tell what a student is to find out.
 _SOLVED = {"exercise", "check", "recap"}
-_ANSWER = re.compile(r"^\*\*(What to notice|Read it aloud)[^\n]*(?:\n(?!\n)[^\n]*)*", re.MULTILINE)
-_HEADING = re.compile(r"^#{1,6} ", re.MULTILINE)
+_ANSWER = re.compile(r"^\*\*(What to notice|Read it aloud)", re.MULTILINE)
+_HEADING = re.compile(r"#{1,6} ")
+_FENCE = re.compile(r"[ \t]*(```|~~~)")
 
 PREDICTION = "prediction"
 _OPEN_LINE = "**Your prediction:**"
@@ -21,8 +24,9 @@ _OPEN_LINE = "**Your prediction:**"
 def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
     """Make the students' copy of an executed notebook.
 
-    After a cell that says **Predict first**, the outputs are left out up to the answer, which is folded; a cell to write
-    the prediction into is added. An output that shows a line of a solution, such as a traceback through it, is left out too.
+    From a **Predict first**, and from a cell with a solution, up to the next heading, outputs are left out and the notes on them
+    are folded: a later output of the same section often answers the question too. A cell to write the prediction into is added.
+    An output that shows a line of a solution, such as a traceback through it, is left out anywhere.
 
     Args:
         executed: The notebook; it stays as it is.
@@ -32,11 +36,14 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
     cells: list[NotebookNode] = []
     is_open = False
     for cell in copied.cells:
+        if is_for_instructor(cell):
+            continue
         if cell.cell_type == "markdown":
-            is_open = _read_prose(cell, cells, is_open)
+            is_open = _add_prose(cell, cells, is_open)
             continue
         cells.append(cell)
         if cell.cell_type == "code":
+            is_open = is_open or has_solution(cell.source)
             cell.source = with_holes(cell.source)
             if is_open or tags(cell) & _SOLVED:
                 cell.outputs = []
@@ -46,19 +53,44 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
     return copied
 
 
-def _read_prose(cell: NotebookNode, cells: list[NotebookNode], is_open: bool) -> bool:
-    """Add a markdown cell, its answer folded; say whether a prediction is open after it."""
-    cells.append(cell)
-    if _HEADING.search(cell.source) or _ANSWER.search(cell.source):
-        if is_open:
-            cell.source = _ANSWER.sub(_folded, cell.source)
-        is_open = False
-    if num_predictions(cell):
-        cells.append(note(cell, PREDICTION, _OPEN_LINE))
-        is_open = True
+def _add_prose(cell: NotebookNode, cells: list[NotebookNode], is_open: bool) -> bool:
+    """Add a markdown cell, cut behind each prediction, its answers folded; say whether something is open after it."""
+    part, paragraphs = cell, []
+    for paragraph in _paragraphs(cell.source):
+        if _HEADING.match(paragraph):
+            is_open = False
+        paragraphs.append(_folded(paragraph) if is_open and _ANSWER.search(paragraph) else paragraph)
+        if num_predictions(nbformat.v4.new_markdown_cell(paragraph)):
+            is_open = True
+            part.source, paragraphs = "\n\n".join(paragraphs), []
+            cells += [part, note(part, PREDICTION, _OPEN_LINE)]
+            part = nbformat.from_dict(cell)
+            part.id = f"{cell.id[:56]}-{len(cells)}"
+    if paragraphs:
+        part.source = "\n\n".join(paragraphs)
+        cells.append(part)
     return is_open
 
 
-def _folded(answer: re.Match[str]) -> str:
-    summary = f"{answer[1]}: open this when you have run the cells above"
-    return f"<details><summary>{summary}</summary>\n\n{answer[0]}\n\n</details>"
+def _paragraphs(source: str) -> Iterator[str]:
+    """The paragraphs of markdown; code, lists and what is folded stay in one piece."""
+    paragraph: list[str] = []
+    in_code, folds = False, 0
+    for line in source.split("\n"):
+        if _FENCE.match(line):
+            in_code = not in_code
+        elif not in_code:
+            folds += line.count("<details") - line.count("</details>")
+        if line.strip() or in_code or folds:
+            paragraph.append(line)
+        elif paragraph:
+            yield "\n".join(paragraph)
+            paragraph = []
+    if paragraph:
+        yield "\n".join(paragraph)
+
+
+def _folded(answer: str) -> str:
+    found = _ANSWER.search(answer)
+    assert found is not None
+    return f"<details><summary>{found[1]}: open this when you have run the cells above</summary>\n\n{answer}\n\n</details>"
