@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
 import sys
@@ -9,7 +10,9 @@ from collections.abc import Iterator
 from itertools import chain, combinations, permutations
 from typing import Any
 
+import nbformat
 import pytest
+from IPython.core.inputtransformer2 import TransformerManager
 
 import labkit
 from labkit.course import lab02
@@ -510,6 +513,22 @@ def test_wrong_choices_are_refused(wrong: Any, measured: str, hint: str) -> None
 def test_something_that_is_no_choice_is_refused(answer: Any, message: str) -> None:
     with pytest.raises(ExerciseError, match=message):
         lab02.check_choose(lambda *_: answer)
+
+
+def test_no_cell_gives_another_meaning_to_the_name_that_exercise_4_suggests() -> None:
+    """A solution may call a function `peak` of its own, and cells before it may run once more."""
+    cells = nbformat.read(exercises.FOLDER / f"{NOTEBOOK}.ipynb", as_version=4).cells
+    sources = [cell.source for cell in cells if cell.cell_type == "code" and not cell.source.startswith("%%spmd")]
+    trees = [ast.parse(TransformerManager().transform_cell(source)) for source in sources]
+    bound = [node for tree in trees for node in outside_functions(tree) if isinstance(node, ast.Name) and node.id == "peak"]
+    assert not [node for node in bound if isinstance(node.ctx, ast.Store)]
+
+
+def outside_functions(tree: ast.AST) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef):
+            yield node
+            yield from outside_functions(node)
 
 
 # All --------------------------------------------------------------------------------------------------------------------
