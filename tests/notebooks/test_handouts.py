@@ -30,6 +30,7 @@ from labkit.course.handouts.build import Handouts, make_handouts
 from labkit.course.handouts.cells import is_executed
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
 from labkit.course.handouts.instructor import instructor_copy
+from labkit.course.handouts.mistakes import Mistake, checks_in
 from labkit.course.handouts.page import make_page
 from labkit.course.handouts.solutions import Secrets, require_paired_markers, solution_lines, with_holes
 from labkit.course.handouts.student import student_copy
@@ -37,6 +38,7 @@ from tests.conftest import MakeNotebook
 from tests.notebooks.conventions import NOTEBOOKS
 
 SOLUTION = "    pieces = list(t.chunk(secret_count))\n    return torch.cat(pieces[::-1])"
+BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
 SECRET = "pieces = list(t.chunk(secret_count))"
 LONG_END = "the_end_of_a_long_line"
 WIDE = f'<pre style="white-space:pre;overflow-x:auto">{"y" * 200} the_end_of_a_wide_table</pre>'
@@ -179,15 +181,40 @@ def test_the_instructors_notebook_says_what_to_expect_how_long_it_takes_and_what
     notebook = nbformat.read(made.handouts.folders["instructor"] / "07_lab.ipynb", as_version=4)
     plan, exercise = [cell.source for cell in notebook.cells if "instructor" in cell.metadata.get("tags", ())]
     assert "`world_size = 3`" in plan
-    assert "All cells together ran for 7 s" in plan
-    assert "| Exercise 1: cut ★ | 4 | 5 s | 1 exercise |" in plan
-    assert "| What is cut? | 1 | 2 s | 1 prediction |" in plan
+    assert "All cells together ran for 7 s." in plan
+    assert "200 words of text a minute, 2 minutes a prediction, 5 minutes a star of an exercise" in plan
+    assert "| What is cut? | 2 min | 1 prediction | 1 | 2 s |" in plan
+    assert "| Exercise 1: cut ★ | 5 min | 1 exercise | 4 | 5 s |" in plan
     assert "Exercise 1: cut" in exercise
     assert "Solved: 17.5 on every rank." in exercise
     assert "the mean over all losses" in exercise  # what lab00's check says of itself
-    assert "- This is the mean of the ranks' means." in exercise
+    assert (
+        "| `is_close(got.numbers, sum(rank_means) / len(rank_means))` | This is the mean of the ranks' means. A rank with more "
+        "losses counts for more. |" in exercise
+    )
     assert any(SECRET in cell.source for cell in notebook.cells)
     assert "4242" in json.dumps(notebook)
+
+
+def test_the_teaching_time_counts_words_predictions_stars_and_the_run_also_in_sections_without_a_cell() -> None:
+    cells = [
+        new_markdown_cell("# 1 T"),
+        new_markdown_cell("## A\n\n" + "word " * 598 + "\n\n## B\n\n**Predict first.** What?\n\n### Exercise 1: c ★★"),
+        _code(f"{BEGIN}\na = 1\n{END}", papermill={"duration": 120.0}),
+        new_markdown_cell("## Exercise 2: untold"),
+        _code("", tags=("exercise",)),
+        _code("", tags=("exercise",)),
+    ]
+    plan = instructor_copy(new_notebook(cells=cells)).cells[1].source
+    assert "**Teaching takes about 27 min.**" in plan
+    rows = [line for line in plan.splitlines() if line.startswith("|")][2:]
+    assert rows == [
+        "| Setup | 1 min |  | 0 |  |",
+        "| A | 3 min |  | 0 |  |",
+        "| B | 2 min | 1 prediction | 0 |  |",
+        "| Exercise 1: c ★★ | 12 min | 1 exercise | 1 | 2.0 min |",
+        "| Exercise 2: untold | 10 min | 2 exercises | 2 | not recorded |",
+    ]
 
 
 class _Fetched(html.parser.HTMLParser):
@@ -502,9 +529,6 @@ def test_the_instructors_copy_knows_the_mistakes_of_every_exercise(path: Path) -
     assert silent == []
 
 
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
-
-
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
@@ -607,6 +631,19 @@ def test_a_cell_for_the_instructor_is_in_the_instructors_copy_only(tag: str) -> 
     told = json.dumps(instructor_copy(new_notebook(cells=cells)).cells)
     assert "My private note" in told
     assert "private output" in told
+
+
+def test_a_mistake_is_told_by_what_the_check_sees_and_a_hint_with_a_value_of_the_run_is_left_out() -> None:
+    (all_reduce,) = checks_in("lab00.check_my_all_reduce(pool)")
+    assert (
+        Mistake("`got.kind in ('list', 'tuple')`", "These are the pieces. torch.cat makes one tensor of them.")
+        in all_reduce.mistakes
+    )
+    assert not [mistake for mistake in all_reduce.mistakes if "numbers: the all-gather" in mistake.hint]
+    (manifest,) = checks_in("lab01.check_manifest(a)")
+    seen = {mistake.hint: mistake.seen for mistake in manifest.mistakes}
+    assert seen["Compare every file, not only .metadata."] == "a shard is cut off at its end"
+    assert seen["Without manifest.json nobody knows whether the save was finished. Name it."] == "there is no manifest"
 
 
 def test_secrets_are_what_only_solutions_show() -> None:

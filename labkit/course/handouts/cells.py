@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ _LINK = re.compile(
 )
 _ELSEWHERE = re.compile(r"#|[a-z]+:")
 _LEFT_OUT = {"injected-parameters"}
+_FENCE = re.compile(r"[ \t]*(```|~~~)")
 # At the beginning of a paragraph, or of its last sentence: elsewhere the words only speak of predictions.
 _PREDICTION = re.compile(r"(?:^|\. )\*\*Predict first", re.MULTILINE)
 
@@ -44,9 +45,27 @@ def title(notebook: NotebookNode) -> str:
     return "Untitled"
 
 
-def num_predictions(cell: NotebookNode) -> int:
-    """How often a markdown cell asks for a prediction."""
-    return len(_PREDICTION.findall(cell.source)) if cell.cell_type == "markdown" else 0
+def num_predictions(prose: str) -> int:
+    """How often a text asks for a prediction."""
+    return len(_PREDICTION.findall(prose))
+
+
+def paragraphs(source: str) -> Iterator[str]:
+    """The paragraphs of markdown; code, lists and what is folded stay in one piece."""
+    paragraph: list[str] = []
+    in_code, folds = False, 0
+    for line in source.split("\n"):
+        if _FENCE.match(line):
+            in_code = not in_code
+        elif not in_code:
+            folds += line.count("<details") - line.count("</details>")
+        if line.strip() or in_code or folds:
+            paragraph.append(line)
+        elif paragraph:
+            yield "\n".join(paragraph)
+            paragraph = []
+    if paragraph:
+        yield "\n".join(paragraph)
 
 
 def clean_copy(notebook: NotebookNode) -> NotebookNode:

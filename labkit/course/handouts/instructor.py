@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from nbformat import NotebookNode
 
-from labkit.course.handouts.cells import clean_copy, note, num_predictions, parameters, seconds, tags
+from labkit.course.handouts.cells import clean_copy, note, num_predictions, paragraphs, parameters, seconds, tags
 from labkit.course.handouts.mistakes import checks_in
+from labkit.course.handouts.solutions import has_solution
 
 NOTE = "instructor"
-_HEADING = re.compile(r"^#{2,3} (.+)$", re.MULTILINE)
+WORDS_PER_MINUTE, MINUTES_PER_PREDICTION, MINUTES_PER_STAR = 200, 2, 5
+_HEADING = re.compile(r"#{2,3} (.+)")
 _EXERCISE = re.compile(r"^#{2,6} (Exercise .+)$", re.MULTILINE)
+_OTHER = "another wrong answer"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def instructor_copy(executed: NotebookNode) -> NotebookNode:
     """Make the instructor's copy of an executed notebook.
 
-    Behind the first cell stands the plan: the time that each section took in this run. Behind each check stand the numbers
-    that it gave in this run, what it measures, and the mistakes that it knows.
+    Behind the first cell stands the plan: how long each section takes to teach, estimated, and how long it ran. Behind each check
+    stand the numbers that it gave in this run, what it measures, and the mistakes that it knows.
 
     Args:
         executed: The notebook; it stays as it is.
@@ -44,42 +48,70 @@ def instructor_copy(executed: NotebookNode) -> NotebookNode:
     return copied
 
 
+@dataclass
+class _Section:
+    """What stands between two headings."""
+
+    heading: str
+    num_words: int = 0
+    num_predictions: int = 0
+    code: list[NotebookNode] = field(default_factory=list)
+
+    @property
+    def num_exercises(self) -> int:
+        return sum("exercise" in tags(cell) or has_solution(cell.source) for cell in self.code)
+
+    @property
+    def minutes(self) -> float:
+        stars = (self.heading.count("★") or self.num_exercises) if self.num_exercises else 0
+        asked = MINUTES_PER_PREDICTION * self.num_predictions + MINUTES_PER_STAR * stars
+        return self.num_words / WORDS_PER_MINUTE + asked + (seconds(self.code) or 0) / 60
+
+    @property
+    def to_do(self) -> str:
+        counts = ((self.num_predictions, "prediction"), (self.num_exercises, "exercise"))
+        return ", ".join(f"{count} {word}{'s' if count > 1 else ''}" for count, word in counts if count)
+
+
 def _plan(executed: NotebookNode) -> str:
     total = seconds(executed.cells)
-    given = ", ".join(f"`{name} = {value!r}`" for name, value in parameters(executed).items())
+    given = ", ".join(f"`{name} = {value!r}`" for name, value in parameters(executed).items()) or "the notebook's own parameters"
     ran = f"All cells together ran for {_duration(total)}" if total is not None else "The run recorded no times"
+    sections = [section for section in _sections(executed.cells) if section.code or section.num_words]
     lines = [
-        "**For the instructor.** The outputs below are those of one run"
-        + (f" with {given}" if given else " with the notebook's own parameters")
-        + f". {ran}. Machine time only: reading and exercises come on top.",
+        f"**For the instructor.** The outputs below are those of one run with {given}. {ran}.",
         "",
-        "| Section | Cells to run | Machine time | To do |",
-        "|---|--:|--:|---|",
+        f"**Teaching takes about {_minutes(sum(section.minutes for section in sections))}.** This is an estimate by rule: "
+        f"{WORDS_PER_MINUTE} words of text a minute, {MINUTES_PER_PREDICTION} minutes a prediction, "
+        f"{MINUTES_PER_STAR} minutes a star of an exercise, and the machine time of this run. "
+        "Who is late can show the solution of an exercise, with what it gave, in the place of its minutes.",
+        "",
+        "| Section | Teaching | To do | Cells to run | Machine time |",
+        "|---|--:|---|--:|--:|",
     ]
-    for heading, cells in _sections(executed.cells):
-        code = [cell for cell in cells if cell.cell_type == "code"]
-        if not code:
-            continue
-        predictions = sum(map(num_predictions, cells))
-        exercises = sum("exercise" in tags(cell) for cell in code)
-        to_do = [
-            f"{count} {word}{'s' if count > 1 else ''}" for count, word in ((predictions, "prediction"), (exercises, "exercise"))
-        ]
-        shown = ", ".join(text for text in to_do if not text.startswith("0 "))
-        took = seconds(code)
-        lines.append(f"| {heading} | {len(code)} | {_duration(took) if took is not None else 'not recorded'} | {shown} |")
+    for section in sections:
+        took = seconds(section.code)
+        machine_time = _duration(took) if took is not None else "not recorded" if section.code else ""
+        heading = section.heading.replace("|", "\\|")
+        lines.append(f"| {heading} | {_minutes(section.minutes)} | {section.to_do} | {len(section.code)} | {machine_time} |")
     return "\n".join(lines)
 
 
-def _sections(cells: Sequence[NotebookNode]) -> Iterator[tuple[str, list[NotebookNode]]]:
-    heading = "Setup"
-    inside: list[NotebookNode] = []
+def _sections(cells: Sequence[NotebookNode]) -> list[_Section]:
+    sections = [_Section("Setup")]
     for cell in cells:
-        if cell.cell_type == "markdown" and (found := _HEADING.findall(cell.source)):
-            yield heading, inside
-            heading, inside = found[0].replace("|", "\\|"), []
-        inside.append(cell)
-    yield heading, inside
+        if cell.cell_type == "code":
+            sections[-1].code.append(cell)
+        for paragraph in paragraphs(cell.source) if cell.cell_type == "markdown" else ():
+            if found := _HEADING.match(paragraph):
+                sections.append(_Section(found[1]))
+            sections[-1].num_words += len(paragraph.split())
+            sections[-1].num_predictions += num_predictions(paragraph)
+    return sections
+
+
+def _minutes(value: float) -> str:
+    return f"{max(1, round(value))} min"
 
 
 def _exercise_note(exercise: str, ran: Sequence[NotebookNode], check: NotebookNode) -> str:
@@ -91,14 +123,17 @@ def _exercise_note(exercise: str, ran: Sequence[NotebookNode], check: NotebookNo
         parts.append(f"What the solution gave in this run:\n\n```text\n{said}\n```")
     if took is not None:
         parts.append(f"Machine time of the exercise and its check: {_duration(took)}.")
-    hints = [hint for found in checks for hint in found.hints]
-    if hints:
-        parts.append("Common mistakes, and what the check says to each:\n\n" + "\n".join(f"- {_escaped(hint)}" for hint in hints))
+    mistakes = [mistake for found in checks for mistake in found.mistakes]
+    if mistakes:
+        rows = "\n".join(f"| {_in_cell(mistake.seen) or _OTHER} | {_in_cell(mistake.hint)} |" for mistake in mistakes)
+        parts.append(f"Common mistakes:\n\n| What the check sees | What it says |\n|---|---|\n{rows}")
     return "\n\n".join(parts)
 
 
-def _escaped(hint: str) -> str:
-    return hint.replace("**", r"\*\*")  # a power, not bold
+def _in_cell(text: str) -> str:
+    """A text for a cell of a table; ``**`` outside code is a power, not bold."""
+    pieces = text.replace("|", r"\|").split("`")
+    return "`".join(piece if number % 2 else piece.replace("**", r"\*\*") for number, piece in enumerate(pieces))
 
 
 def _said(check: NotebookNode) -> str:

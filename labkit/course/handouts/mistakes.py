@@ -1,6 +1,6 @@
-"""What learners commonly get wrong, read from the checks themselves: each hint in a check stands for a mistake that it knows.
+"""What learners commonly get wrong, read from the checks themselves: each hint stands for a mistake that a check knows.
 
-The source is read, not run: checks import torch and start runs.
+What a hint depends on says which mistake that is. The source is read, not run: checks import torch and start runs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,20 @@ from functools import cache
 from pathlib import Path
 
 _PACKAGE = "labkit.course"
+_MAX_CODE = 110
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A mistake that a check knows.
+
+    Attributes:
+        seen: By what the check knows it, in words or as code of the check in code style; empty where the source does not tell.
+        hint: What the check says.
+    """
+
+    seen: str
+    hint: str
 
 
 @dataclass(frozen=True)
@@ -23,12 +37,12 @@ class Check:
     Attributes:
         name: Its name, such as ``lab04.check_eval_loss``.
         what: The first paragraph of its docstring.
-        hints: The hints that it gives, in the order of the source.
+        mistakes: What it gives a hint for, in the order of the source. A hint with a value of the run in it is left out.
     """
 
     name: str
     what: str
-    hints: tuple[str, ...]
+    mistakes: tuple[Mistake, ...]
 
 
 def checks_in(source: str) -> list[Check]:
@@ -45,8 +59,12 @@ def _check(lab: str, function: str) -> Check | None:
         if isinstance(node, ast.FunctionDef):
             what = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             what = re.sub(r"^Exercise \d+: ", "", what)
-            hints = dict.fromkeys(hint for part in _reachable(node, top) for hint in _hints(part, top))
-            return Check(f"{lab}.{function}", what.replace("``", "`"), tuple(hints))
+            found: dict[str, Mistake] = {}
+            for part in _reachable(node, top):
+                for mistake in _mistakes(part, top):
+                    if not found.get(mistake.hint, mistake).seen or mistake.hint not in found:
+                        found[mistake.hint] = mistake
+            return Check(f"{lab}.{function}", what.replace("``", "`"), tuple(found.values()))
     return None
 
 
@@ -82,56 +100,105 @@ def _reachable(start: ast.stmt, top: dict[str, ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-def _hints(node: ast.stmt, top: dict[str, ast.stmt]) -> Iterator[str]:
-    """The texts in a definition that are hints, by the places in which the labs write them."""
-    places: list[ast.expr] = []
-    if isinstance(node, ast.FunctionDef) and "hint" in node.name:
-        places += [part.value for part in ast.walk(node) if isinstance(part, ast.Return) and part.value is not None]
-    for part in ast.walk(node):
-        if isinstance(part, ast.Assign) and any(isinstance(name, ast.Name) and name.id == "hint" for name in part.targets):
-            places.append(part.value)
-        elif isinstance(part, ast.Tuple) and len(part.elts) > 1 and (len(part.elts) > 2 or not _is_text(part.elts[0])):
-            places.append(part.elts[-1])  # what shows a mistake, and last its hint
-        elif isinstance(part, ast.Dict) and isinstance(node, ast.Assign) and "HINT" in ast.unparse(node.targets[0]):
-            places += part.values
-        elif isinstance(part, ast.Call):
-            places += _in_call(part, top)
-    for place in places:
-        yield from filter(None, map(_sentence, _branches(place)))
+# A hint, and what it depends on.
+_Place = tuple[ast.expr | None, ast.expr]
 
 
-def _in_call(call: ast.Call, top: dict[str, ast.stmt]) -> list[ast.expr]:
+def _mistakes(node: ast.stmt, top: dict[str, ast.stmt]) -> Iterator[Mistake]:
+    """The mistakes in a definition, by the places in which the labs write hints."""
+    for seen, hint in _places(node, top, None):
+        for test, branch in _branches(hint):
+            if text := _sentence(branch, top):
+                yield Mistake(_seen(test or seen, top), text)
+
+
+def _places(node: ast.AST, top: dict[str, ast.stmt], test: ast.expr | None, *, returns: bool = False) -> Iterator[_Place]:
+    """The hints below a node, the innermost ones last.
+
+    Args:
+        node: Where to look.
+        top: The definitions of the module.
+        test: The condition under which the node is reached.
+        returns: Whether what is returned here is a hint.
+    """
+    if isinstance(node, ast.FunctionDef):
+        returns = "hint" in node.name
+    elif (isinstance(node, ast.Return) and returns) or (isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "hint"):
+        if node.value is not None:
+            yield test, node.value
+    elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and "HINT" in ast.unparse(node.targets[0]):
+        yield from zip(node.value.keys, node.value.values, strict=True)
+    elif isinstance(node, ast.Tuple) and len(node.elts) > 1 and (len(node.elts) > 2 or not _is_text(node.elts[0])):
+        yield node.elts[0], node.elts[-1]  # what shows a mistake, and last its hint
+    elif isinstance(node, ast.Call):
+        yield from _in_call(node, top, test)
+    if isinstance(node, ast.If):
+        yield from _places(node.test, top, test, returns=returns)
+        for part in node.body:
+            yield from _places(part, top, node.test, returns=returns)
+        for part in node.orelse:
+            yield from _places(part, top, None, returns=returns)
+        return
+    for child in ast.iter_child_nodes(node):
+        yield from _places(child, top, test, returns=returns)
+
+
+def _in_call(call: ast.Call, top: dict[str, ast.stmt], test: ast.expr | None) -> Iterator[_Place]:
+    """The hint that a call is given, with the mistake that another argument tells."""
     name = call.func.id if isinstance(call.func, ast.Name) else ""
-    named = [keyword.value for keyword in call.keywords if keyword.arg in ("hint", "otherwise")]
-    position = {"refuse": 2, "hint_for": 2}.get(name)
     if isinstance(made := top.get(name), ast.ClassDef):
         fields = [part.target.id for part in made.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)]
         position = fields.index("hint") if "hint" in fields else None
-    return named + (call.args[position : position + 1] if position is not None else [])
+        told = next((part for part in call.args if _text(part, top)), None)
+    else:
+        position = {"refuse": 2, "hint_for": 2}.get(name)  # the last one of hint_for is for all other mistakes
+        told = None if name == "hint_for" else call.args[0] if call.args and _text(call.args[0], top) else test
+    given = call.args[position : position + 1] if position is not None else []
+    yield from ((told, hint) for hint in given)
+    yield from (
+        (None if word.arg == "otherwise" else told, word.value) for word in call.keywords if word.arg in ("hint", "otherwise")
+    )
 
 
-def _branches(place: ast.expr) -> Iterator[ast.expr]:
+def _branches(place: ast.expr) -> Iterator[tuple[ast.expr | None, ast.expr]]:
+    """What a conditional expression may give, each with its condition."""
     if isinstance(place, ast.IfExp):
-        yield from _branches(place.body)
+        yield from ((test or place.test, branch) for test, branch in _branches(place.body))
         yield from _branches(place.orelse)
     else:
-        yield place
+        yield None, place
 
 
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
 
 
-def _sentence(node: ast.expr) -> str:
-    """The text of a literal, values in code style; empty when it is no sentence."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        text = node.value
-    elif isinstance(node, ast.JoinedStr):
-        text = "".join(
-            str(part.value) if isinstance(part, ast.Constant) else f"`{ast.unparse(part.value)}`"
-            for part in node.values
-            if isinstance(part, ast.Constant | ast.FormattedValue)
-        )
-    else:
+def _seen(node: ast.expr | None, top: dict[str, ast.stmt]) -> str:
+    """What shows a mistake: the words for it, else the code of its test."""
+    if node is None:
         return ""
-    return text.strip() if " " in text.strip() and text.strip()[-1] in ".?" else ""
+    if _is_text(node):
+        return (_text(node, top) or "").rstrip(".")
+    test = top.get(node.id) if isinstance(node, ast.Name) else None
+    if isinstance(test, ast.FunctionDef):
+        words = (ast.get_docstring(test) or test.name.strip("_").replace("_", " ")).split("\n\n")[0]
+        return " ".join(words.split()).replace("``", "`").rstrip(".")
+    code = ast.unparse(node.body if isinstance(node, ast.Lambda) else node)
+    # A name alone tells nothing to whoever does not read on.
+    return f"`{code}`" if len(code) <= _MAX_CODE and not code.isidentifier() else ""
+
+
+def _sentence(node: ast.expr, top: dict[str, ast.stmt]) -> str:
+    """The text of a hint; empty when it is no sentence, or holds a value that only a run knows."""
+    text = (_text(node, top) or "").strip()
+    return text if " " in text and text[-1] in ".?" else ""
+
+
+def _text(node: ast.expr, top: dict[str, ast.stmt]) -> str | None:
+    """A literal as text, with constants of the module filled in; None when there is anything else in it."""
+    if isinstance(node, ast.JoinedStr):
+        texts = [_text(part.value if isinstance(part, ast.FormattedValue) else part, top) for part in node.values]
+        return None if None in texts else "".join(filter(None, texts))
+    if isinstance(node, ast.Name) and isinstance(defined := top.get(node.id), ast.Assign | ast.AnnAssign) and defined.value:
+        node = defined.value
+    return str(node.value) if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float) else None

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import nbformat
 from nbformat import NotebookNode
 
-from labkit.course.handouts.cells import clean_copy, is_for_instructor, note, num_predictions, tags
+from labkit.course.handouts.cells import clean_copy, is_for_instructor, note, num_predictions, paragraphs, tags
 from labkit.course.handouts.solutions import Secrets, has_solution, with_holes
 
 # Outputs of these cells tell what a student is to find out.
 _SOLVED = {"exercise", "check", "recap"}
 _ANSWER = re.compile(r"^\*\*(What to notice|Read it aloud)", re.MULTILINE)
 _HEADING = re.compile(r"#{1,6} ")
-_FENCE = re.compile(r"[ \t]*(```|~~~)")
 
 PREDICTION = "prediction"
 _OPEN_LINE = "**Your prediction:**"
@@ -55,39 +53,21 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
 
 def _add_prose(cell: NotebookNode, cells: list[NotebookNode], is_open: bool) -> bool:
     """Add a markdown cell, cut behind each prediction, its answers folded; say whether something is open after it."""
-    part, paragraphs = cell, []
-    for paragraph in _paragraphs(cell.source):
+    part, done = cell, []
+    for paragraph in paragraphs(cell.source):
         if _HEADING.match(paragraph):
             is_open = False
-        paragraphs.append(_folded(paragraph) if is_open and _ANSWER.search(paragraph) else paragraph)
-        if num_predictions(nbformat.v4.new_markdown_cell(paragraph)):
+        done.append(_folded(paragraph) if is_open and _ANSWER.search(paragraph) else paragraph)
+        if num_predictions(paragraph):
             is_open = True
-            part.source, paragraphs = "\n\n".join(paragraphs), []
+            part.source, done = "\n\n".join(done), []
             cells += [part, note(part, PREDICTION, _OPEN_LINE)]
             part = nbformat.from_dict(cell)
             part.id = f"{cell.id[:56]}-{len(cells)}"
-    if paragraphs:
-        part.source = "\n\n".join(paragraphs)
+    if done:
+        part.source = "\n\n".join(done)
         cells.append(part)
     return is_open
-
-
-def _paragraphs(source: str) -> Iterator[str]:
-    """The paragraphs of markdown; code, lists and what is folded stay in one piece."""
-    paragraph: list[str] = []
-    in_code, folds = False, 0
-    for line in source.split("\n"):
-        if _FENCE.match(line):
-            in_code = not in_code
-        elif not in_code:
-            folds += line.count("<details") - line.count("</details>")
-        if line.strip() or in_code or folds:
-            paragraph.append(line)
-        elif paragraph:
-            yield "\n".join(paragraph)
-            paragraph = []
-    if paragraph:
-        yield "\n".join(paragraph)
 
 
 def _folded(answer: str) -> str:
