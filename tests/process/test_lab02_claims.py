@@ -17,7 +17,7 @@ from labkit.spmd.model import Block, ModelConfig, next_token_loss
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.text import BatchSampler
 
-NUM_BLOCKS = 3
+NUM_BLOCKS = 2
 
 
 @pytest.fixture(scope="module", params=[2, 4])
