@@ -42,7 +42,7 @@ def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapp
         The path of the page.
     """
     passed = sum(result.passed for result in results)
-    title = f"{passed} of {len(results)} notebooks passed"
+    title = f"labkit run: {passed} of {len(results)} notebooks passed"
     given = ", ".join(f"{name} = {value!r}" for name, value in parameters.items()) or "the notebooks' own parameters"
     torch = importlib.metadata.version("torch")
     versions = f"labkit {__version__}, torch {torch}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"

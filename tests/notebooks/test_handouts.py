@@ -19,6 +19,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from bs4 import BeautifulSoup
 from click.testing import CliRunner, Result
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -32,6 +33,7 @@ from labkit.course.handouts.errors import HandoutError, SolutionLeakError
 from labkit.course.handouts.instructor import instructor_copy
 from labkit.course.handouts.mistakes import Mistake, checks_in
 from labkit.course.handouts.page import make_page
+from labkit.course.handouts.print_page import make_print_page
 from labkit.course.handouts.solutions import Secrets, require_paired_markers, solution_lines, with_holes
 from labkit.course.handouts.student import student_copy
 from tests.conftest import MakeNotebook
@@ -173,7 +175,9 @@ def test_the_answers_in_a_summary_s_source_are_folded_in_notebooks_and_on_no_pag
         assert notebook.cells[-1].metadata["jupyter"] == {"source_hidden": True}
         page = (folder / "07_lab.html").read_text()
         assert "No, it is" not in page
-        assert ("stands here when the notebook has run" in page) == (audience == "student")
+        assert ("The summary, with the numbers of your run, stands here when the notebook has run" in page) == (
+            audience == "student"
+        )
         assert ("99.25" in page) == (audience == "instructor")
 
 
@@ -281,9 +285,29 @@ def test_a_printed_handout_names_notebook_and_page_cuts_no_line_and_spells_its_l
     assert "https://example.org/guide" in text
     assert "Your prediction:" in text
     # What is folded on the screen stands on the last pages.
-    assert "Hints and answers" in pages[-1]
-    assert "The answer is four thousand." in pages[-1]
-    assert "Use chunk" in re.sub(r"\s+", " ", pages[-1])
+    hints, answers = (next(place for place, page in enumerate(pages) if name in page.splitlines()) for name in ("Hints", "Answers"))
+    assert hints < answers == len(pages) - 1
+    assert "Use chunk" in re.sub(r"\s+", " ", pages[hints])
+    assert "The answer is four thousand." in pages[answers]
+    assert "see number 1 of the hints" in text
+    assert "see number 1 of the answers" in text
+
+
+def test_on_paper_an_output_stays_open_in_its_place_and_a_section_begins_at_its_heading() -> None:
+    folded = "<details><summary><b>wq.weight</b><span>64x64</span></summary>rank 0</details>"
+    cells = [
+        new_markdown_cell("# 1 A\n\n## B"),
+        _code("browse()", new_output("display_data", data={"text/html": folded, "text/plain": ""})),
+        new_markdown_cell("Of B.\n\n## C\n\n<details><summary>Hint</summary>\n\nTry.\n\n</details>"),
+    ]
+    for number, cell in enumerate(cells):
+        cell.id = f"c-{number}"
+    soup = BeautifulSoup(make_print_page(make_page(new_notebook(cells=cells), "student")), "html.parser")
+    sections = soup.main.select("section.of-h2") if soup.main else []
+    texts = [section.get_text(" ", strip=True) for section in sections]
+    assert re.fullmatch(r"B .*wq\.weight 64x64 rank 0 Of B\.", texts[0])
+    assert re.fullmatch(r"C \S* ?Hint: see number 1 of the hints, on the last pages\.", texts[1])
+    assert texts[2].startswith("Hints")
 
 
 @pytest.mark.skipif(machine.find_chromium() is None, reason="needs Chromium: apt-get install chromium")

@@ -16,7 +16,7 @@ NOTE = "instructor"
 WORDS_PER_MINUTE, MINUTES_PER_PREDICTION, MINUTES_PER_STAR = 200, 2, 5
 _HEADING = re.compile(r"#{2,3} (.+)")
 _EXERCISE = re.compile(r"^#{2,6} (Exercise .+)$", re.MULTILINE)
-_OTHER = "another wrong answer"
+_OTHER = "what the hint says"
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 

@@ -23,8 +23,9 @@ _NUMBERS = "The numbers as a table"
 def make_print_page(page: Page) -> str:
     """The page as it is printed.
 
-    A printed page cannot be unfolded: hints and answers go to its end, where nobody reads them by accident, and the tables
-    behind pictures stay in the HTML page. The addresses of links stand at the end of each section.
+    A printed page cannot be unfolded: for students hints and answers go to its end, where nobody reads them by accident. What
+    is folded in an output stays there, open; the tables behind pictures stay in the HTML page. The addresses of links stand at
+    the end of each section.
     """
     soup = BeautifulSoup(page.html, "html.parser")
     main = soup.main
@@ -32,8 +33,8 @@ def make_print_page(page: Page) -> str:
     _cut_long_outputs(main)
     if page.audience == "student":
         _move_folded_text(soup, main)
-    else:
-        _unfold(main)
+    _unfold(main)
+    _split_at_headings(soup, main)
     _note_links(soup, main)
     _group(soup, main, "h2")
     for section in main.find_all("section"):
@@ -97,33 +98,34 @@ def _allow_break(tag: Tag | None) -> None:
 
 
 def _move_folded_text(soup: BeautifulSoup, main: Tag) -> None:
-    moved: list[Tag] = []
+    """Move what is folded in the text to two lists at the end: who looks up a hint does not read an answer beside it."""
+    lists: dict[str, list[Tag]] = {"Hints": [], "Answers": []}
     for fold in main.find_all("details"):
-        summary = fold.summary.get_text(strip=True) if fold.summary else ""
-        if summary == _NUMBERS:
-            fold.decompose()
+        if fold.find_parent(class_="outputs"):
             continue
+        summary = fold.summary.get_text(" ", strip=True) if fold.summary else ""
         if fold.summary:
             fold.summary.decompose()
-        heading = _heading_before(fold)
-        word = summary.split(":")[0]
+        name = "Hints" if summary.startswith("Hint") else "Answers"
+        word, number = summary.split(":")[0], len(lists[name]) + 1
         entry = soup.new_tag("div", attrs={"class": "folded"})
         label = soup.new_tag("strong")
-        label.string = f"{len(moved) + 1}. {word}: {heading}"
+        label.string = f"{number}. {word}: {_heading_before(fold)}"
         entry.append(label)
         reference = soup.new_tag("p", attrs={"class": "reference"})
-        reference.string = f"{word}: see number {len(moved) + 1} on the last pages."
+        reference.string = f"{word}: see number {number} of the {name.lower()}, on the last pages."
         fold.replace_with(reference)
         fold.name = "div"
         entry.append(fold)
-        moved.append(entry)
-    if moved:
-        last = soup.new_tag("div", attrs={"class": "cell last"})
-        head = soup.new_tag("h2")
-        head.string = "Hints and answers"
-        last.append(head)
-        last.extend(moved)
-        main.append(last)
+        lists[name].append(entry)
+    for name, moved in lists.items():
+        if moved:
+            last = soup.new_tag("div", attrs={"class": "cell last"})
+            head = soup.new_tag("h2")
+            head.string = name
+            last.append(head)
+            last.extend(moved)
+            main.append(last)
 
 
 def _unfold(main: Tag) -> None:
@@ -162,6 +164,16 @@ def _note_links(soup: BeautifulSoup, main: Tag) -> None:
         mark = soup.new_tag("sup", attrs={"class": "note"})
         mark.string = str(notes.index(address) + 1)
         tag.insert_after(mark)
+
+
+def _split_at_headings(soup: BeautifulSoup, main: Tag) -> None:
+    """Begin a cell at each heading, so that what stands before it in one cell stays with its own section."""
+    for heading in main.find_all(["h2", "h3"]):
+        cell = heading.parent
+        if isinstance(cell, Tag) and "prose" in (cell.get("class") or []) and heading.find_previous_sibling() is not None:
+            begun = soup.new_tag("div", attrs={"class": "cell prose"})
+            begun.extend([heading, *heading.next_siblings])
+            cell.insert_after(begun)
 
 
 def _group(soup: BeautifulSoup, parent: Tag, heading: str) -> None:
