@@ -585,6 +585,14 @@ def test_a_marker_without_its_pair_or_almost_one_is_an_error_with_notebook_and_c
     assert not (tmp_path / "out").exists()
 
 
+def test_a_marker_in_text_is_an_error_unless_students_do_not_get_the_cell() -> None:
+    text = new_markdown_cell(f"{BEGIN}\nIt is 42.\n{END}", id="t")
+    with pytest.raises(HandoutError, match=r"a, cell 1 \(id t\), line 1: .* in a cell without code"):
+        require_paired_markers(new_notebook(cells=[text]), "a")
+    text.metadata["tags"] = ["solution"]
+    require_paired_markers(new_notebook(cells=[text]), "a")
+
+
 def test_a_text_may_speak_of_markers_and_a_marker_may_say_more() -> None:
     text = new_markdown_cell(f"Solutions stand between `{BEGIN}` and `{END}`.")
     code = _code(f"{BEGIN} (easy)\na = 1\n{END}\nb = 2\n{BEGIN}\nc = 3\n{END}")
@@ -614,6 +622,7 @@ def test_a_solution_s_outputs_and_those_after_it_are_cut_up_to_the_next_heading_
     assert not [text for text in ("forty two", "next: 43", "lacks 17,753") if text in shown]
     assert "<summary>What to notice: open this" in shown
     assert "kept output" in shown
+    assert '"exercise"' in shown  # with room for an answer on paper
 
 
 def test_what_answers_a_prediction_is_cut_or_folded_up_to_the_next_heading() -> None:

@@ -38,7 +38,7 @@ def require_paired_markers(notebook: NotebookNode, name: str) -> None:
         HandoutError: A marker has no other one, or a line is almost a marker; the message names cell and line.
     """
     for number, cell in enumerate(notebook.cells, start=1):
-        if wrong := _wrong_marker(cell):
+        if not is_for_instructor(cell) and (wrong := _wrong_marker(cell)):
             line, problem = wrong
             raise HandoutError(
                 f"{name}, cell {number} (id {cell.get('id', 'unknown')}), line {line}: {problem}. A solution stands between a line "
@@ -51,6 +51,8 @@ def _wrong_marker(cell: NotebookNode) -> tuple[int, str] | None:
     begun = 0
     for number, line in enumerate(cell.source.splitlines(), start=1):
         if marker := _MARKER.match(line):
+            if cell.cell_type != "code":
+                return number, f"{line.strip()!r} in a cell without code, which can have no hole (tag it `solution`)"
             if (marker[1] == "BEGIN") == bool(begun):
                 return number, f"{line.strip()!r} has no {'END before it' if begun else 'BEGIN'}"
             begun = number if marker[1] == "BEGIN" else 0

@@ -41,7 +41,9 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
             continue
         cells.append(cell)
         if cell.cell_type == "code":
-            is_open = is_open or has_solution(cell.source)
+            if has_solution(cell.source):
+                is_open = True
+                cell.metadata["tags"] = sorted({"exercise", *tags(cell)})
             cell.source = with_holes(cell.source)
             if is_open or tags(cell) & _SOLVED:
                 cell.outputs = []
