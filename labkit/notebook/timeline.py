@@ -20,6 +20,7 @@ MAX_ROWS = 48
 
 _LABEL_CHAR_IN = 0.083  # bold, 8 points
 _NAME_CHAR_IN = 0.062
+_PHASE_CHAR_IN = 0.07  # 7.5 points
 _RIGHT_IN = 0.1
 _ROW_IN = 0.15
 _LANE_GAP_IN = 0.1
@@ -146,13 +147,24 @@ def _text_at_left(axes: Axes, left_in: float, x_in: float, y: float, text: str, 
 
 def _draw_phases(axes: Axes, lane: Lane, top: float, *, with_names: bool) -> None:
     height = len(lane.rows) * _ROW_IN
+    if with_names:
+        _write_phases(axes, [phase for phase in lane.phases if phase.name != "outside"], top - 0.06)
     for phase in lane.phases:
         if phase.name == "backward":
             axes.fill_between([phase.begin, phase.end], top, top + height, color="#F3F3F3", lw=0, zorder=-1)
-        if with_names and phase.name != "outside":
-            axes.text((phase.begin + phase.end) / 2, top - 0.06, phase.name, ha="center", va="bottom", fontsize=7.5, color=INK)
         if phase.begin > 0:
             axes.plot([phase.begin] * 2, [top - 0.03, top + height], color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=1)
+
+
+def _write_phases(axes: Axes, phases: Sequence[Span], y: float) -> None:
+    """Each name above the middle of its phase; where one has no room there, all in one line."""
+    step_in = axes.get_position().width * WIDTH_IN / axes.get_xlim()[1]
+    if all(len(phase.name) * _PHASE_CHAR_IN <= (phase.end - phase.begin) * step_in for phase in phases):
+        names = {(phase.begin + phase.end) / 2: (phase.name, "center") for phase in phases}
+    else:
+        names = {phases[0].begin: (", ".join(phase.name for phase in phases), "left")}
+    for x, (text, where) in names.items():
+        axes.text(x, y, text, ha=where, va="bottom", fontsize=7.5, color=INK)
 
 
 def _draw_period(axes: Axes, period: Period, middle: float, style: RankStyle) -> None:

@@ -184,6 +184,12 @@ def test_a_lane_whose_phases_lie_elsewhere_has_their_names_above_it(words: tuple
     assert picture.svg.count("<!-- forward -->") == written
 
 
+def test_the_names_of_phases_that_are_too_short_stand_in_one_line() -> None:
+    picture = timeline({"long": trace_of(STEP), "short": trace_of("f U:root b R:root")})
+    assert picture.svg.count("<!-- forward -->") == picture.svg.count("<!-- backward -->") == 1
+    assert picture.svg.count("<!-- forward, backward -->") == 1
+
+
 def test_the_alt_text_says_what_the_picture_shows() -> None:
     alt = timeline({0: trace_of(STEP), 1: trace_of(STEP, 1)}).alt
     assert "Timeline of 3 blocks in 2 lanes: rank 0, rank 1." in alt
