@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import click
 import nbformat
 import pytest
 from bs4 import BeautifulSoup
@@ -481,7 +482,7 @@ def test_an_interrupt_leaves_the_set_of_before_whole_and_exits_with_130(
     command = [sys.executable, "-m", "labkit", "handouts", str(done), str(slow), "-o", str(out)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not started.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
         assert started.exists()
@@ -493,6 +494,16 @@ def test_an_interrupt_leaves_the_set_of_before_whole_and_exits_with_130(
     assert "made " not in stdout
     assert "is as it was" in stderr
     assert _contents(out) == before
+
+
+def test_an_interrupt_that_a_command_does_not_handle_exits_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(main.commands, "interrupted", click.Command("interrupted", callback=interrupted))
+    result = CliRunner().invoke(main, ["interrupted"])
+    assert result.exit_code == 130
+    assert result.output == "Interrupted.\n"
 
 
 def test_an_executed_copy_lies_with_the_instructors_set_and_in_no_zip(make_notebook: MakeNotebook, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     What stands between "### BEGIN SOLUTION" and "### END SOLUTION" is a hole for students; a cell tagged "instructor" or
     "solution" is in the instructor's set only.
 
-    A second call with other notebooks adds them to the set in OUT; with the same ones it replaces them. Files that no earlier call
+    A second call with other notebooks adds them to the set in OUT; one of the same name replaces its handouts. Files that no call
     wrote, or that have been changed since (OUT/handouts.json lists them), are never replaced: the command names them and stops.
     Until everything is built, OUT stays as it was.
 

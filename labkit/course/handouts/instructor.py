@@ -126,9 +126,8 @@ def _exercise_note(exercise: str, ran: Sequence[NotebookNode], check: NotebookNo
     mistakes = [mistake for found in checks for mistake in found.mistakes]
     if mistakes:
         rows = "\n".join(f"| {_in_cell(mistake.seen) or _OTHER} | {_in_cell(mistake.hint)} |" for mistake in mistakes)
-        parts.append(
-            f"Common mistakes (code is the check's own test of an answer):\n\n| What the check sees | What it says |\n|---|---|\n{rows}"
-        )
+        head = "| What the check sees | What it says |\n|---|---|"
+        parts.append(f"Common mistakes (code is the check's own test of an answer):\n\n{head}\n{rows}")
     return "\n\n".join(parts)
 
 
