@@ -53,9 +53,11 @@ def checks_in(source: str) -> list[Check]:
 
 @cache
 def _check(lab: str, function: str) -> Check | None:
-    for path in _files(lab):
-        top = _definitions(ast.parse(path.read_text(encoding="utf-8")))
-        node = top.get(function)
+    modules = [_definitions(ast.parse(path.read_text(encoding="utf-8"))) for path in _files(lab)]
+    elsewhere = {name: node for module in modules for name, node in module.items()}
+    for module in modules:
+        top = elsewhere | module  # a check may take its hints from another file of its lab
+        node = module.get(function)
         if isinstance(node, ast.FunctionDef):
             what = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
             what = re.sub(r"^Exercise \d+: ", "", what)
