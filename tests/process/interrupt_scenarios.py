@@ -214,6 +214,11 @@ def forget_losses(names: Sequence[str]) -> None:
         LIVE[name].losses.clear()
 
 
+def keep_losses(name: str, count: int) -> None:
+    """Forget the losses after the first ``count``."""
+    del LIVE[name].losses[count:]
+
+
 def save(name: str) -> int:
     """Remember the present state of a training, to compare with later."""
     SAVED[name] = LIVE[name].tensors()

@@ -70,6 +70,9 @@ def cut_and_compare(pool: WorkerPool, kind: scenarios.Kind, cut: scenarios.Cut, 
         assert interrupted.took_s < ENDS_WITHIN_S
         error = interrupted.error
     assert "dropped" in str(error)
+    if kind.endswith("fused"):
+        # On a GPU such a step is queued, so its loss may be noted although the step never was.
+        pool.run(scenarios.keep_losses, "cut", 2)
     assert equal(pool, f"{kind} 2")
     pool.run(scenarios.train, "cut", 2, timeout_s=ARRIVES_WITHIN_S)
     assert equal(pool, f"{kind} 4")
