@@ -7,20 +7,16 @@ same list of chunks, byte for byte, so most lists equal one that was read before
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
+from labkit.checkpoint.block_source import BACK, Blocks
 from labkit.checkpoint.bulk_names import Names
-from labkit.checkpoint.bulk_parts import Block, OtherFormError, Pairs, Run, Span
-from labkit.checkpoint.model import Int64s
+from labkit.checkpoint.bulk_parts import Block, Int64s, OtherFormError, Pairs, Run, Span
 from labkit.checkpoint.record_layout import CHUNK, MAX_DIMS, MAX_RECORD, PAIR, Layout, Rows, Value, layout_of
 
-BLOCK_BYTES = 1 << 22
-BACK = 8  # bytes of the block before that stand before a block's own
-_AFTER = 2 * MAX_RECORD  # bytes of the block after it that stand after them: records go on there
 _CACHED = 1 << 16  # words that a processor's cache holds while they are compared several times
 _MAX_LAYOUTS = 16
 _MAX_LISTS = 256
@@ -32,55 +28,18 @@ _BEFORE = np.zeros(256, np.int64)
 _BEFORE[[word[0] for word in _HEADS]] = [0, 1, 2, 3, 3]
 
 
-class Blocks:
-    """Hands out a pickle's blocks in order, to several threads.
-
-    Args:
-        fill: Fills memory with the pickle's next bytes, wholly but for the last time; returns how many.
-        most_rest: The most bytes that may be no such records.
-    """
-
-    def __init__(self, fill: Callable[[memoryview], int], most_rest: int) -> None:
-        self._fill, self._left = fill, most_rest
-        self._lock = threading.Lock()
-        self._kept = bytes(BACK)
-        self._base, self._more = -BACK, True
-
-    def next(self, memory: bytearray) -> tuple[int, int, int] | None:
-        """Put the next block into memory: where in the pickle that begins, where the block ends and where its bytes do."""
-        with self._lock:
-            if not self._more:
-                return None
-            self._more = False  # and so it stays when filling fails
-            begin, own = len(self._kept), BACK + BLOCK_BYTES
-            memory[:begin] = self._kept
-            end = begin + self._fill(memoryview(memory)[begin : own + _AFTER])
-            memory[end : end + MAX_RECORD] = bytes(MAX_RECORD)
-            self._more = end == own + _AFTER
-            self._kept = bytes(memory[BLOCK_BYTES:end])
-            base, self._base = self._base, self._base + BLOCK_BYTES
-            return base, own if self._more else end, end
-
-    def note_rest(self, size: int) -> None:
-        """Count bytes that are no records; raises :class:`OtherFormError` when they are too many."""
-        with self._lock:
-            self._left -= size
-            if self._left < 0:
-                self._more = False
-                raise OtherFormError
-
-
 _Found = tuple[Layout, Int64s, Rows]
 
 
 class BlockReader:
-    """Reads blocks, in one thread.
+    """Reads blocks, one after the other.
 
     Args:
         blocks: Where they come from.
 
     Attributes:
         pairs: The pairs, in parts.
+        num_spans: How many spans have a number.
         names, files: The texts that pairs bring along.
         gets: Form and memo numbers of the classes and keys of all layouts.
     """
@@ -92,7 +51,8 @@ class BlockReader:
         self._blocks = blocks
         self._layouts: dict[tuple[int, int], list[Layout | None]] = {}
         self._lists: dict[bytes, tuple[bytes, Run]] = {}
-        self._memory = bytearray(BACK + BLOCK_BYTES + _AFTER + MAX_RECORD)
+        self.num_spans = 0
+        self._memory = blocks.new_memory()
         self._body = np.frombuffer(self._memory, np.uint8)
         self._words = np.frombuffer(self._memory, "<u4", len(self._memory) // 4)
         self._classes = np.ndarray(len(self._memory) - 3, "<u4", self._memory, 0, (1,))
@@ -127,7 +87,8 @@ class BlockReader:
             place = np.cumsum(is_record) - 1
             made = self._spans(start[is_record], [(layout, place[rows], matrix) for layout, rows, matrix in found])
             for span in made:
-                if span.part.form == CHUNK and span.end <= limit and self._body[span.begin - 1] == ord("("):
+                # What ends with the block may be cut, and would be found at the beginning of each whole list.
+                if span.part.form == CHUNK and span.end < limit and self._body[span.begin - 1] == ord("("):
                     self._remember(self._body[span.begin : span.end].tobytes(), span.part)
             spans = sorted(spans + made, key=lambda span: span.begin)
         return Block(base, spans, self._gaps(spans, limit))
@@ -227,7 +188,13 @@ class BlockReader:
     def _note_pairs(self, found: list[_Found], spans: list[Span], span: Int64s, memo: Int64s) -> None:
         count = sum(len(rows) for _, rows, _ in found)
         most = max(layout.dims for layout, _, _ in found)
-        made = Pairs(spans, np.zeros((count, most), np.int64), *np.empty((9, count), np.int64))
+        made = Pairs(
+            np.zeros((count, most), np.int64), *np.empty((2, count), np.int32), *np.empty((2, count), np.uint8),
+            *np.empty((5, count), np.int64),
+        )  # fmt: skip
+        for number, item in enumerate(spans, self.num_spans):
+            item.number = number
+        span, self.num_spans = span + self.num_spans, self.num_spans + len(spans)
         begin = 0
         for layout, rows, matrix in found:
             part = slice(begin, begin + len(rows))

@@ -1,48 +1,33 @@
-"""Take the records that make up most of a large ``.metadata`` out of it, several blocks at a time."""
+"""Put together what the readers of a large ``.metadata`` have found in its blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
-
-from labkit.checkpoint.block_reader import BACK, BlockReader, Blocks
-from labkit.checkpoint.bulk_parts import Block, OtherFormError, Run
-from labkit.machine import usable_cores
-
-T = TypeVar("T")
-# Array operations let other threads run, and what lies between them does not. Measured on two cores only.
-MOST_THREADS = 4
+from labkit.checkpoint.block_source import BACK
+from labkit.checkpoint.bulk_parts import Block, Part, Run, require
 
 
 class BulkRecords:
     """All records of a pickle that have one of the two forms.
 
     Args:
-        fill: Fills memory with the pickle's next bytes, wholly but for the last time; returns how many.
+        parts: What each reader has found.
         most_rest: The most bytes that may be no such records.
 
     Attributes:
+        parts: The same.
         runs: Where they are, in order.
         gaps: The bytes before, between and after the runs.
-        readers: What was read, by the thread that did; each has the pairs and texts of its blocks.
 
     Raises:
         OtherFormError: More than ``most_rest`` bytes are no such records, or one lies inside another.
     """
 
-    def __init__(self, fill: Callable[[memoryview], int], most_rest: int) -> None:
+    def __init__(self, parts: list[Part], most_rest: int) -> None:
+        self.parts = parts
         self.runs: list[Run] = []
         self.gaps: list[bytes] = []
-        blocks = Blocks(fill, most_rest)
-        self.readers = [BlockReader(blocks) for _ in range(min(usable_cores(), MOST_THREADS))]
-        parts = self.each_reader(BlockReader.read_all)
-        self._join(sorted((block for part in parts for block in part), key=lambda block: block.base))
-
-    def each_reader(self, work: Callable[[BlockReader], T]) -> list[T]:
-        """Work on what each reader has read, all at the same time."""
-        with ThreadPoolExecutor(len(self.readers), thread_name_prefix="labkit-metadata") as threads:
-            return list(threads.map(work, self.readers))
+        self._join(sorted((block for part in parts for block in part.blocks), key=lambda block: block.base))
+        require(sum(map(len, self.gaps)) <= most_rest)
 
     def _join(self, blocks: list[Block]) -> None:
         """Make the runs of the blocks' spans."""
@@ -51,8 +36,7 @@ class BulkRecords:
         for block in blocks:
             at = block.base + BACK
             for span, before in zip(block.spans, block.gaps, strict=False):
-                if block.base + span.begin < reach:
-                    raise OtherFormError
+                require(block.base + span.begin >= reach)
                 gap.append(before[max(reach - at, 0) :])
                 reach = at = block.base + span.end
                 last = None if any(gap) or not self.runs else self.runs[-1]

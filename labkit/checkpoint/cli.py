@@ -74,13 +74,16 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     Of a folder of steps that labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as
     'model.layers.0.*' choose tensors and values by name.
     """
-    from rich.console import Console
+    from labkit.checkpoint.bulk_workers import reading_ahead
 
-    from labkit.checkpoint.catalog import open_checkpoint
-    from labkit.checkpoint.describe import describe
-    from labkit.checkpoint.table import DEFAULT_ROWS, render
+    # A large index is read while torch is imported.
+    with _errors_told(), reading_ahead(path):
+        from rich.console import Console
 
-    with _errors_told():
+        from labkit.checkpoint.catalog import open_checkpoint
+        from labkit.checkpoint.describe import describe
+        from labkit.checkpoint.table import DEFAULT_ROWS, render
+
         found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
     if as_json:
         json.dump(describe(found, patterns=patterns, chunks=chunks), sys.stdout, indent=1, default=str)

@@ -1,39 +1,33 @@
 """Read a large ``.metadata`` in seconds: its bulk by array operations, the rest by the restricted unpickler.
 
 A checkpoint of 10,000 tensors by 1,024 ranks has a ``.metadata`` of 1.5 GB, from which an unpickler makes some hundred
-million objects. Here the records that occur once per chunk are taken out by
-:mod:`labkit.checkpoint.bulk_records`; what is left is
-small and is unpickled. Whatever does not have exactly the expected form gives None, and the caller reads the file the slow way.
+million objects. Here the records that occur once per chunk are taken out by the readers of :mod:`labkit.checkpoint.bulk_workers`;
+what is left is small and is unpickled. Whatever does not have exactly the expected form gives None, and the caller reads the file
+the slow way.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
-import struct
-import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from labkit.checkpoint.block_reader import BlockReader
-from labkit.checkpoint.bulk_parts import OtherFormError, Run
+from labkit.checkpoint.bulk_parts import OTHER_FORM, Int64s, Part, Placing, Run, require
 from labkit.checkpoint.bulk_records import BulkRecords
-from labkit.checkpoint.model import Int64s
+from labkit.checkpoint.bulk_workers import Here, Processes, ReadersLostError, most_rest, readers_of
+from labkit.checkpoint.model import writer_rank
 from labkit.checkpoint.record_layout import CHUNK, PAIR
 from labkit.checkpoint.safe_pickle import AllowList, Record, Stateful
 
 LARGE_BYTES = 1 << 24
-_NAME_PUT = 2  # a pair memoizes its key, the key's state, then its name
-_MOST_REST = 1 << 26  # the rest is unpickled at about 10 MB a second
 _RUN = b"\xff"  # no opcode of pickle
 # What a damaged or hostile pickle makes the unpickler, or the reading of what it made, raise.
-_OTHER_FORM = (
-    OtherFormError, pickle.UnpicklingError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, TypeError,
-    ValueError, struct.error,
-)  # fmt: skip
+_OTHER_FORM = (*OTHER_FORM, pickle.UnpicklingError)
 _GETS = {
     CHUNK: (Stateful, "offsets", tuple, "sizes", tuple),
     PAIR: (Stateful, "fqn", "index", "offset", tuple, Stateful, "relative_path", "offset", "length"),
@@ -76,53 +70,33 @@ def read_large(file: BinaryIO, size: int) -> Columns | None:
     Ranks: local.
     """
     try:
-        return _read(file, size)
+        try:
+            with readers_of(file.fileno()) as readers:
+                return _read(file.fileno(), size, readers)
+        except ReadersLostError:
+            with closing(Here(file.fileno())) as reader:
+                return _read(file.fileno(), size, reader)
     except _OTHER_FORM:
         return None
 
 
-def _require(condition: bool) -> None:
-    if not condition:
-        raise OtherFormError
-
-
-def _read(file: BinaryIO, size: int) -> Columns:
-    bulk = BulkRecords(_without_frames(file, size), min(size // 2, _MOST_REST))
+def _read(file: int, size: int, readers: Here | Processes) -> Columns:
+    head = os.pread(file, 2, 0)
+    require(size > 11 and head[0] == 0x80 and head[1] in (4, 5))
+    bulk = BulkRecords(readers.read(), most_rest(size))
     rest = _RestReader(_RUN.join(bulk.gaps), bulk.runs)
     metadata = rest.load()
-    _require(isinstance(metadata, Record) and rest.seen == len(bulk.runs))
-    _require(
-        all(tuple(rest.memo.get(number) for number in gets) == _GETS[form] for reader in bulk.readers for form, gets in reader.gets)
-    )
-    bounds, offsets, sizes = _chunk_columns(metadata.state["state_dict_metadata"], bulk)
-    places = np.full((len(offsets), 3), -1, dtype=np.int64)
-    columns = Columns(metadata.state, bounds, offsets, sizes, places, [], tuple(sorted(rest.unknown)))
-    _place(columns, bulk, rest)
+    require(isinstance(metadata, Record) and rest.seen == len(bulk.runs))
+    require(all(tuple(rest.memo.get(number) for number in gets) == _GETS[form] for part in bulk.parts for form, gets in part.gets))
+    bounds, boxes = _chunks(metadata.state["state_dict_metadata"], bulk)
+    tables = readers.tables((sum(len(offsets) for offsets, _ in boxes), max(offsets.shape[1] for offsets, _ in boxes)))
+    _stack([offsets for offsets, _ in boxes], tables.offsets)
+    sizes = np.zeros(tables.offsets.shape, np.int64)
+    _stack([own for _, own in boxes], sizes)
+    tables.places.fill(-1)
+    columns = Columns(metadata.state, bounds, tables.offsets, sizes, tables.places, [], tuple(sorted(rest.unknown)))
+    _place(columns, bulk, rest, readers)
     return columns
-
-
-def _without_frames(file: BinaryIO, size: int) -> Callable[[memoryview], int]:
-    """What fills memory with the pickle's bytes, headers of frames left out."""
-    head = file.read(2)
-    _require(size > 11 and head[0] == 0x80 and head[1] in (4, 5))
-    left = 0  # of the frame
-
-    def fill(into: memoryview) -> int:
-        nonlocal left
-        at = 0
-        while at < len(into):
-            if not left:
-                header = file.read(9)
-                if not header:
-                    break
-                _require(len(header) == 9 and header[0] == 0x95)
-                (left,) = struct.unpack_from("<Q", header, 1)
-            read = file.readinto(into[at : at + left])  # type: ignore[attr-defined]
-            _require(read > 0)
-            at, left = at + read, left - read
-        return at
-
-    return fill
 
 
 class _RestReader(AllowList, pickle._Unpickler):
@@ -161,8 +135,8 @@ class _RestReader(AllowList, pickle._Unpickler):
     dispatch[_RUN[0]] = _run
 
 
-def _chunk_columns(described: Mapping[str, Any], bulk: BulkRecords) -> tuple[dict[str, tuple[int, int]], Int64s, Int64s]:
-    """Each tensor's range of chunks, and all offsets and sizes."""
+def _chunks(described: Mapping[str, Any], bulk: BulkRecords) -> tuple[dict[str, tuple[int, int]], list[tuple[Int64s, Int64s]]]:
+    """Each tensor's range of chunks, and all offsets and sizes in parts."""
     bounds: dict[str, tuple[int, int]] = {}
     listed: list[Run] = []
     boxes: list[tuple[Int64s, Int64s]] = []
@@ -174,111 +148,75 @@ def _chunk_columns(described: Mapping[str, Any], bulk: BulkRecords) -> tuple[dic
         begin, num_dims = at, len(entry.state["size"])
         for item in chunks:
             if isinstance(item, Run):
-                _require(item.dims == num_dims)
+                require(item.dims == num_dims)
                 listed.append(item)
                 boxes += item.boxes
                 at += item.count
             else:
                 (state,) = item
-                _require(len(state["offsets"]) == len(state["sizes"]) == num_dims)
+                require(len(state["offsets"]) == len(state["sizes"]) == num_dims)
                 boxes.append((np.array([state["offsets"]], dtype=np.int64), np.array([state["sizes"]], dtype=np.int64)))
                 at += 1
         bounds[key] = (begin, at)
     # A Run is equal to nothing but itself.
-    _require(bool(listed) and listed == [run for run in bulk.runs if run.form == CHUNK])
-    return bounds, _stacked([offsets for offsets, _ in boxes]), _stacked([sizes for _, sizes in boxes])
+    require(bool(listed) and listed == [run for run in bulk.runs if run.form == CHUNK])
+    return bounds, boxes
 
 
-def _stacked(parts: list[Int64s]) -> Int64s:
-    """Tables one after the other, as wide as the widest."""
-    result = np.zeros((sum(map(len, parts)), max(part.shape[1] for part in parts)), np.int64)
+def _stack(parts: list[Int64s], into: Int64s) -> None:
+    """Put tables one after the other into one that is as wide as the widest, and zero."""
     at = 0
     for part in parts:
-        result[at : at + len(part), : part.shape[1]] = part
+        into[at : at + len(part), : part.shape[1]] = part
         at += len(part)
-    return result
 
 
-def _place(columns: Columns, bulk: BulkRecords, rest: _RestReader) -> None:
-    """Note for each chunk where its bytes are, and check that key and chunk agree on where the chunk lies."""
+def _place(columns: Columns, bulk: BulkRecords, rest: _RestReader, readers: Here | Processes) -> None:
+    """Have the readers note for each chunk where its bytes are."""
     state = columns.state
-    _require([run for run in state["storage_data"] if isinstance(run, Run)] == [run for run in bulk.runs if run.form == PAIR])
+    require([run for run in state["storage_data"] if isinstance(run, Run)] == [run for run in bulk.runs if run.form == PAIR])
     tensors = {key: number for number, key in enumerate(columns.bounds)}
     begins, ends = np.array([*columns.bounds.values()], dtype=np.int64).reshape(-1, 2).T.copy()
     num_dims = np.array([len(state["state_dict_metadata"][key].state["size"]) for key in tensors], dtype=np.int64)
-    memo = {**rest.memo, **_texts_referred_to(bulk, rest.memo)}
-    files: dict[str, int] = {}
-    several = threading.Lock()
+    firsts = [part.firsts() for part in bulk.parts]
+    memo = {**rest.memo, **_texts_referred_to(bulk, rest.memo, firsts, readers)}
+    names = {_text(name) for part in bulk.parts for name in part.files}
+    names |= {memo[get] for part in bulk.parts for get in part.file_gets.tolist()}
+    # Not in the order in which the readers happened to find them.
+    files = {name: number for number, name in enumerate(sorted(names, key=lambda name: (writer_rank(name) or 0, name)))}
 
-    def file_number(name: str) -> int:
-        with several:
-            return files.setdefault(name, len(files))
+    def placing(part: Part, firsts: Int64s) -> Placing:
+        return Placing(
+            firsts,
+            np.array([tensors[_text(name)] for name in part.names], dtype=np.int64),
+            np.array([files[_text(name)] for name in part.files], dtype=np.int64),
+            (part.name_gets, np.array([tensors[memo[get]] for get in part.name_gets.tolist()], dtype=np.int64)),
+            (part.file_gets, np.array([files[memo[get]] for get in part.file_gets.tolist()], dtype=np.int64)),
+            begins,
+            ends,
+            num_dims,
+            columns.offsets.shape,
+        )
 
-    def place(reader: BlockReader) -> int:
-        own_tensors = np.array([tensors[_text(name)] for name in reader.names.texts], dtype=np.int64)
-        own_files = np.array([file_number(_text(name)) for name in reader.files.texts], dtype=np.int64)
-        for pairs in reader.pairs:
-            before = pairs.before()
-            tensor = _numbered(pairs.name, own_tensors, before, memo, tensors.__getitem__)
-            rows = begins[tensor] + pairs.index
-            _require(bool(((pairs.index >= 0) & (rows < ends[tensor]) & (pairs.dims == num_dims[tensor])).all()))
-            # Equally many dims: what one table is wider than the other by is zero.
-            dims = min(pairs.offsets.shape[1], columns.offsets.shape[1])
-            _require(bool((columns.offsets.take(rows, axis=0)[:, :dims] == pairs.offsets[:, :dims]).all()))
-            file = _numbered(pairs.file, own_files, before, memo, file_number)
-            columns.places[rows] = np.stack((file, pairs.start, pairs.length), axis=1)
-        return sum(len(pairs.name) for pairs in reader.pairs)
-
-    placed = sum(bulk.each_reader(place))
+    placed = sum(readers.each("place", [(placing(*both),) for both in zip(bulk.parts, firsts, strict=True)]))
     columns.files = list(files)
     # Each chunk was placed once, but for those whose key stayed in the rest.
-    _require(placed == int((columns.places[:, 0] >= 0).sum()))
+    require(placed == int((columns.places[:, 0] >= 0).sum()))
 
 
-def _numbered(texts: Int64s, own: Int64s, before: Int64s, memo: Mapping[int, Any], number_of: Callable[[Any], int]) -> Int64s:
-    """The numbers of texts: those that records bring along, and those that they refer to and that were memoized before."""
-    refers = np.flatnonzero(texts < 0)
-    if not len(refers):
-        return own[texts]
-    result = np.zeros(len(texts), np.int64) if len(refers) == len(texts) else own[np.maximum(texts, 0)]
-    references = -1 - texts[refers]
-    _require(bool((references < before[refers]).all()))
-    # Neighbours mostly refer to the same.
-    changes = np.flatnonzero(np.diff(references, prepend=-1))
-    numbers = np.array([number_of(memo[reference]) for reference in references[changes].tolist()], dtype=np.int64)
-    result[refers] = np.repeat(numbers, np.diff(changes, append=len(references)))
-    return result
-
-
-def _texts_referred_to(bulk: BulkRecords, memo: Mapping[int, Any]) -> dict[int, str]:
+def _texts_referred_to(
+    bulk: BulkRecords, memo: Mapping[int, Any], firsts: list[Int64s], readers: Here | Processes
+) -> dict[int, str]:
     """By memo number, the texts that a pair brings along and another refers to."""
-
-    def wanted(reader: BlockReader) -> set[int]:
-        numbers: set[int] = set()
-        for pairs in reader.pairs:
-            for texts in (pairs.file, pairs.name):
-                # Neighbours mostly refer to the same.
-                changes = np.flatnonzero(np.diff(texts, prepend=0) * (texts < 0))
-                numbers.update((-1 - texts[changes]).tolist())
-        return numbers
-
-    def brought(reader: BlockReader, of_files: bool, left: list[int]) -> dict[int, str]:
-        texts = reader.files.texts if of_files else reader.names.texts
-        result: dict[int, str] = {}
-        for pairs in reader.pairs:
-            column = pairs.file if of_files else pairs.name
-            own = np.flatnonzero(column >= 0)
-            numbers = pairs.before()[own] + (pairs.puts[own] - 1 if of_files else _NAME_PUT)
-            hit = np.flatnonzero(np.isin(numbers, left))
-            result |= {n: _text(texts[text]) for n, text in zip(numbers[hit].tolist(), column[own[hit]].tolist(), strict=True)}
-        return result
-
-    left = set().union(*bulk.each_reader(wanted)) - memo.keys()
+    left = {get for part in bulk.parts for gets in (part.name_gets, part.file_gets) for get in gets.tolist()} - memo.keys()
     found: dict[int, str] = {}
     for of_files in (True, False):
         if left:
-            for part in bulk.each_reader(partial(brought, of_files=of_files, left=sorted(left))):
-                found |= part
+            wanted = np.array(sorted(left), dtype=np.int64)
+            numbers = readers.each("brought", [(of_files, own, wanted) for own in firsts])
+            for part, by_get in zip(bulk.parts, numbers, strict=True):
+                texts = part.files if of_files else part.names
+                found |= {get: _text(texts[number]) for get, number in by_get.items()}
             left -= found.keys()
     return found
 

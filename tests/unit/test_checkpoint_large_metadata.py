@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import pickletools
 import struct
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from labkit.checkpoint import Checkpoint, block_reader, large_metadata, open_checkpoint
+from labkit.checkpoint import Checkpoint, bulk_workers, large_metadata, open_checkpoint
 from labkit.checkpoint.bulk_names import Names
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
 from tests.benchmarks.checkpoint_index import small_index, write_index
@@ -34,7 +35,7 @@ def both_ways(folder: Path) -> tuple[Checkpoint, Checkpoint]:
         slow = open_checkpoint(folder)
         patch.setattr(large_metadata, "LARGE_BYTES", 0)
         # Small blocks, so that runs of records go on from one to the next.
-        patch.setattr(block_reader, "BLOCK_BYTES", 1 << 13)
+        patch.setattr(bulk_workers, "BLOCK_BYTES", 1 << 13)
         return slow, open_checkpoint(folder)
 
 
@@ -175,6 +176,21 @@ def test_records_inside_a_value_are_no_chunks(tmp_path: Path) -> None:
     write(tmp_path, made)
     assert read_fast(tmp_path) is None
     assert_same(*both_ways(tmp_path))
+
+
+def test_a_list_of_chunks_that_a_block_cuts_after_a_record_is_not_taken_for_a_whole_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = write(tmp_path, small_index(20, 40))
+    end = data.index(b"model.layers.5.attention.wq.weight")
+    for _ in range(20):
+        end = data.index(b"ub", end) + 2
+    monkeypatch.setattr(bulk_workers, "BLOCK_BYTES", end - 11)  # what comes before is two bytes and the header of the frame
+    with (tmp_path / ".metadata").open("rb") as file, closing(bulk_workers.Here(file.fileno())) as reader:
+        (part,) = reader.read()
+    first, second, *_ = ([span.part.count for span in block.spans] for block in part.blocks)
+    assert first[-2:] == [40, 20]
+    assert second[:4] == [20, 40, 40, 40]
 
 
 def test_texts_in_any_order_get_their_numbers_by_first_occurrence() -> None:

@@ -1,0 +1,57 @@
+"""What a process that reads a part of a large ``.metadata`` runs. Its input closes when the process that started it ends."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Do the steps that the input asks for, until it closes.
+
+    Args:
+        arguments: The descriptors of the file, of the tables and of both ends of the turn's pipe; the most bytes outside records;
+            the size of a block; and which of the processes this is.
+    """
+    try:
+        steps: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
+        threading.Thread(target=_listen, args=(steps,), daemon=True).start()
+        _work(steps, *map(int, arguments))
+    finally:
+        # The thread waits for input; an exit in order would wait for it.
+        os._exit(1)
+
+
+def _listen(steps: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
+    """Hand on what the input asks for. At its end everything ends, also in the middle of a step."""
+    try:
+        while True:
+            steps.put(pickle.load(sys.stdin.buffer))
+    finally:
+        os._exit(0)
+
+
+def _work(
+    steps: SimpleQueue[tuple[str, tuple[Any, ...]]], file: int, tables: int, take: int, give: int, most: int, size: int, index: int
+) -> None:
+    # Only now: while numpy is imported, somebody listens already.
+    from labkit.checkpoint.block_source import FIRST_TURN, Blocks
+    from labkit.checkpoint.bulk_parts import OTHER_FORM
+    from labkit.checkpoint.bulk_share import Share
+
+    if index == 0:
+        os.write(give, FIRST_TURN)
+    share = Share(Blocks(file, (take, give), most, size), tables)
+    while True:
+        step, arguments = steps.get()
+        try:
+            reply = (getattr(share, step)(*arguments),)
+        except OTHER_FORM:
+            reply = None
+        pickle.dump(reply, sys.stdout.buffer, pickle.HIGHEST_PROTOCOL)
+        sys.stdout.buffer.flush()

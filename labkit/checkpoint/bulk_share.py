@@ -1,0 +1,119 @@
+"""One reader's share of a large ``.metadata``: it reads blocks, keeps their pairs, and later notes where each chunk's bytes are.
+
+Needs no torch: it also runs in processes of its own (:mod:`labkit.checkpoint.bulk_workers`).
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import numpy.typing as npt
+
+from labkit.checkpoint.block_reader import BlockReader
+from labkit.checkpoint.block_source import Blocks
+from labkit.checkpoint.bulk_parts import Int64s, Pairs, Part, Placing, require
+
+_NAME_PUT = 2  # a pair memoizes its key, the key's state, then its name
+_ITEM = 8
+
+
+class Tables:
+    """The columns that all readers see: offsets and places of all chunks.
+
+    Args:
+        shape: Rows, and most dims.
+        file: The descriptor of a file as large as they are; none where all readers are in this process.
+
+    Attributes:
+        offsets: (rows, most dims).
+        places: (rows, 3): number of the file, start, length.
+    """
+
+    def __init__(self, shape: tuple[int, int], file: int | None = None) -> None:
+        rows, dims = shape
+        memory = mmap.mmap(-1 if file is None else file, max(self.size(shape), 1))
+        self.offsets: Int64s = np.ndarray((rows, dims), np.int64, memory)
+        self.places: Int64s = np.ndarray((rows, 3), np.int64, memory, rows * dims * _ITEM)
+
+    @staticmethod
+    def size(shape: tuple[int, int]) -> int:
+        """How many bytes they have."""
+        return shape[0] * (shape[1] + 3) * _ITEM
+
+
+class Share:
+    """What one reader does, step by step.
+
+    Args:
+        blocks: Where its blocks come from.
+        tables_file: As :class:`Tables` takes it.
+
+    Attributes:
+        tables: The columns; where they are not set, they are in the file.
+    """
+
+    def __init__(self, blocks: Blocks, tables_file: int | None = None) -> None:
+        self._blocks, self._tables_file = blocks, tables_file
+        self._pairs: list[Pairs] = []
+        self.tables: Tables | None = None
+
+    def read(self) -> Part:
+        """Read blocks until there are none."""
+        reader = BlockReader(self._blocks)
+        blocks, self._pairs = reader.read_all(), reader.pairs
+        names, files = _gets([pairs.name for pairs in self._pairs]), _gets([pairs.file for pairs in self._pairs])
+        return Part(blocks, reader.num_spans, reader.names.texts, reader.files.texts, names, files, reader.gets)
+
+    def brought(self, of_files: bool, firsts: Int64s, wanted: Int64s) -> dict[int, int]:
+        """Of the memo numbers that are wanted, those of a file or name that a pair here brings along, with its number."""
+        result: dict[int, int] = {}
+        for pairs in self._pairs:
+            column = pairs.file if of_files else pairs.name
+            own = np.flatnonzero(column >= 0)
+            numbers = (firsts[pairs.span] + pairs.memo + (pairs.puts - 1 if of_files else _NAME_PUT))[own]
+            hit = np.flatnonzero(np.isin(numbers, wanted))
+            result.update(zip(numbers[hit].tolist(), column[own[hit]].tolist(), strict=True))
+        return result
+
+    def place(self, placing: Placing) -> int:
+        """Note for each pair's chunk where its bytes are, and check that key and chunk agree on where the chunk lies."""
+        tables = self.tables or Tables(placing.shape, self._tables_file)
+        placed = 0
+        for pairs in self._pairs:
+            before = placing.firsts[pairs.span] + pairs.memo
+            tensor = _numbered(pairs.name, placing.tensors, before, placing.name_gets)
+            rows = placing.begins[tensor] + pairs.index
+            inside = (pairs.index >= 0) & (rows < placing.ends[tensor]) & (pairs.dims == placing.num_dims[tensor])
+            require(bool(inside.all()))
+            # Equally many dims: what one table is wider than the other by is zero.
+            dims = min(pairs.offsets.shape[1], tables.offsets.shape[1])
+            require(bool((tables.offsets.take(rows, axis=0)[:, :dims] == pairs.offsets[:, :dims]).all()))
+            file = _numbered(pairs.file, placing.files, before, placing.file_gets)
+            tables.places[rows] = np.stack((file, pairs.start, pairs.length), axis=1)
+            placed += len(rows)
+        return placed
+
+
+def _changes(texts: npt.NDArray[np.int64]) -> Int64s:
+    """Where references begin that differ from those before; neighbours mostly refer to the same."""
+    return np.flatnonzero(np.diff(texts, prepend=0) * (texts < 0))
+
+
+def _gets(columns: list[Int64s]) -> Int64s:
+    """The memo numbers that columns of texts refer to, in order."""
+    return np.unique(np.concatenate([np.zeros(0, np.int64), *(np.unique(-1 - texts[_changes(texts)]) for texts in columns)]))
+
+
+def _numbered(texts: Int64s, own: Int64s, before: Int64s, gets: tuple[Int64s, Int64s]) -> Int64s:
+    """The numbers of texts: those that records bring along, and those that they refer to and that were memoized before."""
+    refers = np.flatnonzero(texts < 0)
+    if not len(refers):
+        return own[texts]
+    result = np.zeros(len(texts), np.int64) if len(refers) == len(texts) else own[np.maximum(texts, 0)]
+    references = -1 - texts[refers]
+    require(bool((references < before[refers]).all()))
+    changes = np.flatnonzero(np.diff(references, prepend=-1))
+    memo, numbers = gets
+    result[refers] = np.repeat(numbers[np.searchsorted(memo, references[changes])], np.diff(changes, append=len(references)))
+    return result
