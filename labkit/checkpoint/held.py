@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from labkit.checkpoint.model import Checkpoint, ChunkTable, TensorEntry, ValueEntry
+from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry
 from labkit.checkpoint.wording import bytes_text, counted, listed
 
 _FIRST = 3
@@ -51,15 +53,10 @@ class Held:
 
 def held_in_files(checkpoint: Checkpoint) -> dict[str, Held]:
     """What each file of a checkpoint holds, by name; copies from other rank files count too."""
-    result: dict[str, Held] = {}
+    shares = _Shares()
     for entry in checkpoint.tensors.values():
-        shares: dict[str, tuple[int, int]] = {}
-        for table in (entry.chunks, *entry.replicas):
-            for name, size, end in _shares(table, entry.dtype.itemsize):
-                before = shares.get(name, (0, 0))
-                shares[name] = before[0] + size, max(before[1], end)
-        for name, (size, end) in shares.items():
-            result.setdefault(name, Held()).add(entry, size, end)
+        shares.add(entry)
+    result = shares.held()
     for value in checkpoint.values.values():
         result.setdefault(value.file, Held()).add(value, 0, value.start + value.length)
     return result
@@ -71,12 +68,42 @@ def missing_files(checkpoint: Checkpoint) -> dict[str, Held]:
     return {name: held for name, held in held_in_files(checkpoint).items() if name in missing} if missing else {}
 
 
-def _shares(table: ChunkTable, itemsize: int) -> list[tuple[str, int, int]]:
-    """Each file of a table with the bytes of the tensor that it holds and where the last of them ends."""
-    ids, places = np.unique(table.file_ids, return_inverse=True)
-    sizes, ends = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.int64)
-    np.add.at(sizes, places, table.sizes.prod(axis=1) * itemsize)
-    np.maximum.at(ends, places, table.starts + table.lengths)
-    return [
-        (table.files[file_id], size, end) for file_id, size, end in zip(ids.tolist(), sizes.tolist(), ends.tolist(), strict=True)
-    ]
+class _Shares:
+    """What tensors have in each file, as columns: 10,000 tensors in 1,024 files are ten million shares."""
+
+    def __init__(self) -> None:
+        self._names: dict[str, int] = {}
+        self._lists: dict[int, tuple[Sequence[str], npt.NDArray[np.int64]]] = {}
+        # By file: tensors, bytes, the end of the last.
+        self._columns = np.zeros((3, 0), np.int64)
+        self._first: dict[int, list[str]] = {}
+
+    def add(self, entry: TensorEntry) -> None:
+        """Count a tensor, all copies of it at once."""
+        tables = [entry.chunks, *entry.replicas]
+        files = np.concatenate([self._numbers(table.files)[table.file_ids] for table in tables])
+        tensors, sizes, ends = self._columns  # as wide as all files by now
+        np.add.at(sizes, files, np.concatenate([table.sizes.prod(axis=1) for table in tables]) * entry.dtype.itemsize)
+        np.maximum.at(ends, files, np.concatenate([table.starts + table.lengths for table in tables]))
+        files = np.unique(files)
+        for file in files[tensors[files] < _FIRST].tolist():
+            self._first.setdefault(file, []).append(entry.key)
+        tensors[files] += 1
+
+    def _numbers(self, files: Sequence[str]) -> npt.NDArray[np.int64]:
+        """The numbers of a table's files. Tables of one checkpoint mostly share one list; it is kept, so its id stays its own."""
+        if id(files) not in self._lists:
+            numbers = [self._names.setdefault(name, len(self._names)) for name in files]
+            self._lists[id(files)] = files, np.array(numbers, dtype=np.int64)
+            if len(self._names) > self._columns.shape[1]:
+                self._columns = np.pad(self._columns, ((0, 0), (0, 2 * len(self._names) - self._columns.shape[1])))
+        return self._lists[id(files)][1]
+
+    def held(self) -> dict[str, Held]:
+        """What each file holds, in the order in which tensors use them."""
+        names = list(self._names)
+        counts = self._columns.T.tolist()
+        return {
+            names[file]: Held(num_tensors=counts[file][0], size_bytes=counts[file][1], first=first, end=counts[file][2])
+            for file, first in self._first.items()
+        }

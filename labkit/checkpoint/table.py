@@ -25,6 +25,7 @@ KINDS = {
     "safetensors": "safetensors",
 }
 DEFAULT_ROWS = 200
+_MISSING = 8  # of them one sees what is wrong
 
 
 def printable(text: str) -> Text:
@@ -56,7 +57,7 @@ def render(
                 table.add_row(*map(printable, _chunk_row(chunk)), style="dim")
     named = [value for value in checkpoint.values.values() if matches(value.key, patterns)]
     values = list(small_values(checkpoint, named if rows is None else named[:rows]))
-    parts: list[RenderableType] = [_summary(checkpoint, values)]
+    parts: list[RenderableType] = [_summary(checkpoint, values, rows)]
     if entries:
         parts.append(table)
     elif patterns and not named:
@@ -122,7 +123,7 @@ def _chunk_row(chunk: Chunk) -> list[str]:
     ]
 
 
-def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue]) -> Text:
+def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue], rows: int | None) -> Text:
     numbers = totals(checkpoint)
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     lines = [
@@ -144,8 +145,11 @@ def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue]) -> Text:
     wrappers = wrappers_of(checkpoint)
     if wrappers:
         lines.append("wrappers in names: " + ", ".join(f"{name} ({count})" for name, count in wrappers.items()))
-    for name, held in missing_files(checkpoint).items():
-        lines.append(f"missing: {name}, which held {held.text}")
+    missing = [f"missing: {name}, which held {held.text}" for name, held in missing_files(checkpoint).items()]
+    shown = missing if rows is None else missing[:_MISSING]
+    lines += shown
+    if len(missing) > len(shown):
+        lines.append(f"and {counted(len(missing) - len(shown), 'more missing file')} (rows=None, --all: every one)")
     for group in ties(checkpoint):
         lines.append("tied: " + " = ".join(group))
     lines.extend(f"note: {note}" for note in checkpoint.notes)

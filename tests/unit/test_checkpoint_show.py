@@ -122,3 +122,15 @@ def test_more_files_than_a_process_may_open_are_read(tmp_path: Path) -> None:
         assert verify(tmp_path, workers=1).findings == []
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_many_missing_files_are_counted_and_the_first_are_named(tmp_path: Path) -> None:
+    writer = dcp.FileSystemWriter(tmp_path / "all", thread_count=12)
+    dcp.save({f"w{number:02}": torch.ones(2) for number in range(12)}, storage_writer=writer, no_dist=True)
+    for file in (tmp_path / "all").glob("*.distcp"):
+        file.unlink()
+    lines = show(tmp_path / "all").splitlines()
+    assert sum(line.startswith("missing: ") for line in lines) == 8
+    assert any(line.startswith("and 4 more missing files (") for line in lines)
+    assert show(tmp_path / "all", "--all").count("\nmissing: ") == 12
+    assert len(json.loads(show(tmp_path / "all", "--json"))["missing"]) == 12
