@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +12,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from labkit.checkpoint.errors import CheckpointMismatchError
+from labkit.checkpoint.layout import Box, ShardDim, local_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,8 @@ def local_tensor(tensor: torch.Tensor) -> LocalTensor:
     """This rank's part of a tensor.
 
     Raises:
-        CheckpointMismatchError: A DTensor is an unreduced partial sum, or the tensor is sparse, quantized or on meta.
+        CheckpointMismatchError: A DTensor is an unreduced partial sum, or holds another part than its placements say; or the tensor
+            is sparse, quantized or on meta.
 
     Ranks: local.
     """
@@ -74,13 +78,11 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
     if coordinate is None:
         return LocalTensor(shape, tensor.dtype, (), None)
     local = tensor.to_local().detach()
-    # DCP's own protocol for tensor-like objects: the boxes of the local shard, strided placements included.
-    chunks = tensor.__create_chunk_list__()
-    if len(chunks) != 1:
-        raise CheckpointMismatchError(
-            "the state", [f"a DTensor with placements {tensor.placements} has {len(chunks)} local boxes, not one"]
-        )
-    shard = LocalShard(tuple(chunks[0].offsets), tuple(chunks[0].sizes), local)
+    offsets, sizes = _box(tensor, mesh.shape, coordinate)
+    if sizes != tuple(local.shape):
+        what = f"a DTensor of shape {shape} with placements {tensor.placements} on a mesh of {tuple(mesh.shape)} should hold"
+        raise CheckpointMismatchError("the state", [f"{what} {sizes} on this rank, and holds {tuple(local.shape)}"])
+    shard = LocalShard(offsets, sizes, local)
     label = None
     if any(isinstance(placement, Replicate) for placement in tensor.placements):
         place = tuple(
@@ -88,6 +90,37 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
         )
         label = f"mesh {sorted(mesh.mesh.reshape(-1).tolist())} {mesh.mesh.shape} {tensor.placements} at {place}"
     return LocalTensor(shape, tensor.dtype, _kept(shape, [shard]), label)
+
+
+def _box(tensor: DTensor, mesh_shape: tuple[int, ...], coordinate: Sequence[int]) -> Box:
+    """The box that this rank holds.
+
+    torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes cut unevenly: of 7 rows
+    over ``(dp=3, tp=2)`` a rank gets one that is not there, and boxes of 13 rows overlap. So what fully_shard and
+    parallelize_module make is worked out here.
+    """
+    cuts: list[ShardDim | None] = []
+    for axis, placement in enumerate(tensor.placements):
+        kind, dim = type(placement).__name__, getattr(placement, "dim", None)
+        further = zip(mesh_shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
+        to_the_right = math.prod(size for size, other in further if getattr(other, "dim", None) == dim)
+        if kind == "Replicate":
+            cuts.append(None)
+        elif kind == "Shard" or (kind == "_StridedShard" and getattr(placement, "split_factor", 0) == to_the_right):
+            assert dim is not None
+            cuts.append(ShardDim(dim, strided=kind == "_StridedShard"))
+        else:
+            return _torchs_box(tensor)
+    return local_box(tensor.shape, mesh_shape, coordinate, cuts)
+
+
+def _torchs_box(tensor: DTensor) -> Box:
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise CheckpointMismatchError(
+            "the state", [f"a DTensor with placements {tensor.placements} has {len(chunks)} local boxes, not one"]
+        )
+    return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
 def _kept(shape: tuple[int, ...], shards: list[LocalShard]) -> tuple[LocalShard, ...]:

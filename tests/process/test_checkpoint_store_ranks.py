@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
-from labkit.checkpoint import PerRank, manifest
+from labkit.checkpoint import PerRank, Reader, manifest, open_checkpoint
 from labkit.checkpoint.errors import CheckpointWriteError, FQNMismatchError, RankDivergenceError
 from tests.process.checkpoint_models import Net, adam, fsdp1, fsdp2, train, two_d
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
@@ -138,6 +141,47 @@ def diverging(rank: int, folder: str) -> str:
         texts.append(str(caught.value))
     assert manifest.complete_steps(Path(folder)) == []
     return "\n".join(texts)
+
+
+UNEVEN = (7, 13)
+
+
+def sharded_linear(rows: int) -> tuple[torch.Tensor, torch.nn.Module]:
+    """A layer that TP cuts over two ranks and fully_shard over three; and its whole weight."""
+    torch.manual_seed(rows)
+    layer = torch.nn.Sequential(torch.nn.Linear(8, rows))
+    whole_weight = layer[0].weight.detach().clone()
+    mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(layer, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
+    return whole_weight, fully_shard(layer, mesh=mesh["dp"])
+
+
+def save_uneven(rank: int, folder: str, rows: int) -> str:
+    whole_weight, layer = sharded_linear(rows)
+    alone = {"model": {"0.weight": torch.zeros(rows, 8)}}
+    try:
+        dcp.save({"model": layer.state_dict()}, checkpoint_id=f"{folder}/torch")
+        dcp.load(alone, checkpoint_id=f"{folder}/torch", no_dist=True)
+        torchs = "" if torch.equal(alone["model"]["0.weight"], whole_weight) else "other values"
+    except BaseException as error:  # CheckpointException is one
+        torchs = str(error)
+    checkpoint.save(f"{folder}/labkit", {"model": layer}, 1)
+    with Reader(open_checkpoint(f"{folder}/labkit")) as reader:
+        assert torch.equal(reader.tensor("model.0.weight"), whole_weight)
+    weight = layer.state_dict()["0.weight"]
+    before = weight.to_local().clone()
+    weight.to_local().zero_()
+    checkpoint.load(f"{folder}/labkit", {"model": layer})
+    assert torch.equal(weight.to_local(), before)
+    return torchs
+
+
+@pytest.mark.parametrize("rows", UNEVEN)
+def test_uneven_rows_over_three_ranks_of_fully_shard_and_two_of_tp_come_back_where_dcp_fails(
+    launcher: Launcher, tmp_path: Path, rows: int
+) -> None:
+    """Where this says that torch is right, its arithmetic of boxes has been mended, and labkit's own can go."""
+    assert all(launcher.run(save_uneven, 6, tmp_path, str(tmp_path), rows)), "torch is right"
 
 
 def test_values_that_differ_between_ranks_are_refused_by_name_on_every_rank(launcher: Launcher, tmp_path: Path) -> None:
