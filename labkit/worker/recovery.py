@@ -160,7 +160,7 @@ class Recovery:
         return f"{name} ({kind}, for {model})" if model else f"{name} ({kind})"
 
 
-_DROPPED = "A forward or backward under way is dropped: parameters are as the last optimizer step left them, gradients are None."
+_DROPPED = "A forward or backward under way is dropped: parameters are as the last completed step left them, gradients are None."
 
 
 def _holds(value: Any, parameters: set[int], modules: set[int]) -> bool:
