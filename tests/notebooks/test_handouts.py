@@ -33,7 +33,7 @@ from labkit.course.handouts.cells import is_executed
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
 from labkit.course.handouts.instructor import instructor_copy
 from labkit.course.handouts.mistakes import Mistake, checks_in
-from labkit.course.handouts.page import make_page
+from labkit.course.handouts.page import make_page, prose
 from labkit.course.handouts.print_page import make_print_page
 from labkit.course.handouts.solutions import Secrets, require_paired_markers, solution_lines, with_holes
 from labkit.course.handouts.student import student_copy
@@ -712,3 +712,7 @@ def test_a_hole_keeps_its_indent_and_what_stands_around_it() -> None:
 def test_two_notebooks_of_one_name_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="several notebooks named 07_lab"):
         make_handouts([tmp_path / "a" / "07_lab.ipynb", tmp_path / "b" / "07_lab.ipynb"], tmp_path / "out")
+
+
+def test_a_bar_in_the_code_of_a_table_has_no_backslash_on_a_page() -> None:
+    assert "<td><code>str | Path</code></td>" in prose("| seen |\n|---|\n| `str \\| Path` |")

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
+from mistune.plugins.table import render_table_cell
 from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
@@ -122,6 +123,10 @@ class _Prose(IPythonRenderer):
 
     def inline_math(self, body: str) -> str:
         return formula(body, display=False)
+
+    def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
+        # In a table a bar has to be escaped in code too, which is the only place where mistune leaves the backslash.
+        return str(render_table_cell(self, text.replace(r"\|", "|"), align, head))
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
         if "://" not in url:
