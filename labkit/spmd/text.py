@@ -45,7 +45,8 @@ class BatchSampler:
         text: A uint8 tensor to sample from; `english_text` by default.
 
     Raises:
-        ValueError: ``world_size`` does not divide ``batch_size``, ``rank`` lies outside the world, or the text is too short.
+        ValueError: ``batch_size`` or ``seq_len`` is below 1, ``world_size`` does not divide ``batch_size``, ``rank`` lies outside the
+            world, or the text is too short.
 
     Ranks: local.
     """
@@ -62,6 +63,8 @@ class BatchSampler:
         text: Tensor | None = None,
     ) -> None:
         self.text = english_text() if text is None else text
+        if batch_size < 1 or seq_len < 1:
+            raise ValueError(f"{batch_size=} and {seq_len=} have to be at least 1")
         if batch_size % world_size:
             raise ValueError(f"{world_size} ranks cannot share a batch of {batch_size} evenly; take a multiple of {world_size}")
         if not 0 <= rank < world_size:

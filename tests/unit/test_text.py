@@ -55,6 +55,9 @@ def test_a_position_in_other_data_is_refused_by_name(changed: str) -> None:
 
 
 def test_a_batch_that_cannot_be_shared_evenly_is_refused() -> None:
+    for name in ("batch_size", "seq_len"):
+        with pytest.raises(ValueError, match=f"{name}=0.* at least 1"):
+            BatchSampler(**{"batch_size": 8, "seq_len": 4, name: 0})
     with pytest.raises(ValueError, match="3 ranks cannot share a batch of 8 evenly"):
         BatchSampler(batch_size=8, seq_len=8, world_size=3)
 
