@@ -45,8 +45,8 @@ class BatchSampler:
         text: A uint8 tensor to sample from; `english_text` by default.
 
     Raises:
-        ValueError: ``batch_size`` or ``seq_len`` is below 1, ``world_size`` does not divide ``batch_size``, ``rank`` lies outside the
-            world, or the text is too short.
+        ValueError: ``batch_size`` or ``seq_len`` is below 1, ``world_size`` does not divide ``batch_size``, ``rank`` lies outside
+            the world, or the text is too short.
 
     Ranks: local.
     """
