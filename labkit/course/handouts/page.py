@@ -12,7 +12,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from mistune.plugins.table import render_table_cell
 from nbconvert.exporters import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 from nbformat import NotebookNode
@@ -126,7 +125,9 @@ class _Prose(IPythonRenderer):
 
     def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
         # In a table a bar has to be escaped in code too, which is the only place where mistune leaves the backslash.
-        return str(render_table_cell(self, text.replace(r"\|", "|"), align, head))
+        cell = text.replace(r"\|", "|")
+        tag, style = "th" if head else "td", f' style="text-align:{align}"' if align else ""
+        return f"  <{tag}{style}>{cell}</{tag}>\n"
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
         if "://" not in url:
