@@ -211,6 +211,7 @@ def test_on_three_dp_ranks_some_uneven_sizes_train_and_cannot_be_saved_and_check
         for width in (7, 13):
             for passed, is_right, said in pool.run(saved_on_six, str(tmp_path / str(width)), width, timeout_s=60).values():
                 assert (passed, is_right) == (False, True)
-                assert "overlapping chunks" in said or "mismatch sizes" in said
+                # torch 2.11 does not say which chunks overlap.
+                assert any(text in said for text in ("overlapping chunks", "mismatch sizes", "Failed to validate global plan"))
         for width in (12, 15, 191):
             assert pool.run(saved_on_six, str(tmp_path / str(width)), width, timeout_s=60).same() == (True, True, "equal")
