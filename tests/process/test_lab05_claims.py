@@ -144,7 +144,7 @@ def clipped(way: str) -> tuple[str, float, float, float]:
 
 def test_gradients_on_two_meshes_are_clipped_mesh_by_mesh_with_the_common_norm(pool: labkit.WorkerPool) -> None:
     said, _, _, _ = pool.run(clipped, "at once").same()
-    assert "different meshes" in said
+    assert "different mesh" in said  # torch 2.11 says it in the singular
     for said, limit, norm, gap in pool.run(clipped, "per mesh").values():
         assert not said
         assert norm == pytest.approx(limit, rel=1e-4)  # torch divides by the norm plus 1e-6
