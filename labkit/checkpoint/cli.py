@@ -74,7 +74,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     Of a folder of steps that labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as
     'model.layers.0.*' choose tensors and values by name.
     """
-    from labkit.checkpoint.bulk_workers import reading_ahead
+    from labkit.checkpoint.large_index.readers import reading_ahead
 
     # A large index is read while torch is imported.
     with _errors_told(), reading_ahead(path):

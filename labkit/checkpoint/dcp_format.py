@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from labkit.checkpoint import large_metadata, safe_pickle
+from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
-from labkit.checkpoint.large_metadata import Columns
+from labkit.checkpoint.large_index import reading
+from labkit.checkpoint.large_index.reading import Columns
 from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
 from labkit.checkpoint.safe_pickle import Record, Stateful, Unknown
 
@@ -34,7 +35,7 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     path = root / METADATA_FILE
     try:
         size = path.stat().st_size
-        columns = _read_columns(path) if size >= large_metadata.LARGE_BYTES else None
+        columns = _read_columns(path) if size >= reading.LARGE_BYTES else None
         data = b"" if columns is not None else path.read_bytes()
     except FileNotFoundError:
         raise IncompleteCheckpointError(
@@ -61,7 +62,7 @@ def _guarded(path: Path, work: Callable[[], Checkpoint]) -> Checkpoint:
 
 def _read_columns(path: Path) -> Columns | None:
     with path.open("rb", buffering=0) as file:
-        return large_metadata.read_large(file, path.stat().st_size)
+        return reading.read_large(file, path.stat().st_size)
 
 
 def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkpoint:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from labkit.checkpoint.errors import CheckpointMismatchError
-from labkit.checkpoint.layout import Box, ShardDim, local_box
+from labkit.checkpoint.layout import Box, Placement, ShardDim, local_box
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
     if coordinate is None:
         return LocalTensor(shape, tensor.dtype, (), None)
     local = tensor.to_local().detach()
-    offsets, sizes = _box(tensor, mesh.shape, coordinate)
+    offsets, sizes = box_of(tensor)
     if sizes != tuple(local.shape):
         what = f"a DTensor of shape {shape} with placements {tensor.placements} on a mesh of {tuple(mesh.shape)} should hold"
         raise CheckpointMismatchError("the state", [f"{what} {sizes} on this rank, and holds {tuple(local.shape)}"])
@@ -92,25 +91,42 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
     return LocalTensor(shape, tensor.dtype, _kept(shape, [shard]), label)
 
 
-def _box(tensor: DTensor, mesh_shape: tuple[int, ...], coordinate: Sequence[int]) -> Box:
-    """The box that this rank holds.
+def placement_of(placement: Any) -> Placement:
+    """A DTensor placement in the arithmetic of :mod:`labkit.checkpoint.layout`.
+
+    Raises:
+        TypeError: It is neither a shard nor a replica.
+    """
+    kind = type(placement).__name__  # in torch 2.11 a _StridedShard is a Shard too, in 2.13 it is none
+    if kind == "Replicate":
+        return None
+    if kind in ("Shard", "_StridedShard"):
+        return ShardDim(placement.dim, strided=kind == "_StridedShard")
+    raise TypeError(f"{placement} does not say which part of a tensor a rank holds")
+
+
+def box_of(tensor: DTensor) -> Box:
+    """The box that this rank holds of a tensor whose mesh it is in; it need not be as large as the local tensor.
 
     torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes cut unevenly: of 7 rows
     over ``(dp=3, tp=2)`` a rank gets one that is not there, and boxes of 13 rows overlap. So what fully_shard and
-    parallelize_module make is worked out here.
+    parallelize_module make is worked out here. Strides of another kind are left to torch.
+
+    Raises:
+        CheckpointMismatchError: This rank holds several boxes.
+        TypeError: A placement is neither a shard nor a replica.
+
+    Ranks: local.
     """
-    cuts: list[ShardDim | None] = []
-    for axis, placement in enumerate(tensor.placements):
-        kind, dim = type(placement).__name__, getattr(placement, "dim", None)
-        further = zip(mesh_shape[axis + 1 :], tensor.placements[axis + 1 :], strict=True)
-        to_the_right = math.prod(size for size, other in further if getattr(other, "dim", None) == dim)
-        if kind == "Replicate":
-            cuts.append(None)
-        elif kind == "Shard" or (kind == "_StridedShard" and getattr(placement, "split_factor", 0) == to_the_right):
-            assert dim is not None
-            cuts.append(ShardDim(dim, strided=kind == "_StridedShard"))
-        else:
-            return _torchs_box(tensor)
+    mesh_shape, coordinate = tensor.device_mesh.shape, tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    cuts = [placement_of(placement) for placement in tensor.placements]
+    for axis, cut in enumerate(cuts):
+        if cut is not None and cut.strided:
+            further = zip(mesh_shape[axis + 1 :], cuts[axis + 1 :], strict=True)
+            to_the_right = math.prod(size for size, other in further if other is not None and other.dim == cut.dim)
+            if getattr(tensor.placements[axis], "split_factor", 0) != to_the_right:
+                return _torchs_box(tensor)
     return local_box(tensor.shape, mesh_shape, coordinate, cuts)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.layout import Box, Placement, local_box
-from labkit.plan.private import placement_of
+from labkit.checkpoint.shards import placement_of
 from labkit.spmd.layouts import MeshRecord
 
 Int64s = npt.NDArray[np.int64]

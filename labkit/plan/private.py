@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from labkit.checkpoint.layout import Placement, ShardDim
+from labkit.checkpoint.layout import ShardDim
+from labkit.checkpoint.shards import placement_of
 
 __all__ = [
     "FakeTensor",
@@ -41,7 +41,6 @@ __all__ = [
     "few_chunks",
     "files_of",
     "metadata_bytes",
-    "placement_of",
     "self_test",
     "unchecked_global_plan",
     "with_data",
@@ -103,21 +102,6 @@ def without_data() -> FakeTensorMode:
 def with_data() -> AbstractContextManager[Any]:
     """Inside of `without_data`, a block in which tensors are real again."""
     return unset_fake_temporarily()
-
-
-def placement_of(placement: Any) -> Placement:
-    """A DTensor placement for `labkit.checkpoint.layout.local_box`.
-
-    Raises:
-        TypeError: It is neither a shard nor a replica.
-    """
-    if isinstance(placement, _StridedShard):
-        return ShardDim(placement.dim, strided=True)
-    if isinstance(placement, Shard):
-        return ShardDim(placement.dim)
-    if isinstance(placement, Replicate):
-        return None
-    raise TypeError(f"{placement} does not say which part of a tensor a rank holds")
 
 
 def unchecked_global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:

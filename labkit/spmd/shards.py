@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from labkit.checkpoint.shards import box_of
 from labkit.spmd.records import Chunk, ShardRecord
 from labkit.spmd.tree import leaves, path_text
 
@@ -15,8 +16,8 @@ from labkit.spmd.tree import leaves, path_text
 def shard_table(state: nn.Module | Mapping[str, Any]) -> list[ShardRecord]:
     """List what this rank holds of each tensor, read off the real tensors.
 
-    Chunks come from torch's own rule, `DTensor.__create_chunk_list__`, which the distributed checkpoint uses too: so uneven,
-    empty and strided (two-dimensional) shards are right, and the table of a live model is the table of its checkpoint.
+    Chunks come from `labkit.checkpoint`, which saves by them: so uneven, empty and strided (two-dimensional) shards are right, and
+    the table of a live model is the table of its checkpoint.
 
     Args:
         state: A module (parameters, then buffers) or a nested mapping such as an optimizer's state dict. Leaves that are no
@@ -76,9 +77,8 @@ def _chunks(tensor: DTensor) -> tuple[Chunk, ...]:
     if any(placement.is_partial() for placement in tensor.placements):
         # A partial sum has the whole shape on every rank; torch refuses to say where it belongs.
         return (Chunk((0,) * tensor.ndim, tuple(tensor.shape)),)
-    listed = tensor.__create_chunk_list__()
-    chunks = (Chunk(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in listed)
-    return tuple(chunk for chunk in chunks if chunk.numel)
+    chunk = Chunk(*box_of(tensor))
+    return (chunk,) if chunk.numel else ()
 
 
 def _sharded_tensor_record(name: str, tensor: Any, shape: tuple[int, ...], dtype: str, tied_to: str | None) -> ShardRecord:

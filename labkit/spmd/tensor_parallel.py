@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
+from labkit.checkpoint.layout import split
 from labkit.errors import LabkitError
 
 FindingKind = Literal["unmatched", "uneven", "heads", "tied", "twice"]
@@ -93,7 +94,7 @@ def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int,
         Findings in the plan's order. Sizes are judged for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; other
         styles and modules are checked for a match only. A size that does not divide is a finding where a plain tensor goes in
         or comes out: torch takes its local size times the number of ranks for the whole one. So it is where FSDP cuts the
-        pieces again in such a way that a checkpoint fails.
+        pieces again in such a way that torch's checkpoint fails.
 
     Ranks: local.
     """
@@ -142,9 +143,8 @@ def _placed_features(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Ite
 
 
 def _pieces(size: int, num: int) -> list[int]:
-    """How torch cuts a size: each piece as large as the first, until nothing is left."""
-    piece = -(-size // num)
-    return [max(0, min(piece, size - at * piece)) for at in range(num)]
+    """The sizes of the pieces into which torch cuts a size."""
+    return [split(size, num, at)[1] for at in range(num)]
 
 
 def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool) -> str:
@@ -164,7 +164,7 @@ def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool
     # For a file torch puts the rows of one place on dp together and cuts them anew over tp. FSDP cut each TP piece by itself.
     held = zip(*(_pieces(piece, axes.dp) for piece in pieces), strict=True)
     if dim == 0 and any(list(rows) != _pieces(sum(rows), axes.tp) for rows in held):
-        return f"over {axes.dp} ranks on dp torch puts the rows of some ranks in the wrong place, and a checkpoint fails"
+        return f"over {axes.dp} ranks on dp torch puts the rows of some ranks in the wrong place, and its checkpoint fails"
     if isinstance(style, ColwiseParallel):
         is_lost = style.use_local_output and Shard(-1) in style.output_layouts
         return "use_local_output=False would keep the size" if is_lost else ""

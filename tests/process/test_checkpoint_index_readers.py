@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from labkit.checkpoint import bulk_workers, large_metadata, open_checkpoint
+from labkit.checkpoint import open_checkpoint
+from labkit.checkpoint.large_index import readers, reading
 from tests.benchmarks.checkpoint_index import write_index
 from tests.process.patience import ORPHANS_S, process, survivors, until
 
@@ -42,17 +43,17 @@ def index(tmp_path: Path) -> Path:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
     """Three processes read any index, in small blocks, and this process does not. Those that were started."""
     children: list[subprocess.Popen[bytes]] = []
-    start = bulk_workers._start
-    monkeypatch.setattr(large_metadata, "LARGE_BYTES", 0)
-    monkeypatch.setattr(bulk_workers, "PARALLEL_BYTES", 0)
-    monkeypatch.setattr(bulk_workers, "BLOCK_BYTES", BLOCK)
-    monkeypatch.setattr(bulk_workers, "usable_cores", lambda: 3)
+    start = readers._start
+    monkeypatch.setattr(reading, "LARGE_BYTES", 0)
+    monkeypatch.setattr(readers, "PARALLEL_BYTES", 0)
+    monkeypatch.setattr(readers, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(readers, "usable_cores", lambda: 3)
 
     def noted(*arguments: object) -> subprocess.Popen[bytes]:
         children.append(start(*arguments))  # type: ignore[arg-type]
         return children[-1]
 
-    monkeypatch.setattr(bulk_workers, "_start", noted)
+    monkeypatch.setattr(readers, "_start", noted)
     return children
 
 
@@ -60,25 +61,25 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 def read_here(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Has an item for each reading in this process."""
     begun: list[int] = []
-    here = bulk_workers.Here
+    here = readers.Here
 
-    def noted(file: int) -> bulk_workers.Here:
+    def noted(file: int) -> readers.Here:
         begun.append(file)
         return here(file)
 
-    monkeypatch.setattr(bulk_workers, "Here", noted)
-    monkeypatch.setattr(large_metadata, "Here", noted)
+    monkeypatch.setattr(readers, "Here", noted)
+    monkeypatch.setattr(reading, "Here", noted)
     return begun
 
 
-def read(folder: Path) -> large_metadata.Columns | None:
+def read(folder: Path) -> reading.Columns | None:
     with (folder / ".metadata").open("rb") as file:
-        return large_metadata.read_large(file, (folder / ".metadata").stat().st_size)
+        return reading.read_large(file, (folder / ".metadata").stat().st_size)
 
 
-def assert_read_as_in_one_process(folder: Path, found: large_metadata.Columns | None) -> None:
+def assert_read_as_in_one_process(folder: Path, found: reading.Columns | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bulk_workers, "PARALLEL_BYTES", 1 << 60)
+        patch.setattr(readers, "PARALLEL_BYTES", 1 << 60)
         expected = read(folder)
     assert expected is not None
     assert found is not None
@@ -133,13 +134,13 @@ def test_an_index_of_another_form_is_none_and_ends_the_processes(index: Path, st
 
 def killed(step: str, number: int, patch: pytest.MonkeyPatch, started: list[subprocess.Popen[bytes]]) -> None:
     """Have a process end right before a step of reading."""
-    before = getattr(bulk_workers.Processes, step)
+    before = getattr(readers.Processes, step)
 
-    def after_the_end(self: bulk_workers.Processes, *arguments: object) -> object:
+    def after_the_end(self: readers.Processes, *arguments: object) -> object:
         started[number].kill()
         return before(self, *arguments)
 
-    patch.setattr(bulk_workers.Processes, step, after_the_end)
+    patch.setattr(readers.Processes, step, after_the_end)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -180,12 +181,12 @@ def test_no_module_of_the_working_directory_is_imported(
 
 
 def test_what_reads_ahead_is_what_reads_then(index: Path, started: list[subprocess.Popen[bytes]], read_here: list[int]) -> None:
-    with bulk_workers.reading_ahead(index):
+    with readers.reading_ahead(index):
         assert len(started) == 3
         assert open_checkpoint(index).num_chunks == 40 * 70
     assert len(started) == 3
     assert not read_here
-    with pytest.raises(RuntimeError, match="in between"), bulk_workers.reading_ahead(index):
+    with pytest.raises(RuntimeError, match="in between"), readers.reading_ahead(index):
         raise RuntimeError("in between")
     assert len(started) == 6
     assert all(child.returncode is not None for child in started)
@@ -194,7 +195,7 @@ def test_what_reads_ahead_is_what_reads_then(index: Path, started: list[subproce
 def test_an_index_that_is_replaced_meanwhile_is_read_anew(
     index: Path, started: list[subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
-    with bulk_workers.reading_ahead(index):
+    with readers.reading_ahead(index):
         write_index(tmp_path / "other", 30, 80)
         (tmp_path / "other" / ".metadata").rename(index / ".metadata")
         assert open_checkpoint(index).num_chunks == 30 * 80
@@ -204,42 +205,41 @@ def test_an_index_that_is_replaced_meanwhile_is_read_anew(
 def test_nothing_reads_ahead_what_is_no_index(tmp_path: Path, started: list[subprocess.Popen[bytes]]) -> None:
     (tmp_path / "model.pt").write_bytes(b"x" * 1000)
     for path in (tmp_path, tmp_path / "model.pt", tmp_path / "missing"):
-        with bulk_workers.reading_ahead(path):
+        with readers.reading_ahead(path):
             pass
     assert not started
 
 
 def test_what_starts_the_processes_needs_no_numpy_and_they_need_no_torch() -> None:
     heavy = "print(*({'numpy', 'torch', 'rich', 'psutil'} & sys.modules.keys()))"
-    for module, needs in (("bulk_workers", {"psutil"}), ("bulk_child", set()), ("bulk_share", {"numpy"})):
-        done = subprocess.run(
-            [sys.executable, "-c", f"import sys, labkit.checkpoint.{module}\n{heavy}"], check=True, capture_output=True, text=True
-        )
+    for module, needs in (("readers", {"psutil"}), ("child", set()), ("share", {"numpy"})):
+        code = f"import sys, labkit.checkpoint.large_index.{module}\n{heavy}"
+        done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
         assert set(done.stdout.split()) == needs, module
 
 
 # The command, which says which processes read. Those that are stopped keep the others and the command waiting for ever.
 SHOW = """
 import os, signal, sys
-from labkit.checkpoint import bulk_workers, large_metadata
+from labkit.checkpoint.large_index import readers, reading
 from labkit.cli import main
 
 STOPPED = int(sys.argv.pop())
 started = []
 
-def noted(*arguments, start=bulk_workers._start):
+def noted(*arguments, start=readers._start):
     started.append(start(*arguments))
     if len(started) <= STOPPED:
         os.kill(started[-1].pid, signal.SIGSTOP)
     return started[-1]
 
-def told(self, replies=bulk_workers.Processes._replies):
+def told(self, replies=readers.Processes._replies):
     print(*(child.pid for child in started), flush=True)
     return replies(self)
 
-bulk_workers.Processes._replies = told
-bulk_workers._start, bulk_workers.PARALLEL_BYTES, bulk_workers.usable_cores = noted, 0, lambda: 3
-large_metadata.LARGE_BYTES = 0
+readers.Processes._replies = told
+readers._start, readers.PARALLEL_BYTES, readers.usable_cores = noted, 0, lambda: 3
+reading.LARGE_BYTES = 0
 # Started in the background of a script, the tests inherit that SIGINT is ignored, and Python leaves it so.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
@@ -283,5 +283,5 @@ def test_an_interrupt_ends_the_command_and_its_readers_at_once(index: Path) -> N
 def test_an_interrupt_of_the_terminal_leaves_the_readers_to_the_command(
     index: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
-    with bulk_workers.reading_ahead(index):
+    with readers.reading_ahead(index):
         assert all(os.getpgid(child.pid) != os.getpgid(0) for child in started)

@@ -23,19 +23,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from labkit.checkpoint import Checkpoint, bulk_workers, large_metadata, open_checkpoint
-from labkit.checkpoint.bulk_names import Names
+from labkit.checkpoint import Checkpoint, open_checkpoint
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
+from labkit.checkpoint.large_index import readers, reading
+from labkit.checkpoint.large_index.names import Names
 from tests.benchmarks.checkpoint_index import small_index, write_index
 
 
 def both_ways(folder: Path) -> tuple[Checkpoint, Checkpoint]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_metadata, "LARGE_BYTES", 1 << 60)
+        patch.setattr(reading, "LARGE_BYTES", 1 << 60)
         slow = open_checkpoint(folder)
-        patch.setattr(large_metadata, "LARGE_BYTES", 0)
+        patch.setattr(reading, "LARGE_BYTES", 0)
         # Small blocks, so that runs of records go on from one to the next.
-        patch.setattr(bulk_workers, "BLOCK_BYTES", 1 << 13)
+        patch.setattr(readers, "BLOCK_BYTES", 1 << 13)
         return slow, open_checkpoint(folder)
 
 
@@ -54,9 +55,9 @@ def assert_same(slow: Checkpoint, fast: Checkpoint) -> None:
         assert files[0] == files[1]
 
 
-def read_fast(folder: Path) -> large_metadata.Columns | None:
+def read_fast(folder: Path) -> reading.Columns | None:
     with (folder / ".metadata").open("rb") as file:
-        return large_metadata.read_large(file, (folder / ".metadata").stat().st_size)
+        return reading.read_large(file, (folder / ".metadata").stat().st_size)
 
 
 def write(folder: Path, metadata: Metadata) -> bytes:
@@ -185,8 +186,8 @@ def test_a_list_of_chunks_that_a_block_cuts_after_a_record_is_not_taken_for_a_wh
     end = data.index(b"model.layers.5.attention.wq.weight")
     for _ in range(20):
         end = data.index(b"ub", end) + 2
-    monkeypatch.setattr(bulk_workers, "BLOCK_BYTES", end - 11)  # what comes before is two bytes and the header of the frame
-    with (tmp_path / ".metadata").open("rb") as file, closing(bulk_workers.Here(file.fileno())) as reader:
+    monkeypatch.setattr(readers, "BLOCK_BYTES", end - 11)  # what comes before is two bytes and the header of the frame
+    with (tmp_path / ".metadata").open("rb") as file, closing(readers.Here(file.fileno())) as reader:
         (part,) = reader.read()
     first, second, *_ = ([span.part.count for span in block.spans] for block in part.blocks)
     assert first[-2:] == [40, 20]

@@ -87,7 +87,7 @@ def test_rows_that_fsdp_would_put_into_the_wrong_place_of_a_checkpoint_are_found
     plan = {"0": ColwiseParallel(use_local_output=False), "2": RowwiseParallel()}
     findings = list(lint_plan(model, plan, 2, dp_size=num_dp))
     assert [finding.key for finding in findings] == ["0"] * is_fault
-    assert all("a checkpoint fails" in finding.detail for finding in findings)
+    assert all("its checkpoint fails" in finding.detail for finding in findings)
 
 
 def test_heads_are_not_cut_by_a_size_that_keeps_its_placements() -> None:

@@ -1,6 +1,6 @@
 """One reader's share of a large ``.metadata``: it reads blocks, keeps their pairs, and later notes where each chunk's bytes are.
 
-Needs no torch: it also runs in processes of its own (:mod:`labkit.checkpoint.bulk_workers`).
+Needs no torch: it also runs in processes of its own (:mod:`labkit.checkpoint.large_index.readers`).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
-from labkit.checkpoint.block_reader import BlockReader
-from labkit.checkpoint.block_source import Blocks
-from labkit.checkpoint.bulk_parts import Int64s, Pairs, Part, Placing, require
+from labkit.checkpoint.large_index.block_reader import BlockReader
+from labkit.checkpoint.large_index.block_source import Blocks
+from labkit.checkpoint.large_index.parts import Int64s, Pairs, Part, Placing, require
 
 _NAME_PUT = 2  # a pair memoizes its key, the key's state, then its name
 _ITEM = 8

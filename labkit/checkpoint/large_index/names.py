@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from labkit.checkpoint.bulk_parts import Int64s
+from labkit.checkpoint.large_index.parts import Int64s
 
 _FEW = 16
 

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from labkit.checkpoint.block_source import BACK, Blocks
-from labkit.checkpoint.bulk_names import Names
-from labkit.checkpoint.bulk_parts import Block, Int64s, OtherFormError, Pairs, Run, Span
-from labkit.checkpoint.record_layout import CHUNK, MAX_DIMS, MAX_RECORD, PAIR, Layout, Rows, Value, layout_of
+from labkit.checkpoint.large_index.block_source import BACK, Blocks
+from labkit.checkpoint.large_index.names import Names
+from labkit.checkpoint.large_index.parts import Block, Int64s, OtherFormError, Pairs, Run, Span
+from labkit.checkpoint.large_index.record_layout import CHUNK, MAX_DIMS, MAX_RECORD, PAIR, Layout, Rows, Value, layout_of
 
 _CACHED = 1 << 16  # words that a processor's cache holds while they are compared several times
 _MAX_LAYOUTS = 16

@@ -40,9 +40,9 @@ def _work(
     steps: SimpleQueue[tuple[str, tuple[Any, ...]]], file: int, tables: int, take: int, give: int, most: int, size: int, index: int
 ) -> None:
     # Only now: while numpy is imported, somebody listens already.
-    from labkit.checkpoint.block_source import FIRST_TURN, Blocks
-    from labkit.checkpoint.bulk_parts import OTHER_FORM
-    from labkit.checkpoint.bulk_share import Share
+    from labkit.checkpoint.large_index.block_source import FIRST_TURN, Blocks
+    from labkit.checkpoint.large_index.parts import OTHER_FORM
+    from labkit.checkpoint.large_index.share import Share
 
     if index == 0:
         os.write(give, FIRST_TURN)

@@ -1,9 +1,8 @@
 """Read a large ``.metadata`` in seconds: its bulk by array operations, the rest by the restricted unpickler.
 
-A checkpoint of 10,000 tensors by 1,024 ranks has a ``.metadata`` of 1.5 GB, from which an unpickler makes some hundred
-million objects. Here the records that occur once per chunk are taken out by the readers of :mod:`labkit.checkpoint.bulk_workers`;
-what is left is small and is unpickled. Whatever does not have exactly the expected form gives None, and the caller reads the file
-the slow way.
+A checkpoint of 10,000 tensors by 1,024 ranks has a ``.metadata`` of 1.5 GB, from which an unpickler makes some hundred million
+objects. Here the records that occur once per chunk are taken out by :mod:`labkit.checkpoint.large_index.readers`; what is left is
+small and is unpickled. Whatever does not have exactly the expected form gives None, and the caller reads the file the slow way.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from typing import Any, BinaryIO, ClassVar
 
 import numpy as np
 
-from labkit.checkpoint.bulk_parts import OTHER_FORM, Int64s, Part, Placing, Run, require
-from labkit.checkpoint.bulk_records import BulkRecords
-from labkit.checkpoint.bulk_workers import Here, Processes, ReadersLostError, most_rest, readers_of
+from labkit.checkpoint.large_index.parts import OTHER_FORM, Int64s, Part, Placing, Run, require
+from labkit.checkpoint.large_index.readers import Here, Processes, ReadersLostError, most_rest, readers_of
+from labkit.checkpoint.large_index.record_layout import CHUNK, PAIR
+from labkit.checkpoint.large_index.records import BulkRecords
 from labkit.checkpoint.model import writer_rank
-from labkit.checkpoint.record_layout import CHUNK, PAIR
 from labkit.checkpoint.safe_pickle import AllowList, Record, Stateful
 
 LARGE_BYTES = 1 << 24

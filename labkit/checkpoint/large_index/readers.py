@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 from labkit.machine import usable_cores
 
 if TYPE_CHECKING:
-    from labkit.checkpoint.bulk_share import Tables
+    from labkit.checkpoint.large_index.share import Tables
 
 PARALLEL_BYTES = 1 << 28  # a process costs 0.3 s of processor time, reading this much 1 s
-MOST_PROCESSES = 4  # with four, reading 1.6 GB takes about as long as importing torch; measured on two cores only
+MOST_PROCESSES = 4  # with four, reading 1.6 GB takes about as long as importing torch; more were not measured
 BLOCK_BYTES = 1 << 22
 _MOST_REST = 1 << 26  # the rest is unpickled at about 10 MB a second
 _METADATA_FILE = ".metadata"
 # Not -m: that would look for modules in the working directory first, which may be somebody's checkpoint.
-_START = "import sys; sys.path[:] = sys.argv[8:]; from labkit.checkpoint.bulk_child import main; main(sys.argv[1:8])"
+_START = "import sys; sys.path[:] = sys.argv[8:]; from labkit.checkpoint.large_index.child import main; main(sys.argv[1:8])"
 _ahead: dict[tuple[int, ...], Processes] = {}
 
 
@@ -49,8 +49,8 @@ class Here:
     """
 
     def __init__(self, file: int) -> None:
-        from labkit.checkpoint.block_source import FIRST_TURN, Blocks
-        from labkit.checkpoint.bulk_share import Share
+        from labkit.checkpoint.large_index.block_source import FIRST_TURN, Blocks
+        from labkit.checkpoint.large_index.share import Share
 
         self._turn = os.pipe()
         os.write(self._turn[1], FIRST_TURN)
@@ -58,7 +58,7 @@ class Here:
 
     def tables(self, shape: tuple[int, int]) -> Tables:
         """The columns that it fills."""
-        from labkit.checkpoint.bulk_share import Tables
+        from labkit.checkpoint.large_index.share import Tables
 
         self._share.tables = Tables(shape)
         return self._share.tables
@@ -109,7 +109,7 @@ class Processes:
 
     def tables(self, shape: tuple[int, int]) -> Tables:
         """The columns that they fill, in memory that all see."""
-        from labkit.checkpoint.bulk_share import Tables
+        from labkit.checkpoint.large_index.share import Tables
 
         os.ftruncate(self._tables_file, max(Tables.size(shape), 1))
         return Tables(shape, self._tables_file)
@@ -167,7 +167,7 @@ class Processes:
 
 def _reply(pipe: Any) -> Any:
     """What a reader says. It is made by our own code and holds the file's bytes as bytes."""
-    from labkit.checkpoint.bulk_parts import OtherFormError
+    from labkit.checkpoint.large_index.parts import OtherFormError
 
     try:
         reply = pickle.load(pipe)
@@ -179,7 +179,7 @@ def _reply(pipe: Any) -> Any:
 
 
 def _start(numbers: tuple[int, ...], descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    home = str(Path(__file__).parents[2])
+    home = str(Path(__file__).parents[3])
     # A relative entry is another folder by now than when this process imported numpy from it.
     folders = [folder for folder in sys.path if Path(folder).is_absolute()]
     command = [sys.executable, "-P", "-c", _START, *map(str, numbers), *folders, *([] if home in folders else [home])]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import struct
 
-from labkit.checkpoint.bulk_parts import OtherFormError, require
-from labkit.checkpoint.record_layout import MAX_RECORD
+from labkit.checkpoint.large_index.parts import OtherFormError, require
+from labkit.checkpoint.large_index.record_layout import MAX_RECORD
 
 BACK = 8  # bytes of the block before that stand before a block's own
 AFTER = 2 * MAX_RECORD  # bytes of the block after it that stand after them: records go on there

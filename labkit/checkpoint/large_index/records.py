@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from labkit.checkpoint.block_source import BACK
-from labkit.checkpoint.bulk_parts import Block, Part, Run, require
+from labkit.checkpoint.large_index.block_source import BACK
+from labkit.checkpoint.large_index.parts import Block, Part, Run, require
 
 
 class BulkRecords:
