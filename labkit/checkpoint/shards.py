@@ -110,17 +110,19 @@ def box_of(tensor: DTensor) -> Box:
 
     torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes cut unevenly: of 7 rows
     over ``(dp=3, tp=2)`` a rank gets one that is not there, and boxes of 13 rows overlap. So what fully_shard and
-    parallelize_module make is worked out here. Strides of another kind are left to torch.
+    parallelize_module make is worked out here. Other strides and placements are left to torch.
 
     Raises:
         CheckpointMismatchError: This rank holds several boxes.
-        TypeError: A placement is neither a shard nor a replica.
 
     Ranks: local.
     """
     mesh_shape, coordinate = tensor.device_mesh.shape, tensor.device_mesh.get_coordinate()
     assert coordinate is not None
-    cuts = [placement_of(placement) for placement in tensor.placements]
+    try:
+        cuts = [placement_of(placement) for placement in tensor.placements]
+    except TypeError:
+        return _torchs_box(tensor)
     for axis, cut in enumerate(cuts):
         if cut is not None and cut.strided:
             further = zip(mesh_shape[axis + 1 :], cuts[axis + 1 :], strict=True)
