@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from labkit.checkpoint.catalog import open_checkpoint
     from labkit.checkpoint.engine import Result
     from labkit.checkpoint.errors import (
+        AmbiguousCheckpointError,
         CheckpointError,
         CheckpointExistsError,
         CheckpointFormatError,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 # No module here has the name of what is in it: once imported, it would stand in its place.
 _HOME = {
+    "AmbiguousCheckpointError": "errors",
     "Checkpoint": "model",
     "CheckpointError": "errors",
     "CheckpointExistsError": "errors",
@@ -81,6 +83,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AmbiguousCheckpointError",
     "Checkpoint",
     "CheckpointError",
     "CheckpointExistsError",

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from labkit.checkpoint import manifest, sections
 from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
 from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundError, IncompleteCheckpointError
-from labkit.checkpoint.model import Checkpoint, tie
+from labkit.checkpoint.model import Checkpoint, ChunkTable, tie
+from labkit.checkpoint.parts import INDEX_SUFFIX, format_of, is_pattern, listed_in, matching_files, only_part, parts_of
 from labkit.checkpoint.safe_pickle import Unknown
-from labkit.checkpoint.safetensors_format import INDEX_SUFFIX, read_safetensors
+from labkit.checkpoint.safetensors_format import read_safetensors
 from labkit.checkpoint.staging_area import GO_ON, is_partial, partial_folder
-from labkit.checkpoint.torch_format import INDEX_FILE, read_torch, torch_files
+from labkit.checkpoint.torch_format import indexed_files, read_torch
 
 _UNFINISHED = f"is what an unfinished run of migrate or reshard has left: {GO_ON}"
 
@@ -21,7 +24,8 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
 
     Args:
         path: A DCP directory, a store made by :func:`labkit.checkpoint.save` (its latest complete step is taken), a
-            torch.save file or a directory of them, or safetensors (a file, an index, a directory).
+            torch.save file or a directory of them, or safetensors (a file, an index, a directory). A pattern such as
+            ``old/step_100_rank_{rank}.pt`` names the files of ranks, with ``*`` for any text.
         unknown: ``refuse`` a pickle that names anything outside the allow-list, or keep such parts ``opaque``: they are
             listed and stay unread. Neither runs anything.
 
@@ -30,6 +34,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
 
     Raises:
         CheckpointNotFoundError: Nothing is there, or the store has no complete step.
+        AmbiguousCheckpointError: There are several checkpoints, or files that may be one or several; the error lists them.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         IncompleteCheckpointError: Part of the index is missing or cut off.
         CheckpointFormatError: The file is no checkpoint that labkit knows.
@@ -37,6 +42,8 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
     Ranks: local. Blocks for as long as reading the indices takes; data are not read.
     """
     path = Path(path)
+    if not path.exists() and is_pattern(path):
+        return _finished(_read_pattern(path, unknown), None)
     if not path.exists():
         beside = partial_folder(path)
         raise CheckpointNotFoundError(
@@ -53,7 +60,10 @@ def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     if path.is_dir() and manifest.is_store(path):
         path = manifest.latest(path)
         step = manifest.step_of(path)
-    checkpoint = _read(path, unknown)
+    return _finished(_read(path, unknown), step)
+
+
+def _finished(checkpoint: Checkpoint, step: int | None) -> Checkpoint:
     checkpoint.step = step
     sections.classify(checkpoint)
     if checkpoint.kind == "dcp":
@@ -65,26 +75,123 @@ def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
 def _read(path: Path, unknown: Unknown) -> Checkpoint:
     if path.is_file():
         return _read_file(path, unknown)
-    if (path / METADATA_FILE).exists():
-        return read_dcp(path, unknown=unknown)
-    if any(path.glob("*" + INDEX_SUFFIX)) or any(path.glob("*.safetensors")):
-        return read_safetensors(path)
-    if (path / INDEX_FILE).exists() or torch_files(path):
-        return read_torch(path, unknown=unknown)
-    if any(path.glob("__*_*.distcp")):
+    if any(path.glob("__*_*.distcp")) and not (path / METADATA_FILE).exists():
         raise IncompleteCheckpointError(path, "it has .distcp files and no .metadata: the save into it did not finish")
-    raise CheckpointNotFoundError(path, "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors)")
+    part = only_part(path)
+    if part.format == "dcp":
+        return read_dcp(path, unknown=unknown)
+    if part.name.endswith(INDEX_SUFFIX):
+        return _with_path(_read_file(path / part.name, unknown), path)
+    if part.format == "safetensors":
+        return read_safetensors(path, part.files)
+    return read_torch(path, path, part.files, unknown=unknown)
+
+
+def _with_path(checkpoint: Checkpoint, path: Path) -> Checkpoint:
+    checkpoint.path = path
+    return checkpoint
 
 
 def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
     if path.name == METADATA_FILE or path.suffix == ".distcp":
         return read_dcp(path.parent, unknown=unknown)
-    if path.name.endswith(INDEX_SUFFIX) or path.suffix == ".safetensors":
+    if path.name.endswith(INDEX_SUFFIX):
+        listed = listed_in(path) or []
+        if listed and not all(name.endswith(".safetensors") for name in listed):
+            return read_torch(path, path.parent, indexed_files(path), unknown=unknown)
         return read_safetensors(path)
-    with path.open("rb") as file:
-        magic = file.read(16)
-    if magic[:2] == b"PK" or magic[:1] == b"\x80" or not magic:
-        return read_torch(path, unknown=unknown)
-    if magic[8:9] == b"{":
+    kind = format_of(path)
+    if kind == "safetensors":
         return read_safetensors(path)
+    if kind == "torch" or path.stat().st_size == 0 or _begins_like_torch(path):
+        return read_torch(path, path.parent, [path.name], unknown=unknown)
     raise CheckpointFormatError(path, "it is no torch.save file, no safetensors file and no DCP metadata")
+
+
+def _begins_like_torch(path: Path) -> bool:
+    with path.open("rb") as file:
+        magic = file.read(2)
+    return magic == b"PK" or magic[:1] == b"\x80"
+
+
+def _read_pattern(pattern: Path, unknown: Unknown) -> Checkpoint:
+    root, files, ranks = matching_files(pattern)
+    formats = {format_of(root / name) for name in files}
+    if formats == {"safetensors"} and ranks is None:
+        return read_safetensors(pattern, files, root)
+    if formats != {"torch"}:
+        raise CheckpointFormatError(pattern, f"not all of the {len(files)} files that match are torch.save files ({files[0]}, ...)")
+    return read_torch(pattern, root, files, ranks=ranks, by_name=False, unknown=unknown)
+
+
+# -- checkpoints put together from parts -------------------------------------------------------------------------------
+
+
+def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown = "refuse") -> Checkpoint:
+    """Read several checkpoints in one directory as one.
+
+    Args:
+        root: The directory.
+        parts: For each part the name under which its entries come, or nothing for as they are, and its path in the directory, as
+            :func:`open_checkpoint` takes it.
+        unknown: As for :func:`open_checkpoint`.
+
+    Raises:
+        CheckpointFormatError: Two parts have entries of one name, or a part lies elsewhere.
+        CheckpointError: A part cannot be read.
+
+    Ranks: local.
+    """
+    whole = Checkpoint(path=root, root=root, kind="parts")
+    for name, relative in parts:
+        part = open_checkpoint(root / relative, unknown=unknown)
+        if not part.root.resolve().is_relative_to(root.resolve()):
+            raise CheckpointFormatError(root, f"the part {relative} lies elsewhere. Name the directory that holds all parts.")
+        _add_part(whole, name, part)
+    sections.classify(whole)
+    named = {Path(relative).parts[0] for _, relative in parts if relative}
+    left = [part.text for part in parts_of(root) if part.name not in named and not named & set(part.files)]
+    whole.notes += [f"left out, since no --part names it: {text}" for text in left]
+    return whole
+
+
+def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
+    shift = part.root.resolve().relative_to(whole.root.resolve()).as_posix()
+    head = (name,) if name else ()
+
+    def key_of(key: str) -> str:
+        return f"{name}.{key}" if name else key
+
+    def file_of(file: str) -> str:
+        return file if shift == "." else f"{shift}/{file}"
+
+    def table_of(table: ChunkTable) -> ChunkTable:
+        return table if shift == "." else table.in_directory(shift)
+
+    for key in (*part.tensors, *part.values):
+        if key_of(key) in whole.tensors or key_of(key) in whole.values:
+            raise CheckpointFormatError(
+                whole.root, f"two parts have an entry {key_of(key)!r}. Give one of them a name: --part NAME={part.path.name}"
+            )
+    for key, entry in part.tensors.items():
+        whole.tensors[key_of(key)] = replace(
+            entry,
+            key=key_of(key),
+            path=(*head, *entry.path),
+            chunks=table_of(entry.chunks),
+            replicas=tuple(map(table_of, entry.replicas)),
+            tied_to=None if entry.tied_to is None else key_of(entry.tied_to),
+        )
+    for key, value in part.values.items():
+        whole.values[key_of(key)] = replace(value, key=key_of(key), path=(*head, *value.path), file=file_of(value.file))
+    whole.files |= {file_of(file): size for file, size in part.files.items()}
+    whole.records |= {file_of(file): records for file, records in part.records.items()}
+    whole.ranks |= {file_of(file): rank for file, rank in part.ranks.items()}
+    whole.missing_ranks = tuple(sorted({*whole.missing_ranks, *part.missing_ranks}))
+    whole.opaque = tuple(sorted({*whole.opaque, *part.opaque}))
+    whole.notes += part.notes
+    whole.parts.append(part)
+    if "ranks" in part.metadata:
+        whole.metadata["ranks"] = max(part.metadata["ranks"], whole.metadata.get("ranks", 0))
+    if "transforms" in part.metadata:
+        whole.metadata["transforms"] = part.metadata["transforms"]

@@ -31,8 +31,10 @@ MIGRATE_HELP = """
 \b
 Examples:
   labkit checkpoint migrate old/ new --model my_model.py:build    FSDP1 in files of the ranks, to DCP
-  labkit checkpoint migrate new new.safetensors --dtype '*=bfloat16'
+  labkit checkpoint migrate new new.safetensors --only model --dtype '*=bfloat16'
   labkit checkpoint migrate old.pt new --drop 'scheduler.*' --rename names.txt
+  labkit checkpoint migrate 'old/step_100_rank_{rank}.pt' new     Files of ranks among others: where the rank stands
+  labkit checkpoint migrate checkpoint-3 new --part model=pytorch_model_fsdp_0 --part scheduler=scheduler.pt
 
 A pattern of --drop matches names as show lists them. Those of --rename and --dtype match names of parameters in the model, such as
 layers.0.weight. A line of the file for --rename is 'old.*.weight -> new.*.weight'; each * stands for the same text on both sides.
@@ -143,6 +145,14 @@ def verify_command(
 @click.option(
     "--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line, the first match wins; an empty right side drops."
 )
+@click.option(
+    "--part",
+    "parts",
+    multiple=True,
+    metavar="NAME=PATH",
+    help="Put a checkpoint together: read PATH inside SOURCE under NAME (which may be empty). May be repeated.",
+)
+@click.option("--only", multiple=True, metavar="NAME", help="Keep this top-level key alone, such as model. May be repeated.")
 @click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out names such as 'scheduler.*'. May be repeated.")
 @click.option(
     "--dtype",
@@ -167,6 +177,8 @@ def migrate_command(
     model: str | None,
     order: Path | None,
     rename: Path | None,
+    parts: tuple[str, ...],
+    only: tuple[str, ...],
     drop: tuple[str, ...],
     dtypes: tuple[str, ...],
     copies: Literal["refuse", "first"],
@@ -189,6 +201,8 @@ def migrate_command(
             model=model,
             order=None if order is None else order.read_text().split(),
             rules=[] if rename is None else read_rules(rename),
+            parts=[_parse_part(text) for text in parts],
+            only=only,
             drop=drop,
             dtypes=dict(map(_parse_dtype, dtypes)),
             copies=copies,
@@ -245,6 +259,13 @@ def _errors_told() -> Iterator[None]:
         yield
     except (CheckpointError, OSError) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _parse_part(text: str) -> tuple[str, str]:
+    name, equals, path = text.partition("=")
+    if not equals or not path:
+        raise click.BadParameter(f"{text!r} is no NAME=PATH, such as model=pytorch_model_fsdp_0", param_hint="--part")
+    return name, path
 
 
 def _parse_dtype(text: str) -> tuple[str, torch.dtype]:

@@ -22,6 +22,8 @@ from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.sources import EntrySource, Source
+from labkit.checkpoint.wording import counted, listed
+from labkit.ranks import format_ranks
 
 Copies = Literal["refuse", "first"]
 
@@ -75,6 +77,11 @@ class Contents:
     values: list[OutValue] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def items(self) -> list[OutTensor | OutValue]:
+        """All entries, tensors first."""
+        return [*self.tensors, *self.values]
+
     def note_idle(self, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
         """Note the patterns that match nothing: that is mostly a slip of the pen."""
         self.notes.extend(f"the {kind} pattern {pattern!r} matches nothing" for pattern in patterns if not matches(pattern))
@@ -118,8 +125,8 @@ def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Content
     per_rank = _per_rank_roots(checkpoint, copies, result.notes)
     for entry in checkpoint.tensors.values():
         if str(entry.path[0]) in per_rank:
-            tables = (entry.chunks, *entry.replicas)
-            for rank, table in enumerate(tables):
+            for table in (entry.chunks, *entry.replicas):
+                rank = checkpoint.ranks[table.files[0]]
                 result.tensors.append(OutTensor(_ranked(entry.path, rank), EntrySource(entry, table), entry.section))
         else:
             result.tensors.append(OutTensor(entry.path, EntrySource(entry), entry.section))
@@ -131,6 +138,23 @@ def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Content
         else:
             result.values.append(OutValue(value.path, value.section, entry=value))
     return result
+
+
+def top_level(item: OutTensor | OutValue) -> str:
+    """Return the top-level key of an entry; a dot for a tensor that lies in no dict."""
+    return "." if len(item.path) == 1 and isinstance(item, OutTensor) else str(item.path[0])
+
+
+def left_out(items: Iterable[OutTensor | OutValue]) -> str:
+    """Return what entries hold in words, by top-level key: ``optimizer (64 tensors, 9 values), epoch (1 value)``."""
+    counts: dict[str, list[int]] = {}
+    for item in items:
+        counts.setdefault(top_level(item), [0, 0])[isinstance(item, OutValue)] += 1
+    texts = []
+    for name, (tensors, values) in counts.items():
+        numbers = [counted(tensors, "tensor")] * (tensors > 0) + [counted(values, "value")] * (values > 0)
+        texts.append(f"{name} ({', '.join(numbers)})")
+    return listed(texts, most=8)
 
 
 def _ranked(path: Path_, rank: int) -> Path_:
@@ -146,23 +170,34 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
                 if entry.section == "other":
                     roots.add(str(entry.path[0]))
                 else:
-                    differing.append(entry.key)
+                    differing.append(f"{entry.key}: {_camps(checkpoint, reader, entry)}")
         for value in checkpoint.values.values():
             plain = {rank: _comparable(inline) for rank, inline in value.replicas.items()}
             if len(set(plain.values())) > 1:
                 if value.section == "other":
                     roots.add(str(value.path[0]))
                 else:
-                    differing.append(value.key)
+                    differing.append(f"{value.key} differs between the files of ranks {format_ranks(sorted(plain))}")
     if differing and copies == "refuse":
         raise RankDivergenceError(
             checkpoint.path,
-            [f"{key} differs between the rank files" for key in differing],
+            differing,
             advice="To take the first rank's, if they are meant to be equal, pass copies='first' (--copies first).",
         )
-    notes.extend(f"{key} differs between the rank files; the first rank's is taken" for key in differing)
+    notes.extend(f"{text}; the first rank's is taken" for text in differing)
     notes.extend(f"{root} differs between the rank files and is keyed by rank" for root in sorted(roots))
     return roots
+
+
+def _camps(checkpoint: Checkpoint, reader: Reader, entry: TensorEntry) -> str:
+    """Return which file differs from the first, in words."""
+    other = next(
+        table
+        for table in entry.replicas
+        for chunk in table
+        if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table))
+    )
+    return f"{entry.chunks.files[0]} and {other.files[0]} hold different values"
 
 
 def copies_agree(reader: Reader, entry: TensorEntry) -> bool:

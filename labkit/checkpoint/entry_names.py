@@ -7,21 +7,12 @@ from dataclasses import replace
 
 from labkit.checkpoint.contents import Contents, OutValue, read_values
 from labkit.checkpoint.model import Path_
-from labkit.checkpoint.sections import model_prefix
 
 DROP_ADVICE = "Leave it out with drop=[...] (--drop), or save it as plain data."
 
 
-def split_model(contents: Contents, path: Path_) -> tuple[Path_, str]:
-    """The nesting before a model tensor's name, and the name."""
-    prefix = model_prefix(contents.checkpoint)
-    if prefix and str(path[0]) + "." == prefix:
-        return path[:1], ".".join(map(str, path[1:]))
-    return (), ".".join(map(str, path))
-
-
 def split_state(path: Path_) -> tuple[Path_, str, str] | None:
-    """An optimizer tensor's nesting up to ``state``, the parameter's name, and the piece; None elsewhere."""
+    """Return an optimizer tensor's nesting up to ``state``, the parameter's name, and the piece; None elsewhere."""
     keys = [str(part) for part in path]
     if "state" not in keys or len(keys) - keys.index("state") < 3:
         return _split_flat_state(path)
@@ -52,6 +43,13 @@ def map_state_names(contents: Contents, change: Callable[[str], str]) -> None:
 def is_group_parameters(item: OutValue) -> bool:
     """Whether a value is the list of parameters of an optimizer's group."""
     return item.section == "optimizer" and item.path[-1] == "params" and "param_groups" in item.path
+
+
+def group_names(contents: Contents) -> list[str]:
+    """Return the names in the lists of parameters of optimizer groups; numbers are left out."""
+    wanted = [item for item in contents.values if is_group_parameters(item)]
+    values = read_values(contents, wanted, drop_advice=DROP_ADVICE)
+    return [name for listed in values.values() for name in listed if isinstance(name, str)]
 
 
 def map_group_names(contents: Contents, change: Callable[[str], str]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from labkit.errors import CheckpointError
 
 __all__ = [
+    "AmbiguousCheckpointError",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointFormatError",
@@ -40,6 +41,18 @@ class CheckpointFormatError(CheckpointError):
 
 class CheckpointNotFoundError(CheckpointFormatError):
     """There is no checkpoint at this path, or no complete step in this store."""
+
+
+class AmbiguousCheckpointError(CheckpointFormatError):
+    """What is at a path can be read in several ways, and labkit does not guess which is meant.
+
+    Attributes:
+        readings: The paths that may be meant, as they can be given instead.
+    """
+
+    def __init__(self, path: object, reason: str, readings: Sequence[str], *, advice: str) -> None:
+        self.readings = tuple(readings)
+        super().__init__(path, "\n".join([f"{reason}.", *(f"  - {reading}" for reading in readings), advice]))
 
 
 class UnsafeCheckpointError(CheckpointFormatError):

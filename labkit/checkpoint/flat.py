@@ -16,8 +16,9 @@ import torch
 
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.model import Checkpoint, TensorEntry
-from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn
+from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, fqn_of
 from labkit.checkpoint.rank_shares import is_flat
+from labkit.checkpoint.sections import model_nest, name_in
 
 _ALIGN_BYTES = 16
 
@@ -41,12 +42,13 @@ class ParameterList:
     @classmethod
     def of(cls, model: torch.nn.Module) -> ParameterList:
         """Read it off a model (on the meta device, for instance)."""
+        fqn = fqn_of(model)
         first: dict[int, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
         tied: dict[str, str] = {}
         trainable = set()
         for raw, parameter in model.named_parameters(remove_duplicate=False):
-            name = canonical_fqn(raw)
+            name = fqn(raw)
             owner = first.setdefault(id(parameter), name)
             if owner == name:
                 shapes[name] = tuple(parameter.shape)
@@ -54,9 +56,7 @@ class ParameterList:
                     trainable.add(name)
             else:
                 tied[name] = owner
-        tensors = {
-            canonical_fqn(name): tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
-        }
+        tensors = {fqn(name): tuple(value.shape) for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
         return cls(shapes, tied, frozenset(trainable), tensors)
 
 
@@ -69,13 +69,16 @@ class Stretch:
     shape: tuple[int, ...]
 
 
-def units_of(checkpoint: Checkpoint, prefix: str) -> dict[str, TensorEntry]:
-    """The flat parameters by the canonical name of their unit; the root's name is empty."""
-    return {
-        canonical_fqn(entry.key.removeprefix(prefix)).removesuffix(FLAT_PARAMETER).rstrip("."): entry
-        for entry in checkpoint.section("model")
-        if is_flat(entry)
-    }
+def units_of(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
+    """Return the flat parameters by the canonical name of their unit; the root's name is empty.
+
+    Raises:
+        CheckpointFormatError: They lie in several nests, so that it is not said which is the model.
+    """
+    flat = [entry for entry in checkpoint.section("model") if is_flat(entry)]
+    if flat:
+        model_nest(checkpoint)
+    return {canonical_fqn(name_in(entry.path)).removesuffix(FLAT_PARAMETER).rstrip("."): entry for entry in flat}
 
 
 def layout(

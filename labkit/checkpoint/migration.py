@@ -10,13 +10,14 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from labkit.checkpoint.catalog import open_checkpoint
-from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
+from labkit.checkpoint.catalog import open_checkpoint, open_parts
+from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, left_out, read_values, top_level
 from labkit.checkpoint.engine import Result, check_destination, run
-from labkit.checkpoint.entry_names import DROP_ADVICE, split_model
+from labkit.checkpoint.entry_names import DROP_ADVICE
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.rename import Rule
+from labkit.checkpoint.sections import name_in, nest_of, nest_text
 from labkit.checkpoint.ties import lost_ties, tie_note, tied_tensors
 from labkit.checkpoint.transform import Options, transform
 from labkit.checkpoint.verify_against import ModelSource, build_model
@@ -37,6 +38,8 @@ def migrate(
     model: ModelSource | None = None,
     order: Sequence[str] | None = None,
     rules: Sequence[Rule] = (),
+    parts: Sequence[tuple[str, str]] = (),
+    only: Sequence[str] = (),
     drop: Sequence[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
     copies: Copies = "refuse",
@@ -54,12 +57,15 @@ def migrate(
         destination: Must not exist. It appears, complete and verified, by one rename at the end. What a killed run has
             finished is in ``destination.partial``, and the same call goes on from there.
         to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, ``dcp`` without one. Safetensors
-            hold the model's tensors only: without a suffix, a directory of shards with an index.
+            hold the tensors of one model and nothing else, so ``only`` has to say what is kept of more; without a suffix, a
+            directory of shards with an index.
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
         order: The names of the optimizer's parameters in its order, where the model's order is not the optimizer's: several
             parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them.
         rules: Rename rules, from :func:`labkit.checkpoint.rename.read_rules`.
+        parts: Name and path of checkpoints in ``source`` that make one together, see :func:`labkit.checkpoint.catalog.open_parts`.
+        only: Top-level keys to keep, such as ``model``; ``.`` stands for the tensors that lie in no dict.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.
@@ -72,7 +78,9 @@ def migrate(
 
     Raises:
         CheckpointExistsError: The destination exists.
-        CheckpointError: It lies in the source, or its suffix and the format contradict each other.
+        AmbiguousCheckpointError: The source can be read in several ways.
+        CheckpointError: Something would be left out that nothing says to leave out; or the destination lies in the source, or its
+            suffix and the format contradict each other.
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
@@ -88,19 +96,29 @@ def migrate(
     source, destination = Path(source), Path(destination)
     chosen = _format_of(destination, to)
     check_destination(source, destination)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_parts(source, parts) if parts else open_checkpoint(source)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
-    contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, drop, dtypes or {}))
+    contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, only, drop, dtypes or {}))
     writer = _writer(contents, chosen, destination, shard_bytes)
     options: dict[str, Any] = {
         "to": chosen,
         "rules": [asdict(rule) for rule in rules],
+        "parts": [list(part) for part in parts],
+        "only": list(only),
         "drop": list(drop),
         "dtypes": {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()},
     }
     with task("migrate", checkpoint.size_bytes) as writing:
-        return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
+        return run(
+            writer,
+            checkpoint,
+            destination,
+            options,
+            workers=workers,
+            progress=writing.advance,
+            notes=(*checkpoint.notes, *contents.notes),
+        )
 
 
 def _format_of(destination: Path, to: Format | None) -> Format:
@@ -142,17 +160,22 @@ def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int 
 
 
 def _safetensors(contents: Contents, destination: Path, shard_bytes: int | None) -> Writer:
-    tensors = []
-    for item in contents.tensors:
-        if item.section == "model":
-            tensors.append(replace(item, path=(split_model(contents, item.path)[1],)))
+    models = [item for item in contents.tensors if item.section == "model"]
+    nests = list(dict.fromkeys(nest_of(item.path) for item in models))
+    if not nests:
+        raise CheckpointError(f"{contents.checkpoint.path}: it has no model tensors, and safetensors hold nothing else.")
+    rest = [item for item in contents.items if item.section != "model" or nest_of(item.path) != nests[0]]
+    if rest:
+        inside = [item.key for item in rest if top_level(item) == nest_text(nests[0])]
+        chosen = " or ".join(f"--only {nest_text(nest)}" for nest in nests)
+        raise CheckpointError(
+            f"{contents.checkpoint.path}: safetensors hold the tensors of one model and nothing else, and here is more than "
+            f"{nest_text(nests[0])}: {left_out(rest)}. "
+            + (f"Leave it out with drop={inside[:1]!r} (--drop {inside[0]!r})." if inside else f"Say what to keep: {chosen}.")
+        )
+    tensors = [replace(item, path=(name_in(item.path),)) for item in models]
     note = "tied, and held under one name, as transformers expects it"
     contents.notes += [f"{text} (noted in the metadata)" for text in tie_note(note, tied_tensors(tensors))]
-    left = len(contents.tensors) - len(tensors) + len(contents.values)
-    if left:
-        contents.notes.append(f"{left} entries that are not the model's are left out: safetensors hold the model's tensors only")
-    if not tensors:
-        raise CheckpointError(f"{contents.checkpoint.path}: it has no model tensors, and safetensors hold nothing else.")
     tensors, tied = _apart(tensors)
     if destination.suffix == ".safetensors":
         return SafetensorsWriter([OutFile(destination.name, [whole(tensor) for tensor in tensors])], destination.name, tied=tied)

@@ -13,21 +13,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Kind = Literal["dcp", "torch", "torch_ranks", "safetensors"]
+Kind = Literal["dcp", "torch", "torch_ranks", "safetensors", "parts"]
 Section = Literal["model", "optimizer", "other"]
 Path_ = tuple[str | int, ...]
 Int64s = npt.NDArray[np.int64]
 
-_WRITER = re.compile(r"^__(\d+)_\d+\.distcp$|rank[_-]?(\d+)|^shard-(\d+)-model")
+_WRITER = re.compile(r"^__([0-9]+)_[0-9]+\.distcp$|^shard-([0-9]+)-model")
 
 
 def writer_rank(file: str) -> int | None:
-    """The rank that wrote a file, read off its name; None when the name does not say."""
+    """Return the rank that wrote a file of DCP, which puts it into the names; None for other files."""
     match = _WRITER.search(Path(file).name)
     if match is None:
         return None
-    dcp, named, shard = match.groups()
-    return int(shard) - 1 if shard else int(dcp or named)
+    dcp, shard = match.groups()
+    return int(shard) - 1 if shard else int(dcp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class Chunk:
         length: The number of bytes.
         archive: True when the bytes are a torch.save archive that holds the data (DCP), False when they are the data.
         strides: For data in memory order other than C: the strides in elements; else None.
+        writer: The rank that wrote the file, where that is known.
     """
 
     offsets: tuple[int, ...]
@@ -51,15 +52,11 @@ class Chunk:
     length: int
     archive: bool = False
     strides: tuple[int, ...] | None = None
+    writer: int | None = None
 
     @property
     def numel(self) -> int:
         return prod(self.sizes)
-
-    @property
-    def writer(self) -> int | None:
-        """The rank that wrote the file, when the name says so."""
-        return writer_rank(self.file)
 
 
 class ChunkTable(Sequence[Chunk]):
@@ -69,9 +66,10 @@ class ChunkTable(Sequence[Chunk]):
         offsets, sizes: int64 arrays of shape (num_chunks, num_dims).
         file_ids: int64 array (num_chunks,), indices into ``files``.
         starts, lengths: int64 arrays (num_chunks,), byte ranges.
+        writers: File name to the rank that wrote it, where the name does not say it as DCP's do.
     """
 
-    __slots__ = ("archive", "file_ids", "files", "lengths", "offsets", "sizes", "starts", "strides")
+    __slots__ = ("archive", "file_ids", "files", "lengths", "offsets", "sizes", "starts", "strides", "writers")
 
     def __init__(
         self,
@@ -88,6 +86,7 @@ class ChunkTable(Sequence[Chunk]):
         self.offsets, self.sizes = offsets, sizes
         self.file_ids, self.starts, self.lengths = file_ids, starts, lengths
         self.files, self.archive, self.strides = files, archive, dict(strides or {})
+        self.writers: Mapping[str, int] = {}
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_dims: int) -> ChunkTable:
@@ -113,18 +112,30 @@ class ChunkTable(Sequence[Chunk]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         i = range(len(self))[index]
+        file = self.files[int(self.file_ids[i])]
         return Chunk(
             tuple(self.offsets[i].tolist()),
             tuple(self.sizes[i].tolist()),
-            self.files[int(self.file_ids[i])],
+            file,
             int(self.starts[i]),
             int(self.lengths[i]),
             self.archive,
             self.strides.get(i),
+            self.writers.get(file, writer_rank(file)),
         )
 
     def __iter__(self) -> Iterator[Chunk]:
         return (self[i] for i in range(len(self)))
+
+    def in_directory(self, directory: str) -> ChunkTable:
+        """Return the same chunks with their files named from a directory above theirs."""
+        files = [f"{directory}/{file}" for file in self.files]
+        table = ChunkTable(
+            self.offsets, self.sizes, self.file_ids, self.starts, self.lengths, files, archive=self.archive, strides=self.strides
+        )
+        ranks = {f"{directory}/{file}": self.writers.get(file, writer_rank(file)) for file in self.files}
+        table.writers = {file: rank for file, rank in ranks.items() if rank is not None}
+        return table
 
     def file_names(self) -> list[str]:
         """The files that hold this tensor, each once, in order of first use."""
@@ -231,13 +242,17 @@ class Checkpoint:
     Attributes:
         path: What was asked for.
         root: The directory that file names are relative to.
-        kind: ``dcp``, ``torch`` (one file, or disjoint shards), ``torch_ranks`` (a file per rank), ``safetensors``.
+        kind: ``dcp``, ``torch`` (one file, or disjoint shards), ``torch_ranks`` (a file per rank), ``safetensors``,
+            ``parts`` (several of these, which the user has put together).
         tensors, values: The entries by key, in stored order.
         files: Name to size in bytes, of every file that belongs to the checkpoint.
         metadata: What else the format says about itself (versions, safetensors metadata).
         notes: Sentences about anything odd that reading noticed.
         opaque: Names outside the allow-list that were left unread, when the caller chose not to refuse them.
         step: The step in a labkit store; None elsewhere.
+        ranks: File name to the rank that wrote it, where the files are those of ranks.
+        missing_ranks: The ranks whose files are not there, as far as the others tell.
+        parts: The checkpoints that it was put together from.
         records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
     """
 
@@ -251,6 +266,9 @@ class Checkpoint:
     notes: list[str] = field(default_factory=list)
     opaque: tuple[str, ...] = ()
     step: int | None = None
+    ranks: dict[str, int] = field(default_factory=dict)
+    missing_ranks: tuple[int, ...] = ()
+    parts: list[Checkpoint] = field(default_factory=list)
     records: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
 
     def section(self, section: Section) -> Iterable[TensorEntry]:
@@ -261,6 +279,10 @@ class Checkpoint:
     def size_bytes(self) -> int:
         """The bytes of all tensors, tied ones once."""
         return sum(entry.size_bytes for entry in self.tensors.values() if entry.tied_to is None)
+
+    def writer(self, file: str) -> int | None:
+        """Return the rank that wrote a file, where that is known."""
+        return self.ranks.get(file, writer_rank(file))
 
     @property
     def num_chunks(self) -> int:

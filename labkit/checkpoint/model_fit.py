@@ -6,29 +6,29 @@ import fnmatch
 from collections.abc import Sequence
 
 from labkit.checkpoint.contents import Contents
-from labkit.checkpoint.entry_names import split_model
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.names import match_names
-from labkit.checkpoint.sections import model_prefix
+from labkit.checkpoint.sections import name_in, nest_of
 
 
 def misfit(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -> CheckpointMismatchError | None:
-    """The error that says what does not fit: names that one side lacks, or shapes; None when all is well.
+    """Return the error that says what does not fit: names that one side lacks, or shapes; None when all is well.
 
-    A model's name that matches a ``drop`` pattern may be missing, and so may all names of a tied parameter but one. Contents
-    without model tensors fit every model.
+    Where several nests may be the model, the one that shares most names with it is compared; their names may also be the model's
+    with the nest in front. A model's name that matches a ``drop`` pattern may be missing, and so may all names of a tied parameter
+    but one. Contents without model tensors fit every model.
     """
-    prefix = model_prefix(contents.checkpoint)
-    have: dict[str, tuple[int, ...]] = {}
-    for item in contents.tensors:
-        if item.section == "model":
-            nesting, name = split_model(contents, item.path)
-            if nesting or not prefix:  # beside the model may be another one, such as averaged weights
-                have[name] = item.source.shape
-    if not have:
+    tensors = [item for item in contents.tensors if item.section == "model"]
+    if not tensors:
         return None
-    partners = match_names(have, parameters.tensors)
+    nests: dict[str, dict[str, tuple[int, ...]]] = {"": {item.key: item.source.shape for item in tensors}}
+    for item in tensors:
+        if nest := nest_of(item.path):
+            nests.setdefault(f"{nest[0]}.", {})[name_in(item.path)] = item.source.shape
+    matched = {prefix: match_names(names, parameters.tensors) for prefix, names in nests.items()}
+    prefix = max(matched, key=lambda prefix: (len(matched[prefix]), len(prefix)))
+    have, partners = nests[prefix], matched[prefix]
     found = set(partners.values())
     found |= {parameters.tied[name] for name in found if name in parameters.tied}
     missing = [

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 
 from labkit.checkpoint.errors import STATE, CheckpointMismatchError
-from labkit.checkpoint.names import canonical_fqn, canonical_names
+from labkit.checkpoint.names import check_unique, fqn_of
 
 
 def has_fsdp1(module: nn.Module) -> bool:
@@ -29,7 +29,9 @@ def module_state(module: nn.Module) -> dict[str, Any]:
             state = module.state_dict()
     else:
         state = module.state_dict()
-    names = canonical_names(list(state), STATE)
+    fqn = fqn_of(module)
+    names = {name: fqn(name) for name in state}
+    check_unique(names, STATE)
     return {names[name]: value for name, value in state.items()}
 
 
@@ -40,13 +42,15 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """
     if has_fsdp1(module):
         with sharded_fsdp1(module):
-            names = {canonical_fqn(name): name for name in module.state_dict()}
+            fqn = fqn_of(module)
+            names = {fqn(name): name for name in module.state_dict()}
             module.load_state_dict({names[name]: value for name, value in state.items()})
         return
     extra = {name: value for name, value in state.items() if name.split(".")[-1] == "_extra_state"}
+    fqn = fqn_of(module)
     for name, value in extra.items():
         owner = name.rpartition(".")[0]
-        {canonical_fqn(path + ".x").rpartition(".")[0]: part for path, part in module.named_modules()}[owner].set_extra_state(value)
+        {fqn(path + ".x").rpartition(".")[0]: part for path, part in module.named_modules()}[owner].set_extra_state(value)
 
 
 def sharded_fsdp1(module: nn.Module) -> Any:

@@ -1,68 +1,90 @@
 """Canonical fully qualified names.
 
-Wrappers leave their attribute in every name below them: FSDP1 ``_fsdp_wrapped_module`` (and ``_fpw_module`` before
-torch 2.0), activation checkpointing ``_checkpoint_wrapped_module``, ``torch.compile`` ``_orig_mod``, DDP and
-DataParallel ``module``. The same parameter so has many names, in any nesting order, and some of torch's functions
-clean some of them.
+Wrappers leave their attribute in every name below them. FSDP1's ``_fsdp_wrapped_module`` (``_fpw_module`` before torch 2.0),
+activation checkpointing's ``_checkpoint_wrapped_module`` and ``torch.compile``'s ``_orig_mod`` are private names, which no model
+uses for a submodule, so they always go. DDP's and DataParallel's ``module`` may be a submodule's own name. The rules for it:
+
+1. Where a model is at hand, its names decide (:func:`match_names`), and the types of its modules (:func:`fqn_of`).
+2. Without a model, ``module.`` goes from the front only where every name of the model begins with it, and the caller says so
+   (:func:`canonical_names`).
+3. ``module`` inside a name stays.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from labkit.checkpoint.errors import FQNMismatchError
 from labkit.checkpoint.model import Path_
 
 WRAPPERS = ("_fsdp_wrapped_module", "_fpw_module", "_checkpoint_wrapped_module", "_orig_mod")
 FLAT_PARAMETER = "_flat_param"
+_DDP = "module."
 
 
 def canonical_fqn(name: str) -> str:
-    """A name without the parts that wrappers added.
+    """Return a name without the parts that wrappers with private names added.
 
-    ``module`` is dropped where it can only be DDP's: at the front of the name, and beside another wrapper's part.
-    Elsewhere it may be a submodule's own name; :func:`match_names` decides that with the model's names at hand.
-
-    >>> canonical_fqn("module._fsdp_wrapped_module.0._checkpoint_wrapped_module._orig_mod.weight")
+    >>> canonical_fqn("_fsdp_wrapped_module.0._checkpoint_wrapped_module._orig_mod.weight")
     '0.weight'
     """
-    parts = name.split(".")
-    last = len(parts) - 1
-    kept = []
-    for index, part in enumerate(parts):
-        before = parts[index - 1] if index else None
-        after = parts[index + 1] if index < last else None
-        if part in WRAPPERS and index < last:
-            continue
-        # The last part names a parameter, so it stays even when it is called "module".
-        if part == "module" and index < last and (before is None or before in WRAPPERS or after in WRAPPERS):
-            continue
-        kept.append(part)
-    cleaned = ".".join(kept)
-    return canonical_fqn(cleaned) if cleaned.startswith("module.") and cleaned != name else cleaned
+    *owners, last = name.split(".")
+    return ".".join([*(part for part in owners if part not in WRAPPERS), last])
+
+
+def fqn_of(module: nn.Module) -> Callable[[str], str]:
+    """Return the function from a module's names to canonical ones: without wrappers, and without ``module`` where that is DDP's.
+
+    The types of the wrapped modules say where it is DDP's or DataParallel's.
+    """
+    wrapped = [path for path, part in module.named_modules() if isinstance(part, DistributedDataParallel | DataParallel)]
+    owners = [".".join(part for part in path.split(".") if part and part not in WRAPPERS) for path in wrapped]
+    prefixes = sorted((f"{owner}.module.".lstrip(".") for owner in owners), key=len, reverse=True)
+
+    def canonical(name: str) -> str:
+        name = canonical_fqn(name)
+        for prefix in prefixes:
+            if name.startswith(prefix):
+                name = prefix.removesuffix("module.") + name.removeprefix(prefix)
+        return name
+
+    return canonical
 
 
 def wrappers_in(names: Iterable[str]) -> dict[str, int]:
-    """How many names carry each wrapper's part: ``{"_orig_mod": 12, "module": 12}``."""
+    """Count the names that carry each wrapper's part: ``{"_orig_mod": 12, "module": 12}``.
+
+    ``module`` is counted where every name begins with it, since only then it counts as DDP's.
+    """
+    names = list(names)
     found: Counter[str] = Counter()
     for name in names:
-        parts = name.split(".")
-        found.update({part for part in parts if part in WRAPPERS or part == FLAT_PARAMETER})
-        if parts[0] == "module" and len(parts) > 1:
-            found["module"] += 1
+        found.update({part for part in name.split(".") if part in WRAPPERS or part == FLAT_PARAMETER})
+    if _all_in_module([canonical_fqn(name) for name in names]):
+        found["module"] = len(names)
     return dict(found)
 
 
-def canonical_names(names: Sequence[str], path: object) -> dict[str, str]:
-    """Each name's canonical name.
+def canonical_names(names: Iterable[str], path: object) -> dict[str, str]:
+    """Return the canonical name of each of one model's names, by the rules of this module for names without a model.
 
     Raises:
         FQNMismatchError: Two names become the same one.
     """
     result = {name: canonical_fqn(name) for name in names}
+    while _all_in_module(result.values()):
+        result = {name: canonical.removeprefix(_DDP) for name, canonical in result.items()}
     check_unique(result, path)
     return result
+
+
+def _all_in_module(names: Iterable[str]) -> bool:
+    names = list(names)
+    return bool(names) and all(name.startswith(_DDP) for name in names)
 
 
 def check_unique(renamed: Mapping[str, str], path: object) -> None:
@@ -83,26 +105,25 @@ def match_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
         reference: The model's own names; they may carry wrappers too.
 
     Returns:
-        Name to reference name, for those that have one. Also ``module`` parts inside a name are set aside when the
-        names agree only then.
+        Name to reference name, for those that have one. Names that are equal without wrappers of private names come first. Of
+        the rest, those that are equal without any ``module`` part are partners too, where each side has one such name only.
     """
-    by_canonical: dict[str, str] = {}
-    by_bare: dict[str, str | None] = {}
-    for name in reference:
-        by_canonical.setdefault(canonical_fqn(name), name)
-        bare = _bare(name)
-        by_bare[bare] = None if bare in by_bare else name
-    found: dict[str, str] = {}
+    names = list(names)
+    exact = {canonical_fqn(name): name for name in reference}
+    found = {name: partner for name in names if (partner := exact.get(canonical_fqn(name))) is not None}
+    taken = set(found.values())
+    ours = _by_bare_name(name for name in names if name not in found)
+    theirs = _by_bare_name(name for name in exact.values() if name not in taken)
+    return found | {ours[bare]: theirs[bare] for bare in ours if bare in theirs}
+
+
+def _by_bare_name(names: Iterable[str]) -> dict[str, str]:
+    """Map names without their ``module`` parts to the names, where they are unique."""
+    groups: dict[str, list[str]] = {}
     for name in names:
-        partner = by_canonical.get(canonical_fqn(name)) or by_bare.get(_bare(name))
-        if partner is not None:
-            found[name] = partner
-    return found
-
-
-def _bare(name: str) -> str:
-    parts = canonical_fqn(name).split(".")
-    return ".".join(part for part in parts[:-1] if part != "module") + "." + parts[-1]
+        *owners, last = canonical_fqn(name).split(".")
+        groups.setdefault(".".join([*(part for part in owners if part != "module"), last]), []).append(name)
+    return {bare: same[0] for bare, same in groups.items() if len(same) == 1}
 
 
 def flat_key(path: Path_) -> str:

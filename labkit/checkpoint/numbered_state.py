@@ -15,7 +15,7 @@ from labkit.checkpoint.model import Chunk, ChunkTable, TensorEntry
 from labkit.checkpoint.names import canonical_fqn
 from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order
 from labkit.checkpoint.rank_shares import moment_shares
-from labkit.checkpoint.sections import is_moment_piece, model_prefix
+from labkit.checkpoint.sections import is_moment_piece, name_in
 from labkit.checkpoint.sources import EntrySource, FlatSource
 from labkit.checkpoint.wording import counted
 
@@ -106,9 +106,8 @@ def _numbering(
     if parameters is not None:
         names = {name: name for name in parameters.shapes} | dict(parameters.tied)
     else:
-        prefix = model_prefix(checkpoint)
-        names = {name: name for entry in checkpoint.section("model") for name in [canonical_fqn(entry.key.removeprefix(prefix))]}
-    units = units_of(checkpoint, model_prefix(checkpoint))
+        names = {name: name for entry in checkpoint.section("model") for name in [canonical_fqn(name_in(entry.path))]}
+    units = units_of(checkpoint)
     # Each rank's share of a moment is padded to one length; the flat parameter's own length may lack that padding.
     padded = {unit: range(units[unit].numel, units[unit].numel + len(units[unit].chunks)) for unit in where}
     return Numbering(checkpoint.path, groups, lengths, names, where, padded)
@@ -189,7 +188,7 @@ def _join_pieces(contents: Contents, parameters: ParameterList) -> None:
         split = split_state(item.path) if item.section == "optimizer" else None
         shape = parameters.shapes.get(split[1]) if split is not None else None
         source = item.source
-        in_pieces = contents.checkpoint.kind == "torch_ranks" and len(source.shape) == 1
+        in_pieces = len(contents.checkpoint.ranks) > 1 and len(source.shape) == 1
         if shape is None or not isinstance(source, EntrySource) or not in_pieces or _is_whole(source.entry, shape):
             joined.append(item)
             continue

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from labkit.checkpoint.errors import STATE, CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.model import Path_
 from labkit.checkpoint.modules import has_fsdp1, sharded_fsdp1
-from labkit.checkpoint.names import canonical_fqn, flat_key
+from labkit.checkpoint.names import flat_key, fqn_of
 
 
 def parameter_names(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) -> dict[int, str]:
@@ -32,8 +32,9 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
     names: dict[int, str] = {}
     for path, module in modules.items():
         prefix = f"{flat_key(path)}." if len(modules) > 1 else ""
+        fqn = fqn_of(module)
         for name, parameter in module.named_parameters():
-            names.setdefault(id(parameter), prefix + canonical_fqn(name))
+            names.setdefault(id(parameter), prefix + fqn(name))
     strangers = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
     if strangers:
         shapes = ", ".join(str(tuple(p.shape)) for p in strangers[:4])
@@ -63,18 +64,15 @@ def optimizer_state(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
             raise CheckpointMismatchError(STATE, ["an FSDP1 module beside another module: give each its own state and save call"])
         with sharded_fsdp1(old[0]):
             state = FSDP.optim_state_dict(old[0], optimizer)
+        fqn = fqn_of(old[0])
         return {
-            "state": {canonical_fqn(name): value for name, value in state["state"].items()},
-            "param_groups": _canonical_groups(state),
+            "state": {fqn(name): value for name, value in state["state"].items()},
+            "param_groups": [{**group, "params": [fqn(name) for name in group["params"]]} for group in state["param_groups"]],
         }
     names = parameter_names(optimizer, modules)
     states = {names[id(parameter)]: dict(value) for parameter, value in optimizer.state.items() if value}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": states, "param_groups": groups}
-
-
-def _canonical_groups(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [{**group, "params": [canonical_fqn(name) for name in group["params"]]} for group in state["param_groups"]]
 
 
 def match_groups(optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], path: object) -> list[dict[str, Any]]:

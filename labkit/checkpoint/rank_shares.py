@@ -23,7 +23,7 @@ def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
     Ranks: local. Reads the moments that all files have in one shape.
     """
     flat = any(entry.flat for entry in checkpoint.tensors.values())
-    if checkpoint.kind != "torch_ranks" and not flat:
+    if len(checkpoint.ranks) < 2 and not flat:
         return []
     num_ranks = int(checkpoint.metadata.get("ranks", 1))
     shares = []

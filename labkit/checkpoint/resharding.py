@@ -12,11 +12,12 @@ from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
 from labkit.checkpoint.dcp_directory import DcpWriter
 from labkit.checkpoint.engine import Result, check_destination, run
-from labkit.checkpoint.entry_names import split_model, split_state
+from labkit.checkpoint.entry_names import split_state
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.rank_shares import is_flat, moment_shares
+from labkit.checkpoint.sections import name_in
 from labkit.checkpoint.ties import tie_note, tied_tensors
 from labkit.checkpoint.writers import OutFile, Piece, Ties
 from labkit.progress import task
@@ -96,7 +97,7 @@ def reshard(
     contents = contents_of(checkpoint)
     tied = _tied(contents, axes, rules)
     files = _files(contents, axes, rules, tied)
-    names = {_name(contents, tensor) for tensor in contents.tensors if tensor.section != "other"}
+    names = {_name(tensor) for tensor in contents.tensors if tensor.section != "other"}
     patterns = {f"{rule.axis}:{rule.pattern}": rule.pattern for rule in rules}
     contents.note_idle("shard", patterns, lambda pattern: bool(fnmatch.filter(names, patterns[pattern])))
     writer = DcpWriter(files, plain=_plain(contents), tied=tied)
@@ -175,14 +176,14 @@ def _owner(item: OutTensor | OutValue, rank: int, num_ranks: int) -> int:
     return rank
 
 
-def _name(contents: Contents, tensor: OutTensor) -> str:
+def _name(tensor: OutTensor) -> str:
     split = split_state(tensor.path) if tensor.section == "optimizer" else None
-    return split[1] if split is not None else split_model(contents, tensor.path)[1]
+    return split[1] if split is not None else name_in(tensor.path)
 
 
 def _placements(contents: Contents, tensor: OutTensor, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> list[Placement]:
     shape = tensor.source.shape
-    name = _name(contents, tensor)
+    name = _name(tensor)
     if not shape or tensor.section == "other":
         return [None] * len(axes)
     inner: list[Placement] = []

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
 
-INDEX_SUFFIX = ".safetensors.index.json"
+INDEX_SUFFIX = ".index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _SHARDING = "DCP_SHARDING_INFO"
 
@@ -75,15 +75,24 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def read_safetensors(path: Path) -> Checkpoint:
-    """Read a safetensors file, an index file, or a directory of them.
+def read_safetensors(path: Path, names: Sequence[str] | None = None, root: Path | None = None) -> Checkpoint:
+    """Read a safetensors file, an index file with its files, or the named files of a directory.
+
+    Args:
+        path: The file or index; or what was asked for, where ``names`` are given.
+        names: The files, relative to ``root``.
+        root: Their directory; ``path`` itself by default.
 
     Raises:
         IncompleteCheckpointError: A file that the index names is missing, or lacks a tensor that the index gives it.
         CheckpointFormatError: A header is wrong, two files hold one tensor, or a file is no safetensors file.
     """
-    root = path if path.is_dir() else path.parent
-    index_file, files = _files(path, root)
+    if names is not None:
+        root, index_file, files = root or path, None, list(names)
+    elif path.name.endswith(INDEX_SUFFIX):
+        root, index_file, files = path.parent, path, sorted(set(_weight_map(path).values()))
+    else:
+        root, index_file, files = path.parent, None, [path.name]
     checkpoint = Checkpoint(path=path, root=root, kind="safetensors")
     parts: dict[str, list[tuple[Chunk, torch.dtype]]] = {}
     for name in files:
@@ -94,17 +103,6 @@ def read_safetensors(path: Path) -> Checkpoint:
     if index_file is not None:
         _check_index(checkpoint, index_file)
     return checkpoint
-
-
-def _files(path: Path, root: Path) -> tuple[Path | None, list[str]]:
-    if path.is_file() and not path.name.endswith(INDEX_SUFFIX):
-        return None, [path.name]
-    indices = [path] if path.is_file() else sorted(root.glob("*" + INDEX_SUFFIX))
-    if len(indices) > 1:
-        raise CheckpointFormatError(path, f"it holds several indices ({', '.join(p.name for p in indices)}). Name one of them.")
-    if indices:
-        return indices[0], sorted(set(_weight_map(indices[0]).values()))
-    return None, sorted(file.name for file in root.glob("*.safetensors"))
 
 
 def _weight_map(index_file: Path) -> dict[str, str]:

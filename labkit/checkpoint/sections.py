@@ -1,63 +1,87 @@
-"""Tell the model's entries from the optimizer's and from everything else, by the names alone."""
+"""Tell the model's entries from the optimizer's and from everything else, by the structure of the state.
+
+The rules, in this order; what a key is called decides nothing but for the two keys that every torch optimizer writes:
+
+1. An optimizer is a dict with ``param_groups``, and beside it ``state``, wherever it is nested. Where a checkpoint has kept the
+   ``state`` alone, that counts as an optimizer's when the names in it are parameter numbers, or names of tensors elsewhere in the
+   checkpoint, and the pieces have names that torch's optimizers give.
+2. The other tensors lie in nests: the dicts under the top-level keys, and the top level itself. A nest with a floating-point tensor
+   of at least one dim may be a model; all its tensors belong to the section ``model``. Random states, permutations and counters
+   are integers or single numbers, so their nests are ``other``, and so is every value that is no tensor. Where no nest has such a
+   tensor, every nest may be a model.
+3. Several such nests (averaged weights beside the weights, a teacher) are all ``model``. Where one of them has to be chosen, it is
+   the one with the names that the given model or the optimizer has; where that does not decide, the user does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
-from labkit.checkpoint.names import wrappers_in
+from labkit.checkpoint.errors import CheckpointFormatError
+from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, wrappers_in
+from labkit.checkpoint.wording import listed
 
 OPTIMIZER_STATE_NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "step"}
 )
-_MODEL_ROOTS = ("model", "state_dict", "model_state_dict", "module", "net", "network", "params", "weights")
-_OTHER_ROOTS = ("rng", "scheduler", "lr_scheduler", "sched", "random", "epoch", "dataloader", "sampler", "scaler")
+Nest = tuple[str | int, ...]
 
 
 def classify(checkpoint: Checkpoint) -> None:
-    """Set the section of each entry, in place.
-
-    An optimizer is recognised by its ``param_groups`` beside ``state``, wherever it is nested; a checkpoint that holds
-    one optimizer's dict only has it at the root.
-    """
+    """Set the section of each entry, in place, by the rules of this module."""
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     roots = optimizer_roots(entries)
     for entry in entries:
-        entry.section = _section(entry, roots)
-    # Beside a dict of weights, a lone tensor at the top is a value of the training loop and no parameter.
-    nested = [entry for entry in checkpoint.section("model") if len(entry.path) > 1]
-    lone = [entry for entry in checkpoint.section("model") if len(entry.path) == 1]
-    if len(nested) >= len(lone):
-        for entry in lone:
-            entry.section = "other"
+        entry.section = "optimizer" if _in_optimizer(entry, roots) else "other"
+    rest = [entry for entry in checkpoint.tensors.values() if entry.section == "other"]
+    models = {nest_of(entry.path) for entry in rest if _may_be_a_parameter(entry)} or {nest_of(entry.path) for entry in rest}
+    for entry in rest:
+        if nest_of(entry.path) in models:
+            entry.section = "model"
+
+
+def nest_of(path: Path_) -> Nest:
+    """Return the top-level key under which an entry lies in a dict or list of its own; nothing for the top level itself."""
+    return path[:1] if len(path) > 1 else ()
+
+
+def _may_be_a_parameter(entry: TensorEntry) -> bool:
+    return bool(entry.shape) and (entry.dtype.is_floating_point or entry.dtype.is_complex)
 
 
 def parts(entry: TensorEntry | ValueEntry) -> Path_:
-    """The entry's nested keys, names with dots split into their parts."""
+    """Return the entry's nested keys, names with dots split into their parts."""
     return tuple(part for step in entry.path for part in (step.split(".") if isinstance(step, str) else (step,)))
 
 
 def optimizer_roots(entries: Iterable[TensorEntry | ValueEntry]) -> set[Path_]:
-    """The prefixes under which an optimizer's ``state`` and ``param_groups`` lie."""
+    """Return the prefixes under which an optimizer's ``state`` and ``param_groups`` lie."""
     groups: set[Path_] = set()
-    states: set[Path_] = set()
+    states: dict[Path_, set[str]] = {}
+    others: set[str] = set()
     for entry in entries:
         keys = parts(entry)
         if "param_groups" in keys:
             groups.add(keys[: keys.index("param_groups")])
         elif "state" in keys and keys[-1] in OPTIMIZER_STATE_NAMES:
-            states.add(keys[: keys.index("state")])
-    return groups | states
+            at = keys.index("state")
+            states.setdefault(keys[:at], set()).add(".".join(map(str, keys[at + 1 : -1])))
+        else:
+            others.update((canonical_fqn(".".join(map(str, keys))), canonical_fqn(".".join(map(str, keys[1:] or keys)))))
+    alone = {
+        root
+        for root, names in states.items()
+        if root not in groups and all(name.isdigit() or canonical_fqn(name) in others for name in names)
+    }
+    return groups | alone
 
 
-def _section(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> Section:
+def _in_optimizer(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> bool:
     keys = parts(entry)
-    for root in roots:
-        if keys[: len(root)] == root and len(keys) > len(root) and keys[len(root)] in ("state", "param_groups"):
-            return "optimizer"
-    if isinstance(entry, ValueEntry) or str(keys[0]).lower().startswith(_OTHER_ROOTS):
-        return "other"
-    return "model"
+    return any(
+        keys[: len(root)] == root and len(keys) > len(root) and keys[len(root)] in ("state", "param_groups") for root in roots
+    )
 
 
 def is_moment_piece(entry: TensorEntry) -> bool:
@@ -66,20 +90,73 @@ def is_moment_piece(entry: TensorEntry) -> bool:
     return entry.section == "optimizer" and len(entry.shape) == 1 and any(key.isdigit() for key in keys[-2:-1])
 
 
-def model_prefix(checkpoint: Checkpoint) -> str:
-    """What stands before every parameter name: ``"model."`` in ``{"model": ..., "optim": ...}``, else nothing.
+def model_nests(checkpoint: Checkpoint) -> list[Nest]:
+    """Return the nests that hold models, in stored order."""
+    return list(dict.fromkeys(nest_of(entry.path) for entry in checkpoint.section("model")))
 
-    Only a nesting that the checkpoint itself recorded counts: a module called ``model`` is part of its parameters' names.
+
+def model_nest(checkpoint: Checkpoint, names: Collection[str] = ()) -> Nest:
+    """Return the nest that holds the model, by rule 3.
+
+    Args:
+        checkpoint: A classified checkpoint.
+        names: The model's canonical names, where it is known.
+
+    Raises:
+        CheckpointFormatError: Several nests may be the model.
     """
-    heads = dict.fromkeys(str(entry.path[0]) for entry in checkpoint.section("model"))
-    if not all(len(entry.path) > 1 for entry in checkpoint.section("model")):
-        return ""
-    if len(heads) > 1:  # averaged weights, a teacher: take the one that is called what everybody calls it
-        heads = {head: None for head in heads if head in _MODEL_ROOTS}
-    return f"{next(iter(heads))}." if len(heads) == 1 else ""
+    nests = flat_nests(checkpoint) or model_nests(checkpoint)
+    for known in (set(names), _optimizer_names(checkpoint)):
+        if len(nests) > 1 and known:
+            held: dict[Nest, set[str]] = {}
+            for entry in checkpoint.section("model"):
+                held.setdefault(nest_of(entry.path), set()).add(canonical_fqn(name_in(entry.path)))
+            nests = [nest for nest in nests if known & held[nest]] or nests
+    if len(nests) > 1:
+        called = [nest_text(nest) for nest in nests]
+        raise CheckpointFormatError(
+            checkpoint.path,
+            f"{len(nests)} parts of it may be the model: {listed(called, most=8)}. Say which with only={called[0]!r} "
+            f"(--only {called[0]}), or name the model.",
+        )
+    return nests[0] if nests else ()
+
+
+def flat_nests(checkpoint: Checkpoint) -> list[Nest]:
+    """Return the nests that hold flat parameters of FSDP1."""
+    flat = (entry for entry in checkpoint.section("model") if FLAT_PARAMETER in entry.key.split("."))
+    return list(dict.fromkeys(nest_of(entry.path) for entry in flat))
+
+
+def _optimizer_names(checkpoint: Checkpoint) -> set[str]:
+    """Return the names of parameters that optimizer state goes by; numbers are no names."""
+    names = set()
+    for entry in checkpoint.section("optimizer"):
+        keys = [str(part) for part in parts(entry)]
+        if "state" in keys:
+            name = ".".join(keys[keys.index("state") + 1 : -1])
+            names.add("" if name.isdigit() else canonical_fqn(name))
+    return names - {""}
+
+
+def name_in(path: Path_) -> str:
+    """Return an entry's name inside its nest."""
+    return ".".join(map(str, path[len(nest_of(path)) :]))
+
+
+def nest_text(nest: Nest) -> str:
+    """Return a nest for people and for the option that chooses it; the top level is a dot."""
+    return ".".join(map(str, nest)) or "."
 
 
 def wrappers_of(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many tensors' names carry each wrapper's part, as :func:`wrappers_in` counts them."""
-    prefix = model_prefix(checkpoint)
-    return wrappers_in(entry.key.removeprefix(prefix if entry.section == "model" else "") for entry in checkpoint.tensors.values())
+    """Count the tensors' names that carry each wrapper's part, as :func:`wrappers_in` counts them in each nest."""
+    result: dict[str, int] = {}
+    nests: dict[Nest | str, list[str]] = {}
+    for entry in checkpoint.tensors.values():
+        key = nest_of(entry.path) if entry.section == "model" else entry.section
+        nests.setdefault(key, []).append(name_in(entry.path) if entry.section == "model" else entry.key)
+    for names in nests.values():
+        for wrapper, count in wrappers_in(names).items():
+            result[wrapper] = result.get(wrapper, 0) + count
+    return result

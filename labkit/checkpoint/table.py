@@ -12,7 +12,7 @@ from rich.text import Text
 from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.describe import SECTIONS, dtype_text, matches, select, ties, totals
 from labkit.checkpoint.held import missing_files
-from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, writer_rank
+from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.sections import wrappers_of
 from labkit.checkpoint.small_values import SmallValue, small_values
 from labkit.checkpoint.wording import bytes_text, counted
@@ -23,6 +23,7 @@ KINDS = {
     "torch": "torch.save",
     "torch_ranks": "torch.save, one file per rank",
     "safetensors": "safetensors",
+    "parts": "put together from parts",
 }
 DEFAULT_ROWS = 200
 _MISSING = 8  # of them one sees what is wrong
@@ -139,7 +140,7 @@ def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue], rows: int | N
                 f"  {section}: {counted(part['num_tensors'], 'tensor')}, {counted(part['num_elements'], 'element')}, "
                 f"{bytes_text(part['size_bytes'])}"
             )
-    writers = sorted({rank for file in checkpoint.files for rank in [writer_rank(file)] if rank is not None})
+    writers = sorted({rank for file in checkpoint.files for rank in [checkpoint.writer(file)] if rank is not None})
     if writers:
         lines.append(f"written by ranks {format_ranks(writers)}" if len(writers) > 1 else f"written by rank {writers[0]}")
     wrappers = wrappers_of(checkpoint)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from math import prod
 
 from labkit.checkpoint.contents import Contents, OutTensor
-from labkit.checkpoint.entry_names import split_model
 from labkit.checkpoint.errors import CheckpointMismatchError
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.read import Reader, same_bits
+from labkit.checkpoint.sections import name_in, nest_of
 from labkit.checkpoint.sources import CastSource, Source
 from labkit.checkpoint.wording import listed
 
@@ -59,7 +59,9 @@ def complete_ties(contents: Contents, parameters: ParameterList | None) -> None:
     """
     if parameters is None:
         return
-    by_name = {split_model(contents, item.path): index for index, item in enumerate(contents.tensors) if item.section == "model"}
+    by_name = {
+        (nest_of(item.path), name_in(item.path)): index for index, item in enumerate(contents.tensors) if item.section == "model"
+    }
     with Reader(contents.checkpoint, checksums=True) as reader:
         for nesting, name in list(by_name):
             owner = parameters.tied.get(name, name)

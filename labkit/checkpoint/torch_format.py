@@ -4,114 +4,98 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.archive import RecordRange, TorchArchive
-from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
+from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, RankDivergenceError
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
-from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie, writer_rank
+from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.names import FLAT_PARAMETER
+from labkit.checkpoint.rank_files import Found, RankFile, ranks_of
 from labkit.checkpoint.safe_pickle import Record, TensorRef, Unknown
 from labkit.checkpoint.wording import counted
 
-SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".distcp.pt")
-INDEX_FILE = "pytorch_model.bin.index.json"
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
-@dataclass(slots=True)
-class _Found:
-    """One leaf of one file: a tensor's chunks, with whether they are a part (a shard) or the whole."""
+def read_torch(
+    path: Path,
+    root: Path,
+    names: Sequence[str],
+    *,
+    ranks: Mapping[str, int] | None = None,
+    by_name: bool = True,
+    unknown: Unknown = "refuse",
+) -> Checkpoint:
+    """Read torch.save files as one checkpoint, without building a tensor.
 
-    path: Path_
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: list[Chunk]
-    sharded: bool
-    storages: frozenset[str]
-
-
-@dataclass(slots=True)
-class _File:
-    name: str
-    rank: int
-    tensors: dict[str, _Found] = field(default_factory=dict)
-    values: dict[str, tuple[Path_, Any]] = field(default_factory=dict)
-    opaque: tuple[str, ...] = ()
-    records: list[tuple[int, int, int]] = field(default_factory=list)
-
-
-def torch_files(root: Path) -> list[Path]:
-    """The torch.save files of a directory, those with a rank in their name in rank order."""
-    files = [file for file in root.iterdir() if file.is_file() and file.suffix in SUFFIXES and file.name[0] != "."]
-    return sorted(files, key=lambda file: (writer_rank(file.name) if writer_rank(file.name) is not None else -1, file.name))
-
-
-def read_torch(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
-    """Read a torch.save file, or a directory of them, without building a tensor.
+    Args:
+        path: What was asked for, for messages.
+        root: The directory that the names are relative to.
+        names: The files.
+        ranks: File name to rank, where the caller says so.
+        by_name: As for :func:`labkit.checkpoint.rank_files.ranks_of`, which decides what the files are.
+        unknown: As for :func:`labkit.checkpoint.open_checkpoint`.
 
     Raises:
-        IncompleteCheckpointError: A file is cut off, or one that the index names is missing.
+        AmbiguousCheckpointError: The files may be one checkpoint or several.
+        IncompleteCheckpointError: A file is cut off or missing.
         CheckpointFormatError: A file is no torch.save archive, or is in the format from before torch 1.6.
         UnsafeCheckpointError: A file names something outside the allow-list.
     """
-    root = path if path.is_dir() else path.parent
-    paths = _indexed(root) if path.is_dir() else [path]
-    files = [_read_file(file, index, unknown) for index, file in enumerate(paths)]
-    repeated = len(files) > 1 and _overlap(files)
-    checkpoint = Checkpoint(path=path, root=root, kind="torch_ranks" if repeated else "torch")
-    checkpoint.files = {file.name: file.stat().st_size for file in paths}
+    files = [_read_file(root, name, unknown) for name in names]
+    numbers = ranks_of(files, root, ranks, by_name=by_name)
+    if numbers is not None:
+        files.sort(key=lambda file: numbers[file.name])
+    checkpoint = Checkpoint(path=path, root=root, kind="torch" if numbers is None or len(files) == 1 else "torch_ranks")
+    checkpoint.files = {file.name: (root / file.name).stat().st_size for file in files}
     checkpoint.opaque = tuple(sorted({name for file in files for name in file.opaque}))
-    checkpoint.metadata = {"ranks": len(files)} if repeated else {}
     checkpoint.records = {file.name: file.records for file in files}
+    if numbers is not None:
+        checkpoint.ranks = {file.name: numbers[file.name] for file in files}
+        world_size = max(max(numbers.values()) + 1, *(file.world_size for file in files))
+        checkpoint.missing_ranks = tuple(sorted(set(range(world_size)) - set(numbers.values())))
+        checkpoint.metadata = {"ranks": world_size} if len(files) > 1 else {}
     for file in files:
         _drop_flat_views(file, checkpoint.notes)
     for key in dict.fromkeys(key for file in files for key in file.tensors):
         checkpoint.tensors[key] = _merge(key, [file for file in files if key in file.tensors], root)
+        for table in (checkpoint.tensors[key].chunks, *checkpoint.tensors[key].replicas):
+            table.writers = checkpoint.ranks
     for key in dict.fromkeys(key for file in files for key in file.values):
-        checkpoint.values[key] = _value(key, [file for file in files if key in file.values])
+        checkpoint.values[key] = _value(key, [file for file in files if key in file.values], checkpoint.ranks)
     tie(checkpoint.tensors.values())
     return checkpoint
 
 
-def _indexed(root: Path) -> list[Path]:
-    index = root / INDEX_FILE
-    if not index.exists():
-        return torch_files(root)
+def indexed_files(index: Path) -> list[str]:
+    """Return the names of the files that an index (``weight_map``) lists.
+
+    Raises:
+        CheckpointFormatError: It cannot be read, or points out of its directory.
+        IncompleteCheckpointError: A file is missing.
+    """
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointFormatError(index, "it has no readable weight_map") from None
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:
             raise CheckpointFormatError(index, f"it points at {name!r}, outside its own directory")
-        if not (root / name).exists():
-            raise IncompleteCheckpointError(root / name, "the index names this file, and it is missing")
-    return [root / name for name in names]
+        if not (index.parent / name).exists():
+            raise IncompleteCheckpointError(index.parent / name, "the index names this file, and it is missing")
+    return names
 
 
-def _overlap(files: Sequence[_File]) -> bool:
-    seen: set[str] = set()
-    for file in files:
-        keys = file.tensors.keys() | file.values.keys()
-        if seen & keys:
-            return True
-        seen |= keys
-    return any(found.sharded for file in files for found in file.tensors.values())
-
-
-def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
-    named = writer_rank(path.name)
-    result = _File(path.name, index if named is None else named)
+def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
+    path = root / name
+    result = RankFile(name)
     with path.open("rb") as file:
         magic = file.read(16)
-        if magic.startswith(_LEGACY):
+        if magic.startswith(LEGACY):
             raise CheckpointFormatError(
                 path,
                 "it is in torch's format from before 1.6. Convert it: torch.save(torch.load(file, weights_only=True), new_file).",
@@ -127,7 +111,7 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
         state, result.opaque = archive.load(unknown)
         if isinstance(state, Record) and not isinstance(state.state.get("_local_tensor"), TensorRef):
             state = {"": state}
-        places = _Places(archive, path)
+        places = _Places(archive, path, name)
         for found_at, leaf in safe_pickle.walk(state, path):
             nested = found_at or ("value",)  # a file that holds one tensor or value and no dict
             key = ".".join(map(str, nested))
@@ -138,15 +122,40 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
                 result.values[key] = (nested, leaf)
             else:
                 result.tensors[key] = found
+                _note_writer(result, leaf)
         result.records = places.records()
     return result
+
+
+def _note_writer(file: RankFile, leaf: Any) -> None:
+    """Note which rank a sharded tensor says it was written by, and how many ranks there were."""
+    if not isinstance(leaf, Record):
+        return
+    if isinstance(leaf.state.get("_local_tensor"), TensorRef):
+        mesh = leaf.state["_spec"].state["mesh"].state
+        rank = mesh.get("_rank")
+        if isinstance(rank, int):
+            file.writers.add(rank)
+            whole = (mesh["_root_mesh"].state if isinstance(mesh.get("_root_mesh"), Record) else mesh).get("_flatten_rank_map")
+            file.world_size = max(file.world_size, rank + 1, *((max(whole, default=0) + 1,) if isinstance(whole, tuple) else ()))
+        return
+    shards, metadata = leaf.state["state"][:2]
+    places = [shard.state["metadata"].state.get("placement") for shard in shards]
+    file.writers.update(rank for place in places if (rank := _placed_on(place)) is not None)
+    every = [_placed_on(shard.state.get("placement")) for shard in metadata.state.get("shards_metadata") or ()]
+    file.world_size = max([file.world_size, *(rank + 1 for rank in every if rank is not None)])
+
+
+def _placed_on(placement: Any) -> int | None:
+    rank = placement.state.get("_rank") if isinstance(placement, Record) else None
+    return rank if isinstance(rank, int) else None
 
 
 class _Places:
     """Byte ranges of the storages of one archive, each looked up once."""
 
-    def __init__(self, archive: TorchArchive, path: Path) -> None:
-        self._archive, self.path = archive, path
+    def __init__(self, archive: TorchArchive, path: Path, name: str) -> None:
+        self._archive, self.path, self._name = archive, path, name
         self._known: dict[str, RecordRange] = {}
 
     def records(self) -> list[tuple[int, int, int]]:
@@ -164,13 +173,13 @@ class _Places:
         if length and start + length > where.length:
             raise CheckpointFormatError(self.path, f"a tensor reaches past the end of its storage {ref.storage.key!r}")
         strides = None if plain else ref.strides
-        return Chunk(tuple(offsets), ref.shape, self.path.name, where.start + start, length, strides=strides)
+        return Chunk(tuple(offsets), ref.shape, self._name, where.start + start, length, strides=strides)
 
 
-def _tensor(nested: Path_, leaf: Any, places: _Places) -> _Found | None:
+def _tensor(nested: Path_, leaf: Any, places: _Places) -> Found | None:
     if isinstance(leaf, TensorRef):
         chunk = places.chunk(leaf, (0,) * len(leaf.shape))
-        return _Found(nested, leaf.shape, leaf.dtype, [chunk], False, frozenset({leaf.storage.key}))
+        return Found(nested, leaf.shape, leaf.dtype, [chunk], False, frozenset({leaf.storage.key}))
     if not isinstance(leaf, Record):
         return None
     try:
@@ -183,16 +192,16 @@ def _tensor(nested: Path_, leaf: Any, places: _Places) -> _Found | None:
     return None
 
 
-def _sharded_tensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
+def _sharded_tensor(nested: Path_, leaf: Record, places: _Places) -> Found:
     shards, metadata = leaf.state["state"][:2]
     shape = tuple(metadata.state["size"])
     refs = [(shard.state["tensor"], shard.state["metadata"].state["shard_offsets"]) for shard in shards]
     dtype = refs[0][0].dtype if refs else leaf.args[0]
     chunks = [places.chunk(ref, offsets) for ref, offsets in refs]
-    return _Found(nested, shape, dtype, chunks, True, frozenset(ref.storage.key for ref, _ in refs))
+    return Found(nested, shape, dtype, chunks, True, frozenset(ref.storage.key for ref, _ in refs))
 
 
-def _dtensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
+def _dtensor(nested: Path_, leaf: Record, places: _Places) -> Found:
     ref: TensorRef = leaf.state["_local_tensor"]
     spec = leaf.state["_spec"].state
     shape = tuple(leaf.args[1])
@@ -205,7 +214,7 @@ def _dtensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
     if sizes != ref.shape and 0 not in sizes:
         raise ValueError(f"its local shape {ref.shape} is not {sizes}, which its placements give")
     chunks = [places.chunk(ref, offsets)] if 0 not in ref.shape or not any(shape) else []
-    return _Found(nested, shape, ref.dtype, chunks, True, frozenset({ref.storage.key}))
+    return Found(nested, shape, ref.dtype, chunks, True, frozenset({ref.storage.key}))
 
 
 def _placement(record: Record, path: Path) -> ShardDim | None:
@@ -228,7 +237,7 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(prod(part) if isinstance(part, tuple) else int(part) for part in (shape if isinstance(shape, tuple) else (shape,)))
 
 
-def _drop_flat_views(file: _File, notes: list[str]) -> None:
+def _drop_flat_views(file: RankFile, notes: list[str]) -> None:
     # LOCAL_STATE_DICT with use_orig_params=True also lists this rank's slices of the flat parameters, as 1-D views
     # without any word on what part of the parameter they are.
     flat = {key: found for key, found in file.tensors.items() if key.split(".")[-1] == FLAT_PARAMETER}
@@ -248,12 +257,16 @@ def _drop_flat_views(file: _File, notes: list[str]) -> None:
         notes.append(f"{file.name}: {counted(len(views), 'view')} of its flat parameters left out ({views[0]}, ...)")
 
 
-def _merge(key: str, files: Sequence[_File], root: Path) -> TensorEntry:
+def _merge(key: str, files: Sequence[RankFile], root: Path) -> TensorEntry:
     first = files[0].tensors[key]
     for file in files[1:]:
         found = file.tensors[key]
         if (found.dtype, len(found.shape), found.sharded) != (first.dtype, len(first.shape), first.sharded):
-            raise CheckpointFormatError(root / file.name, f"{key!r} has another dtype or number of dims than in {files[0].name}")
+            raise RankDivergenceError(
+                root,
+                [f"{key} is {_described(first)} in {files[0].name}, and {_described(found)} in {file.name}"],
+                advice="The files are not those of the ranks of one save. Name one of them.",
+            )
     dims = len(first.shape)
     flat = key.rsplit(".", maxsplit=1)[-1] == FLAT_PARAMETER
     if not first.sharded:
@@ -269,7 +282,12 @@ def _merge(key: str, files: Sequence[_File], root: Path) -> TensorEntry:
     return TensorEntry(key, first.path, first.shape, first.dtype, chunks, replicas=replicas, flat=flat)
 
 
-def _value(key: str, files: Sequence[_File]) -> ValueEntry:
+def _described(found: Found) -> str:
+    shape = "x".join(map(str, found.shape)) or "scalar"
+    return f"{shape} {str(found.dtype).removeprefix('torch.')}{', sharded' if found.sharded else ''}"
+
+
+def _value(key: str, files: Sequence[RankFile], ranks: Mapping[str, int]) -> ValueEntry:
     path, value = files[0].values[key]
-    others = {file.rank: file.values[key][1] for file in files} if len(files) > 1 else {}
+    others = {ranks[file.name]: file.values[key][1] for file in files} if len(files) > 1 and ranks else {}
     return ValueEntry(key, path, files[0].name, inline=value, replicas=others)

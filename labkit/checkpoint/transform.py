@@ -8,25 +8,25 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from labkit.checkpoint.contents import Contents, OutTensor, OutValue
+from labkit.checkpoint.contents import Contents, OutTensor, OutValue, left_out, top_level
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.entry_names import (
+    group_names,
     map_group_names,
     map_state_names,
-    split_model,
     split_state,
 )
 from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
 from labkit.checkpoint.flat import ParameterList, Stretch, layout, units_of
 from labkit.checkpoint.model import Checkpoint, TensorEntry
 from labkit.checkpoint.model_fit import misfit
-from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn
+from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, canonical_names, check_unique, match_names
 from labkit.checkpoint.numbered_state import name_numbers
 from labkit.checkpoint.rename import Rule
-from labkit.checkpoint.sections import model_prefix
+from labkit.checkpoint.sections import Nest, name_in, nest_of
 from labkit.checkpoint.sources import CastSource, EntrySource, FlatSource
 from labkit.checkpoint.ties import complete_ties
-from labkit.checkpoint.wording import counted
+from labkit.checkpoint.wording import counted, listed
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,7 @@ class Options:
         order: Names in the order that the optimizer was given them, of parameters or of flat parameters; by default all or
             the trainable ones in the model's order.
         rules: Rename rules for canonical parameter names, applied to the model and to its optimizer state alike.
+        only: Top-level keys to keep, ``.`` for the tensors that lie in no dict; everything where none is given.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of model names to dtype; the first match wins.
     """
@@ -45,6 +46,7 @@ class Options:
     parameters: ParameterList | None = None
     order: Sequence[str] | None = None
     rules: Sequence[Rule] = ()
+    only: Sequence[str] = ()
     drop: Sequence[str] = ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
@@ -61,8 +63,9 @@ def transform(contents: Contents, options: Options) -> Contents:
     Ranks: local. Reads values, and of tensors those that the model ties and the source does not.
     """
     contents = replace(contents, tensors=list(contents.tensors), values=list(contents.values), notes=list(contents.notes))
+    _keep_only(contents, options.only)
     _drop(contents, options.drop)
-    _canonical(contents)
+    _canonical(contents, options.parameters)
     where = _take_flat_apart(contents, options)
     name_numbers(contents, options.parameters, options.order, where)
     _refuse_flat(contents)
@@ -80,6 +83,24 @@ def _misfit(contents: Contents, options: Options) -> CheckpointMismatchError | N
     return None if options.parameters is None else misfit(contents, options.parameters, options.drop)
 
 
+def _keep_only(contents: Contents, only: Sequence[str]) -> None:
+    if not only:
+        return
+    heads = {top_level(item) for item in contents.items}
+    strange = [name for name in only if name not in heads]
+    if strange:
+        raise FQNMismatchError(
+            contents.checkpoint.path,
+            missing=strange,
+            advice=f"Its top-level keys are {listed(sorted(heads), most=12)}; . stands for the tensors that lie in no dict.",
+        )
+    left = left_out(item for item in contents.items if top_level(item) not in only)
+    contents.tensors = [item for item in contents.tensors if top_level(item) in only]
+    contents.values = [item for item in contents.values if top_level(item) in only]
+    if left:
+        contents.notes.append(f"left out, since it is not in only: {left}")
+
+
 def _drop(contents: Contents, patterns: Sequence[str]) -> None:
     keys = [*(item.key for item in contents.tensors), *(item.key for item in contents.values)]
     contents.note_idle("drop", patterns, lambda pattern: bool(fnmatch.filter(keys, pattern)))
@@ -91,13 +112,38 @@ def _drop(contents: Contents, patterns: Sequence[str]) -> None:
     contents.values = [item for item in contents.values if kept(item.key)]
 
 
-def _canonical(contents: Contents) -> None:
+def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
+    """Take the wrappers out of the names: by the model's names where it is known, else by the rules of :mod:`names`."""
+    nests: dict[Nest, list[str]] = {}
+    for item in contents.tensors:
+        if item.section == "model":
+            nests.setdefault(nest_of(item.path), []).append(name_in(item.path))
+    found = {nest: _canonical_in(contents, names, parameters, nest) for nest, names in nests.items()}
     for index, item in enumerate(contents.tensors):
         if item.section == "model":
-            nesting, name = split_model(contents, item.path)
-            contents.tensors[index] = replace(item, path=(*nesting, canonical_fqn(name)))
-    map_state_names(contents, canonical_fqn)
-    map_group_names(contents, canonical_fqn)
+            nest = nest_of(item.path)
+            contents.tensors[index] = replace(item, path=(*nest, found[nest][name_in(item.path)]))
+    states = [split[1] for item in contents.items if item.section == "optimizer" and (split := split_state(item.path)) is not None]
+    states += group_names(contents)
+    named = [name for name in dict.fromkeys(states) if not name.isdigit()]
+    names = _canonical_in(contents, named, parameters, ("optimizer",))
+    map_state_names(contents, lambda name: names.get(name, name))
+    map_group_names(contents, lambda name: names.get(name, name))
+
+
+def _canonical_in(contents: Contents, names: Sequence[str], parameters: ParameterList | None, nest: Nest) -> dict[str, str]:
+    result = canonical_names(names, contents.checkpoint.path)
+    if parameters is not None:
+        result |= match_names(names, [*parameters.tensors, *(name for name in parameters.shapes if name not in parameters.tensors)])
+        check_unique(result, contents.checkpoint.path)
+    dropped = [name for name, canonical in result.items() if canonical_fqn(name) == f"module.{canonical}"]
+    if dropped:
+        contents.notes.append(
+            f"{'.'.join(map(str, nest)) or 'all tensors'}: every name begins with module., as DDP's do, and that is left out"
+            if parameters is None
+            else f"{counted(len(dropped), 'name')} lost its part module., which the model does not have ({dropped[0]}, ...)"
+        )
+    return result
 
 
 # -- FSDP1 LOCAL ------------------------------------------------------------------------------------------------------
@@ -106,7 +152,7 @@ def _canonical(contents: Contents) -> None:
 def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Stretch]]:
     """Replace flat parameters by what is in them; returns where each parameter lies, per unit."""
     checkpoint = contents.checkpoint
-    units = units_of(checkpoint, model_prefix(checkpoint))
+    units = units_of(checkpoint)
     if not units:
         return {}
     if options.parameters is None:
@@ -119,12 +165,12 @@ def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Str
     _check_all_ranks(checkpoint, units.values())
     flat_keys = {entry.key for entry in units.values()}
     flat = {
-        item.source.entry.key: split_model(contents, item.path)[0]
+        item.source.entry.key: nest_of(item.path)
         for item in contents.tensors
         if isinstance(item.source, EntrySource) and item.source.entry.key in flat_keys
     }
     plain = [item for item in contents.tensors if not (isinstance(item.source, EntrySource) and item.source.entry.key in flat)]
-    outside = frozenset(split_model(contents, item.path)[1] for item in plain if item.section == "model")
+    outside = frozenset(name_in(item.path) for item in plain if item.section == "model")
     num_ranks = int(checkpoint.metadata.get("ranks", max(len(entry.chunks) for entry in units.values())))
     where = layout(units, options.parameters, outside, num_ranks, checkpoint.path)
     made = {
@@ -170,7 +216,7 @@ def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
     if not rules:
         return
 
-    names = [split_model(contents, item.path)[1] for item in contents.tensors if item.section == "model"]
+    names = [name_in(item.path) for item in contents.tensors if item.section == "model"]
     names += [split[1] for item in contents.tensors if (split := split_state(item.path)) is not None]
     by_pattern = {rule.pattern: rule for rule in rules}
     contents.note_idle("rename", by_pattern, lambda pattern: any(by_pattern[pattern].apply(name) is not None for name in names))
@@ -180,8 +226,7 @@ def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
 
     for index, item in enumerate(contents.tensors):
         if item.section == "model":
-            nesting, name = split_model(contents, item.path)
-            contents.tensors[index] = replace(item, path=(*nesting, change(name)))
+            contents.tensors[index] = replace(item, path=(*nest_of(item.path), change(name_in(item.path))))
     map_state_names(contents, change)
     map_group_names(contents, change)
     contents.tensors = [item for item in contents.tensors if not _dropped(item)]
@@ -193,7 +238,7 @@ def _dropped(item: OutTensor | OutValue) -> bool:
 
 
 def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:
-    names = [split_model(contents, item.path)[1] for item in contents.tensors if item.section == "model"]
+    names = [name_in(item.path) for item in contents.tensors if item.section == "model"]
     for pattern, given in dtypes.items():
         if not isinstance(given, torch.dtype):
             raise CheckpointError(f"dtypes[{pattern!r}]={given!r} is no torch.dtype. Write torch.bfloat16, for example.")
@@ -201,7 +246,7 @@ def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:
     for index, item in enumerate(contents.tensors):
         if item.section != "model" or not item.source.dtype.is_floating_point:
             continue
-        name = split_model(contents, item.path)[1]
+        name = name_in(item.path)
         dtype = next((dtype for pattern, dtype in dtypes.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if dtype is not None and dtype != item.source.dtype:
             cast = CastSource(item.source, dtype, item.key, str(contents.checkpoint.path))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 
-from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
+from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
-from labkit.checkpoint.names import canonical_fqn, match_names
+from labkit.checkpoint.names import canonical_names, fqn_of, match_names
 from labkit.checkpoint.rank_shares import is_flat
 from labkit.checkpoint.read import Reader, same_bits
-from labkit.checkpoint.sections import model_prefix
+from labkit.checkpoint.sections import Nest, model_nests, name_in, nest_of
 from labkit.checkpoint.sources import EntrySource
 from labkit.checkpoint.ties import equal
 from labkit.checkpoint.verify_data import Progress, each
@@ -58,10 +58,17 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
     return built
 
 
-def model_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """The model's tensors by their names in the model: without the nesting that the checkpoint put around them."""
-    prefix = model_prefix(checkpoint)
-    return {entry.key.removeprefix(prefix): entry for entry in checkpoint.section("model")}
+def model_entries(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorEntry]:
+    """Return the model's tensors by their names in the model: without the nesting that the checkpoint put around them.
+
+    Of several nests that may be the model, the one is taken that shares most of the given names of the model.
+    """
+    nests: dict[Nest, dict[str, TensorEntry]] = {(): {entry.key: entry for entry in checkpoint.section("model")}}
+    for entry in checkpoint.section("model"):
+        if nest := nest_of(entry.path):
+            nests.setdefault(nest, {})[name_in(entry.path)] = entry
+    expected = list(names)
+    return max(nests.values(), key=lambda found: (len(match_names(found, expected)), -len(found)))
 
 
 def report_flat(checkpoint: Checkpoint, report: Report) -> bool:
@@ -83,14 +90,15 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
     expected: Mapping[str, torch.Tensor] = {
         name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
     }
-    have = model_entries(checkpoint)
+    have = model_entries(checkpoint, expected)
     partners = match_names(have, expected)
     matched = {partner: have[name] for name, partner in partners.items()}
     tied = ParameterList.of(model).tied
     # One name of a tied parameter is enough.
-    there = {tied.get(name, name) for name in map(canonical_fqn, matched)}
+    fqn = fqn_of(model)
+    there = {tied.get(name, name) for name in map(fqn, matched)}
     for name in expected:
-        if name not in matched and tied.get(canonical_fqn(name), canonical_fqn(name)) not in there:
+        if name not in matched and tied.get(fqn(name), fqn(name)) not in there:
             report.error(
                 "missing-key",
                 name,
@@ -121,9 +129,10 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
 
 def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:
     """Names that are one parameter in the model have the same data, and other names bytes of their own. Reads the former."""
-    have = model_entries(checkpoint)
+    fqn = fqn_of(model)
+    names = [fqn(name) for name in model.state_dict()]
+    have = model_entries(checkpoint, names)
     tied = ParameterList.of(model).tied
-    names = map(canonical_fqn, model.state_dict())
     found = {partner: have[name] for name, partner in match_names(have, names).items()}
     by_key = {entry.key: name for name, entry in found.items()}
     with Reader(checkpoint) as reader:
@@ -147,29 +156,31 @@ def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None
 
 def trainable_names(model: nn.Module) -> set[str]:
     """The model's trainable parameters by canonical name."""
-    return {canonical_fqn(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+    fqn = fqn_of(model)
+    return {fqn(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Tensors by names that do not depend on the checkpoint's kind: without wrappers, model names without their nesting."""
-    prefix = model_prefix(checkpoint)
+    """Return the tensors by names that do not depend on the checkpoint's kind: without wrappers, and without a model's nesting.
+
+    Where several nests may be the model, each keeps its nesting.
+    """
+    nests = model_nests(checkpoint)
     names: dict[str, TensorEntry] = {}
-    for entry in checkpoint.tensors.values():
-        name = entry.key.removeprefix(prefix) if entry.section == "model" else entry.key
-        if entry.section == "optimizer":
-            name = _optimizer_name(entry)
-        name = canonical_fqn(name)
-        if name in names:
-            raise FQNMismatchError(checkpoint.path, unexpected=[f"{names[name].key} and {entry.key} both become {name}"])
-        names[name] = entry
-    return names
+    for nest in nests:
+        inside = {name_in(entry.path): entry for entry in checkpoint.section("model") if nest_of(entry.path) == nest}
+        for raw, name in canonical_names(inside, checkpoint.path).items():
+            names[name if len(nests) == 1 else ".".join([*map(str, nest), name])] = inside[raw]
+    optimizer = {_optimizer_name(entry): entry for entry in checkpoint.section("optimizer")}
+    for raw, name in canonical_names(optimizer, checkpoint.path).items():
+        names[f"optimizer.{name}"] = optimizer[raw]
+    return names | {entry.key: entry for entry in checkpoint.section("other")}
 
 
 def _optimizer_name(entry: TensorEntry) -> str:
     # The nesting before "state" is the caller's choice (optim, optimizer); FQNs after it may carry wrappers.
     keys = [str(part) for part in entry.path]
-    at = keys.index("state") if "state" in keys else 0
-    return "optimizer." + canonical_fqn(".".join(keys[at:]).removeprefix("state.")) if "state" in keys else entry.key
+    return ".".join(keys[keys.index("state") + 1 :]) if "state" in keys else entry.key.removeprefix("state.")
 
 
 def _alone(names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]) -> list[str]:

@@ -14,12 +14,12 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import held_in_files
 from labkit.checkpoint.manifest import Manifest
-from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry, writer_rank
+from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry
 from labkit.checkpoint.names import match_names
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.sections import optimizer_roots, parts, wrappers_of
 from labkit.checkpoint.wording import bytes_text, counted, listed
-from labkit.ranks import format_ranks
+from labkit.ranks import format_ranks, name_ranks
 
 _LATE_S = 2.0
 
@@ -45,6 +45,15 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
         else:
             what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"
             report.error("short-file", path, what, "a load of what lies at its end fails")
+    if checkpoint.missing_ranks:
+        report.error(
+            "missing-rank",
+            checkpoint.path,
+            f"there are files of {name_ranks(sorted(checkpoint.ranks.values()))}, and none of "
+            f"{name_ranks(checkpoint.missing_ranks)}. Copy them from where those ranks saved; if the names count from 1, write "
+            "{rank+1} in the place of the number",
+            "what those ranks saved is lost",
+        )
     if checkpoint.kind == "dcp":
         _check_strays(checkpoint, set(needed), report)
     return broken
@@ -109,7 +118,7 @@ def _report_gaps(checkpoint: Checkpoint, gaps: list[tuple[TensorEntry, Coverage]
     if checkpoint.kind != "dcp" and len(gaps) > 1:
         # No index names these files, so the gaps are all that tells of one that is missing.
         size = sum(found.missing * entry.dtype.itemsize for entry, found in gaps)
-        ranks = sorted({rank for name in checkpoint.files for rank in [writer_rank(name)] if rank is not None})
+        ranks = sorted({rank for name in checkpoint.files for rank in [checkpoint.writer(name)] if rank is not None})
         there = f" There are files of {'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}." if ranks else ""
         report.error(
             "uncovered",

@@ -240,14 +240,15 @@ def test_a_cut_shard_of_a_dcp_directory_is_named_when_its_data_are_read(tmp_path
 
 
 def test_a_missing_shard_and_a_missing_metadata_file_are_named(tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(10)}, checkpoint_id=tmp_path, no_dist=True)
-    (tmp_path / "__0_0.distcp").rename(tmp_path / "elsewhere")
-    with Reader(open_checkpoint(tmp_path)) as reader, pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp: .*missing"):
+    folder = tmp_path / "dcp"
+    dcp.save({"a": torch.ones(10)}, checkpoint_id=folder, no_dist=True)
+    (folder / "__0_0.distcp").rename(tmp_path / "elsewhere")
+    with Reader(open_checkpoint(folder)) as reader, pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp: .*missing"):
         reader.tensor("a")
-    (tmp_path / "elsewhere").rename(tmp_path / "__0_0.distcp")
-    (tmp_path / ".metadata").unlink()
+    (tmp_path / "elsewhere").rename(folder / "__0_0.distcp")
+    (folder / ".metadata").unlink()
     with pytest.raises(IncompleteCheckpointError, match="did not finish"):
-        open_checkpoint(tmp_path)
+        open_checkpoint(folder)
 
 
 def test_another_dtype_in_the_data_than_in_the_metadata_is_refused(tmp_path: Path) -> None:
@@ -300,15 +301,13 @@ def test_sections_and_integer_keys_are_recognised(tmp_path: Path) -> None:
 
 WRAPPED = [
     ("_fsdp_wrapped_module.0.weight", "0.weight"),
-    ("module.0.weight", "0.weight"),
-    ("_orig_mod.module.0.weight", "0.weight"),
-    ("module._orig_mod.0.weight", "0.weight"),
-    ("module.module.0.weight", "0.weight"),
+    ("module.0.weight", "module.0.weight"),
+    ("module._orig_mod.0.weight", "module.0.weight"),
     ("0._checkpoint_wrapped_module._fsdp_wrapped_module.weight", "0.weight"),
     ("_fsdp_wrapped_module.0._fsdp_wrapped_module._checkpoint_wrapped_module.weight", "0.weight"),
     ("_fsdp_wrapped_module._flat_param", "_flat_param"),
     ("block.module.weight", "block.module.weight"),
-    ("net._orig_mod.module.weight", "net.weight"),
+    ("net._orig_mod.module.weight", "net.module.weight"),
 ]
 
 
@@ -328,8 +327,17 @@ def test_wrappers_at_any_depth_give_one_canonical_name(wrappers: list[str], at: 
 
 
 def test_names_that_collide_without_their_wrappers_are_refused() -> None:
-    with pytest.raises(FQNMismatchError, match=r"module\.a and a both become a"):
-        canonical_names(["module.a", "a"], "x.pt")
+    with pytest.raises(FQNMismatchError, match=r"_orig_mod\.a and a both become a"):
+        canonical_names(["_orig_mod.a", "a"], "x.pt")
+
+
+@pytest.mark.parametrize("inside", ["", "_orig_mod.", "module."])
+def test_f_module_goes_from_the_front_where_every_name_begins_with_it_and_only_there(inside: str) -> None:
+    names = [f"module.{inside}a", f"module.{inside}b.c"]
+    assert canonical_names(names, "x.pt") == dict(zip(names, ["a", "b.c"], strict=True))
+    kept = canonical_names([*names, "n_averaged"], "x.pt")
+    assert kept["n_averaged"] == "n_averaged"
+    assert kept[names[0]] == f"module.{inside}a".replace("_orig_mod.", "")
 
 
 def test_a_real_submodule_called_module_is_matched_with_the_models_names() -> None:

@@ -208,12 +208,14 @@ def test_digits_that_dcp_made_of_parameter_numbers_become_numbers_again(tmp_path
 
 def test_safetensors_and_back(tmp_path: Path) -> None:
     model, _ = full_file(tmp_path / "full.pt")
-    result = migrate(tmp_path / "full.pt", tmp_path / "model.safetensors", model=Net())
-    assert "left out" in result.notes[-1]
+    with pytest.raises(CheckpointError, match=r"more than model: optim \(15 tensors, 12 values\), epoch \(1 value\).*--only model"):
+        migrate(tmp_path / "full.pt", tmp_path / "model.safetensors", model=Net())
+    result = migrate(tmp_path / "full.pt", tmp_path / "model.safetensors", model=Net(), only=["model"])
+    assert any("left out" in note and "optim (15 tensors, 12 values)" in note for note in result.notes)
     loaded = load_file(tmp_path / "model.safetensors")
     assert loaded.keys() == model.state_dict().keys() - {"head.weight"}
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in loaded.items())
-    migrate(tmp_path / "full.pt", tmp_path / "sharded", to="safetensors", shard_bytes=200, model=Net())
+    migrate(tmp_path / "full.pt", tmp_path / "sharded", to="safetensors", shard_bytes=200, model=Net(), only=["model"])
     index = json.loads((tmp_path / "sharded/model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     migrate(tmp_path / "sharded", tmp_path / "dcp")

@@ -11,7 +11,10 @@ from labkit.checkpoint.picture import file_shares
 
 
 def test_bytes_by_file_and_part(tmp_path: Path) -> None:
-    state = {"model": {"<b>w</b>\x1b[2J": torch.ones(4), "v": torch.ones(2)}, "optim": {"state": {"w": {"exp_avg": torch.ones(4)}}}}
+    state = {
+        "model": {"<b>w</b>\x1b[2J": torch.ones(4), "v": torch.ones(2)},
+        "optim": {"state": {"w": {"exp_avg": torch.ones(4)}}, "param_groups": []},
+    }
     torch.save(state, tmp_path / "x.pt")
     checkpoint = open_checkpoint(tmp_path / "x.pt")
     assert file_shares(checkpoint) == {"x.pt": {"model": 24, "optimizer": 16}}

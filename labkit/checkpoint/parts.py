@@ -1,0 +1,222 @@
+"""Find the checkpoints that lie in a directory, by what its files are.
+
+| what lies there | is one part |
+| --- | --- |
+| ``.metadata`` | with the files that it names: a DCP checkpoint, called ``.metadata`` |
+| an index with a ``weight_map`` | with the files that it lists, called by the index |
+| other safetensors or torch.save files | those whose names are equal but for the numbers in them, called by a pattern |
+| a sub-directory with one of these | called by its name |
+
+A directory with one part is that checkpoint, and one with several is not a checkpoint before somebody says which: nothing is
+taken because it lies beside something, and nothing is left out because another part has a better name. What the files of one part
+are to each other, :mod:`labkit.checkpoint.rank_files` decides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from labkit.checkpoint.wording import counted
+
+METADATA_FILE = ".metadata"
+INDEX_SUFFIX = ".index.json"
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+Format = Literal["dcp", "torch", "safetensors", "directory"]
+
+_WHAT = {"dcp": "DCP", "torch": "torch.save", "safetensors": "safetensors", "directory": "a directory with a checkpoint"}
+_PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint of those in a directory.
+
+    Attributes:
+        name: How to name it: a file, a sub-directory, or a pattern.
+        format: What wrote it.
+        files: Its files, relative to the directory; none for DCP, whose index says them.
+    """
+
+    name: str
+    format: Format
+    files: tuple[str, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """The part in words."""
+        number = f", {counted(len(self.files), 'file')}" if len(self.files) > 1 else ""
+        return f"{self.name}  ({_WHAT[self.format]}{number})"
+
+
+def parts_of(root: Path) -> list[Part]:
+    """Return the checkpoints in a directory, by the table of this module.
+
+    Raises:
+        CheckpointFormatError: An index cannot be read.
+
+    Ranks: local. Reads the first bytes of each file.
+    """
+    own = _own_parts(root)
+    folders = sorted(child for child in root.iterdir() if child.is_dir() and not child.name.startswith("."))
+    return own + [Part(child.name, "directory") for child in folders if _holds_one(child)]
+
+
+def _holds_one(folder: Path) -> bool:
+    try:
+        return bool(_own_parts(folder))
+    except CheckpointFormatError:
+        return True
+
+
+def _own_parts(root: Path) -> list[Part]:
+    files = sorted(child for child in root.iterdir() if child.is_file() and (child.name[0] != "." or child.name == METADATA_FILE))
+    parts: list[Part] = []
+    claimed: set[str] = set()
+    names = {file.name for file in files}
+    if METADATA_FILE in names:
+        parts.append(Part(METADATA_FILE, "dcp"))
+        claimed.add(METADATA_FILE)
+    for index in (file for file in files if file.name.endswith(INDEX_SUFFIX)):
+        listed = listed_in(index)
+        if listed is not None:
+            kind: Format = "safetensors" if all(name.endswith(".safetensors") for name in listed) else "torch"
+            parts.append(Part(index.name, kind, tuple(listed)))
+            claimed.update(listed)
+    groups: dict[tuple[Format, str], list[str]] = {}
+    for file in files:
+        kind_of = None if file.name in claimed or file.suffix == ".distcp" else format_of(file)
+        if kind_of is not None:
+            groups.setdefault((kind_of, re.sub("[0-9]+", "*", file.name)), []).append(file.name)
+    for (kind, pattern), found in groups.items():
+        parts.append(Part(pattern if len(found) > 1 else found[0], kind, tuple(by_number(found))))
+    return parts
+
+
+def listed_in(index: Path) -> list[str] | None:
+    """Return the names of the files that an index lists; None where it is another JSON file.
+
+    Raises:
+        CheckpointFormatError: Its ``weight_map`` cannot be read or points out of its directory.
+    """
+    try:
+        content = json.loads(index.read_text())
+        names = sorted(set(content["weight_map"].values())) if isinstance(content, dict) and "weight_map" in content else None
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointFormatError(index, "it has no readable weight_map") from None
+    for name in names or ():
+        if not isinstance(name, str) or not name or Path(name).name != name:
+            raise CheckpointFormatError(index, f"it points at {name!r}, outside its own directory")
+    return names
+
+
+def format_of(file: Path) -> Format | None:
+    """Return what wrote a file, by its first bytes, or by its suffix where these are damaged; None for other files."""
+    with file.open("rb") as data:
+        magic = data.read(16)
+    if magic[:2] == b"PK":
+        return "torch" if _is_torch_archive(file) or file.suffix in TORCH_SUFFIXES else None
+    if magic[8:9] == b"{" and int.from_bytes(magic[:8], "little") <= file.stat().st_size:
+        return "safetensors"
+    if file.suffix == ".safetensors":
+        return "safetensors"
+    return "torch" if file.suffix in TORCH_SUFFIXES else None
+
+
+def _is_torch_archive(file: Path) -> bool:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return any(name.endswith("/data.pkl") and name.count("/") == 1 for name in archive.namelist())
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return False
+
+
+def by_number(names: Sequence[str]) -> list[str]:
+    """Return names sorted with the numbers in them compared as numbers."""
+    return sorted(names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", name)])
+
+
+def only_part(root: Path) -> Part:
+    """Return the one checkpoint that a directory is.
+
+    Raises:
+        AmbiguousCheckpointError: It holds several, or has them in sub-directories only.
+        CheckpointNotFoundError: It holds none.
+    """
+    parts = parts_of(root)
+    if not parts:
+        raise CheckpointNotFoundError(root, "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors)")
+    if len(parts) == 1 and parts[0].format != "directory":
+        return parts[0]
+    number = counted(len(parts), "checkpoint")
+    here = any(part.format != "directory" for part in parts)
+    raise AmbiguousCheckpointError(
+        root,
+        f"it holds {number}, and labkit does not guess which you mean" if here else f"it holds {number} in folders, and none itself",
+        [part.text for part in parts[:20]],
+        advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them together: "
+        "--part NAME=PART reads a part under that name, and may be repeated.",
+    )
+
+
+# -- paths with a pattern ---------------------------------------------------------------------------------------------
+
+
+def is_pattern(path: Path) -> bool:
+    """Whether a path holds ``{rank}``, ``{rank+1}`` or ``*``."""
+    return _PLACEHOLDER.search(str(path)) is not None
+
+
+def matching_files(pattern: Path) -> tuple[Path, list[str], Mapping[str, int] | None]:
+    """Find the files of a path in which ``{rank}`` stands for the rank and ``*`` for any text, in one or several components.
+
+    ``{rank+1}`` is for names that count from 1.
+
+    Returns:
+        The directory before the first placeholder, the files relative to it, and file to rank where the pattern says the rank.
+
+    Raises:
+        CheckpointNotFoundError: No file matches.
+        CheckpointFormatError: Two files have the same rank, or it is below 0.
+    """
+    components = pattern.parts
+    first = next(index for index, part in enumerate(components) if _PLACEHOLDER.search(part))
+    root = Path(*components[:first])
+    found: list[tuple[Path, set[int]]] = [(root, set())]
+    for component in components[first:]:
+        found = [step for folder, ranks in found if folder.is_dir() for step in _children(folder, component, ranks)]
+    files = {str(path.relative_to(root)): ranks for path, ranks in found if path.is_file() and len(ranks) < 2}
+    if not files:
+        raise CheckpointNotFoundError(pattern, "no file matches this pattern")
+    if "{rank" not in str(pattern):
+        return root, by_number(list(files)), None
+    numbers = {name: next(iter(files[name])) for name in by_number(list(files))}
+    for name, rank in numbers.items():
+        same = [other for other, number in numbers.items() if number == rank]
+        if len(same) > 1 or rank < 0:
+            raise CheckpointFormatError(pattern, f"{' and '.join(same)} have rank {rank}. Write a pattern that tells them apart.")
+    return root, list(numbers), numbers
+
+
+def _children(folder: Path, component: str, ranks: set[int]) -> list[tuple[Path, set[int]]]:
+    expression, end = "", 0
+    offsets: list[int] = []
+    for place in _PLACEHOLDER.finditer(component):
+        expression += re.escape(component[end : place.start()]) + (".*" if place[0] == "*" else "([0-9]+)")
+        if place[0] != "*":
+            offsets.append(1 if place[1] else 0)
+        end = place.end()
+    expression += re.escape(component[end:])
+    result = []
+    for child in folder.iterdir():
+        match = re.fullmatch(expression, child.name)
+        if match is not None and (child.name[0] != "." or component[0] == "."):
+            mine = {int(number) - offset for number, offset in zip(match.groups(), offsets, strict=True)}
+            result.append((child, ranks | mine))
+    return result

@@ -1,0 +1,218 @@
+"""Decide how several torch.save files make one checkpoint, from what they hold and the numbers in their names.
+
+| the files | are |
+| --- | --- |
+| the caller names them by a pattern with ``{rank}`` | the files of these ranks |
+| no tensor is in two files, and values that are in several are equal | parts of one state |
+| each holds tensors that say which rank wrote them (DTensor, ShardedTensor), all differ, and so do the names in that number alone \
+| the files of the ranks that they say |
+| weights that are in several files are equal, so are the optimizer's settings and step counts, and the names differ in one number \
+| the files of the ranks that this number says |
+| anything else: two numbers differ, weights differ, only random states or the like are in common | not decided: ask |
+
+Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights say that the files are of one
+moment, since training changes weights; they are compared by length, torch's checksum and first bytes here, and bit for bit before
+anything is migrated.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labkit.checkpoint import safe_pickle
+from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError
+from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.sections import classify
+from labkit.checkpoint.wording import listed
+
+_NUMBER = re.compile(r"[0-9]+")
+_COMPARED_BYTES = 1 << 12
+
+
+@dataclass(slots=True)
+class Found:
+    """One tensor of one file: its chunks, and whether they are a part (a shard) or the whole."""
+
+    path: Path_
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: list[Chunk]
+    sharded: bool
+    storages: frozenset[str]
+
+
+@dataclass(slots=True)
+class RankFile:
+    """What one torch.save file holds.
+
+    Attributes:
+        name: Its name, relative to the checkpoint's root.
+        tensors, values: Its entries by key.
+        opaque: Names outside the allow-list that were left unread.
+        records: Its storages as (start, length, CRC-32), by start.
+        writers: The ranks that its tensors say they were written by; torch notes it in sharded tensors.
+        world_size: How many ranks they say there were, at least.
+    """
+
+    name: str
+    tensors: dict[str, Found] = field(default_factory=dict)
+    values: dict[str, tuple[Path_, Any]] = field(default_factory=dict)
+    opaque: tuple[str, ...] = ()
+    records: list[tuple[int, int, int]] = field(default_factory=list)
+    writers: set[int] = field(default_factory=set)
+    world_size: int = 0
+
+
+def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | None, *, by_name: bool) -> dict[str, int] | None:
+    """Decide, by the table of this module, which rank wrote each file.
+
+    Args:
+        files: The files of a directory that may be one checkpoint.
+        root: The directory.
+        told: File name to rank, where the caller has said so.
+        by_name: Whether the numbers in the names count: not where the caller has said that the files belong together.
+
+    Returns:
+        File name to rank; None where the files are parts of one state.
+
+    Raises:
+        AmbiguousCheckpointError: It is not decided, or the files contradict what the caller said.
+
+    Ranks: local. Reads the first bytes of tensors that several files hold.
+    """
+    if told is not None:
+        return dict(told)
+    if len(files) == 1:
+        return {files[0].name: next(iter(files[0].writers))} if len(files[0].writers) == 1 else None
+    if not any(found.sharded for file in files for found in file.tensors.values()) and _are_parts(files):
+        return None
+    if all(len(file.writers) == 1 for file in files):
+        return _by_content(files, root, by_name=by_name)
+    if any(file.writers for file in files):
+        raise _undecided(files, root, "some of them say which rank wrote them, and others do not")
+    return _by_equal_weights(files, root, by_name=by_name)
+
+
+def _are_parts(files: Sequence[RankFile]) -> bool:
+    seen: set[str] = set()
+    values: dict[str, Any] = {}
+    for file in files:
+        if seen & file.tensors.keys() or seen & file.values.keys():
+            return False
+        seen |= file.tensors.keys()
+        for key, (_, value) in file.values.items():
+            if key in file.tensors or (key in values and not _same_value(values[key], value)):
+                return False
+            values[key] = value
+    return not seen & values.keys()
+
+
+def _by_content(files: Sequence[RankFile], root: Path, *, by_name: bool) -> dict[str, int]:
+    ranks = {file.name: next(iter(file.writers)) for file in files}
+    if len(set(ranks.values())) < len(files):
+        raise _undecided(files, root, "several of them say that they were written by the same rank")
+    if by_name:
+        for place, column in enumerate(_columns(files)):
+            if len(set(column)) > 1 and column != list(ranks.values()):
+                raise _undecided(
+                    files, root, f"their names differ in number {place + 1}, and that is not the rank that they say wrote them"
+                )
+    return ranks
+
+
+def _by_equal_weights(files: Sequence[RankFile], root: Path, *, by_name: bool) -> dict[str, int]:
+    if not by_name:
+        raise _undecided(files, root, "nothing in them says which rank wrote which")
+    differing = [column for column in _columns(files) if len(set(column)) > 1]
+    if len(differing) != 1 or len(set(differing[0])) < len(files):
+        raise _undecided(files, root, f"their names differ in {len(differing)} numbers")
+    why = _different_moments(files, root)
+    if why:
+        raise _undecided(files, root, why)
+    return {file.name: number for file, number in zip(files, differing[0], strict=True)}
+
+
+def _columns(files: Sequence[RankFile]) -> list[list[int]]:
+    """Return the numbers in the names: one list for each place, with one number for each file."""
+    return [list(column) for column in zip(*([int(n) for n in _NUMBER.findall(file.name)] for file in files), strict=True)]
+
+
+def _different_moments(files: Sequence[RankFile], root: Path) -> str:
+    """Return why the files may be of different moments of a training; nothing where they are of one."""
+    first = _sections(files[0], root)
+    num_weights = 0
+    for file in files[1:]:
+        for key in file.tensors.keys() & files[0].tensors.keys():
+            mine, other = files[0].tensors[key], file.tensors[key]
+            is_weight = first[key] == "model"
+            num_weights += is_weight
+            is_count = first[key] == "optimizer" and not mine.shape
+            if (is_weight or is_count) and not _same_tensor(root, (files[0], mine), (file, other)):
+                return f"{key} differs between {files[0].name} and {file.name}"
+        for key in file.values.keys() & files[0].values.keys():
+            if first[key] == "optimizer" and not _same_value(files[0].values[key][1], file.values[key][1]):
+                return f"{key} differs between {files[0].name} and {file.name}"
+    return "" if num_weights else "they have no weights in common by which to see that they are of one moment"
+
+
+def _sections(file: RankFile, root: Path) -> dict[str, str]:
+    content = Checkpoint(root, root, "torch")
+    for key, found in file.tensors.items():
+        content.tensors[key] = TensorEntry(key, found.path, found.shape, found.dtype, ChunkTable.of([], len(found.shape)))
+    for key, (path, value) in file.values.items():
+        content.values[key] = ValueEntry(key, path, file.name, inline=value)
+    classify(content)
+    entries: list[TensorEntry | ValueEntry] = [*content.tensors.values(), *content.values.values()]
+    return {entry.key: entry.section for entry in entries}
+
+
+def _same_tensor(root: Path, mine: tuple[RankFile, Found], other: tuple[RankFile, Found]) -> bool:
+    if (mine[1].shape, mine[1].dtype) != (other[1].shape, other[1].dtype):
+        return False
+    return _print_of(root, *mine) == _print_of(root, *other)
+
+
+def _print_of(root: Path, file: RankFile, found: Found) -> list[Any]:
+    prints: list[Any] = []
+    for chunk in found.chunks:
+        at = bisect_right(file.records, (chunk.start, 1 << 62, 0)) - 1
+        start, length, crc = file.records[at]
+        with (root / file.name).open("rb") as data:
+            data.seek(chunk.start)
+            prints.append((chunk.start - start, length, crc, chunk.strides, data.read(min(chunk.length, _COMPARED_BYTES))))
+    return prints
+
+
+def _same_value(left: Any, right: Any) -> bool:
+    try:
+        return repr(safe_pickle.plain(left, "a value")) == repr(safe_pickle.plain(right, "a value"))
+    except CheckpointError:
+        return repr(left) == repr(right)
+
+
+def _undecided(files: Sequence[RankFile], root: Path, why: str) -> AmbiguousCheckpointError:
+    names = [file.name for file in files]
+    return AmbiguousCheckpointError(
+        root,
+        f"{len(files)} files may be {len(files)} checkpoints or those of the ranks of one, and {why}",
+        [*(str(root / name) for name in names[:8]), *(str(root / pattern) for pattern in _patterns(names))],
+        advice="Name one file; or, if they are the files of ranks, say where the rank stands in their names: "
+        f"{listed([str(root / pattern) for pattern in _patterns(names)]) or str(root / '...{rank}...')}.",
+    )
+
+
+def _patterns(names: Sequence[str]) -> list[str]:
+    """Return the patterns with ``{rank}`` in the place of one number that cover several of the names."""
+    found: dict[str, int] = {}
+    for name in names:
+        for match in _NUMBER.finditer(name):
+            pattern = f"{name[: match.start()]}{{rank}}{name[match.end() :]}"
+            found[pattern] = found.get(pattern, 0) + 1
+    return [pattern for pattern, count in found.items() if count > 1][:4]

@@ -1,0 +1,309 @@
+"""What a checkpoint is: nothing is decided by a word in a name, by the order of text or by what lies beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from torch.optim.swa_utils import AveragedModel
+
+from labkit.checkpoint import Reader, migrate, open_checkpoint, save, verify
+from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError, FQNMismatchError, RankDivergenceError
+
+ONE = torch.ones(2, 2)
+
+
+def folder(path: Path) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def piece(rank: int) -> dict[str, Any]:
+    """What rank ``rank`` of 12 saves: equal weights, and its two elements of a moment."""
+    moment = torch.tensor([2.0 * rank, 2.0 * rank + 1])
+    groups = [{"lr": 0.1, "params": [0]}]
+    return {"model": {"weight": torch.zeros(12, 2)}, "optimizer": {"state": {0: {"exp_avg": moment}}, "param_groups": groups}}
+
+
+def test_a_rank_numbers_are_compared_as_numbers(tmp_path: Path) -> None:
+    for rank in range(12):
+        torch.save(piece(rank), folder(tmp_path / "A") / f"ckpt_{rank}.pt")
+
+    def build() -> torch.nn.Module:
+        return torch.nn.Linear(2, 12, bias=False)
+
+    migrate(tmp_path / "A", tmp_path / "new", model=build)
+    assert verify(tmp_path / "new").ok
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert torch.equal(reader.tensor("optimizer.state.weight.exp_avg"), torch.arange(24.0).reshape(12, 2))
+
+
+def test_b_ranks_keep_their_numbers_and_missing_ones_are_an_error(tmp_path: Path) -> None:
+    for rank in (2, 3):
+        state = {"model": {"w": ONE}, "dataloader": {"perm": torch.tensor([rank]), "pos": rank}}
+        torch.save(state, folder(tmp_path / "B") / f"ckpt_rank_{rank}.pt")
+    checkpoint = open_checkpoint(tmp_path / "B")
+    assert checkpoint.ranks == {"ckpt_rank_2.pt": 2, "ckpt_rank_3.pt": 3}
+    assert checkpoint.missing_ranks == (0, 1)
+    assert checkpoint.values["dataloader.pos"].replicas == {2: 2, 3: 3}
+    (finding,) = [finding for finding in verify(tmp_path / "B").findings if finding.severity == "error"]
+    assert finding.code == "missing-rank"
+    assert "ranks 2-3, and none of ranks 0-1" in finding.what
+
+
+def test_c_checkpoints_of_several_epochs_are_listed_and_not_read_as_ranks(tmp_path: Path) -> None:
+    for epoch in range(3):
+        torch.save({"model": {"w": ONE * (epoch + 1)}}, folder(tmp_path / "C") / f"epoch_{epoch}.pt")
+    with pytest.raises(AmbiguousCheckpointError, match=r"model\.w differs between epoch_0\.pt and epoch_1\.pt") as caught:
+        open_checkpoint(tmp_path / "C")
+    assert str(tmp_path / "C/epoch_2.pt") in caught.value.readings
+    result = CliRunner().invoke(command, ["migrate", str(tmp_path / "C"), str(tmp_path / "new")])
+    assert (result.exit_code, result.exception) == (1, result.exception)
+    assert "epoch_1.pt" in result.output
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "names", [("last.ckpt", "best.ckpt"), ("model_1000.pt", "model_final.pt"), ("a.safetensors", "ema.safetensors")]
+)
+def test_c_checkpoints_of_different_names_are_listed(tmp_path: Path, names: tuple[str, str]) -> None:
+    for name in names:
+        save_file({"w": ONE}, tmp_path / name) if name.endswith("tensors") else torch.save({"w": ONE}, tmp_path / name)
+    with pytest.raises(AmbiguousCheckpointError, match="2 checkpoints") as caught:
+        open_checkpoint(tmp_path)
+    assert all(any(name in reading for reading in caught.value.readings) for name in names)
+
+
+def accelerate(root: Path) -> Path:
+    """A checkpoint of several parts, as trainers lay it out: DCP folders of model and optimizer, files beside them."""
+    dcp.save({"model": {"w": ONE}}, checkpoint_id=root / "pytorch_model_fsdp_0", no_dist=True)
+    moments = {"state": {"w": {"exp_avg": ONE * 2}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+    dcp.save({"optimizer": moments}, checkpoint_id=root / "optimizer_0", no_dist=True)
+    torch.save({"last_epoch": 3}, root / "scheduler.pt")
+    return root
+
+
+def test_d_a_folder_with_parts_in_it_is_refused_with_their_names(tmp_path: Path) -> None:
+    root = accelerate(tmp_path / "checkpoint-3")
+    with pytest.raises(AmbiguousCheckpointError, match="3 checkpoints") as caught:
+        migrate(root, tmp_path / "new")
+    assert [reading.split("  ")[0] for reading in caught.value.readings] == ["scheduler.pt", "optimizer_0", "pytorch_model_fsdp_0"]
+    (finding,) = verify(root).findings
+    assert "pytorch_model_fsdp_0" in finding.what
+
+
+def test_d_parts_that_are_named_become_one_checkpoint_and_what_is_not_named_is_told(tmp_path: Path) -> None:
+    root = accelerate(tmp_path / "checkpoint-3")
+    arguments = ["migrate", str(root), str(tmp_path / "new"), "--part", "=pytorch_model_fsdp_0", "--part", "=optimizer_0"]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    assert "left out, since no --part names it: scheduler.pt" in result.output
+    target = {"model": {"w": torch.zeros(2, 2)}, "optimizer": {"state": {"w": {"exp_avg": torch.zeros(2, 2)}}}}
+    dcp.load(target, checkpoint_id=tmp_path / "new", no_dist=True)
+    assert torch.equal(target["model"]["w"], ONE)
+    assert torch.equal(target["optimizer"]["state"]["w"]["exp_avg"], ONE * 2)
+    whole = CliRunner().invoke(command, [*arguments[:2], str(tmp_path / "all"), *arguments[3:], "--part", "sched=scheduler.pt"])
+    assert "left out" not in whole.output
+    with Reader(open_checkpoint(tmp_path / "all")) as reader:
+        assert reader.value("sched.last_epoch") == 3
+
+
+def test_d_two_parts_with_one_name_are_refused(tmp_path: Path) -> None:
+    root = accelerate(tmp_path / "checkpoint-3")
+    with pytest.raises(CheckpointError, match=r"two parts have an entry 'model\.w'"):
+        migrate(root, tmp_path / "new", parts=[("", "pytorch_model_fsdp_0"), ("", "pytorch_model_fsdp_0/.metadata")])
+
+
+def test_d_a_file_beside_a_dcp_checkpoint_is_never_dropped_in_silence(tmp_path: Path) -> None:
+    dcp.save({"state_dict": {"w": ONE}}, checkpoint_id=tmp_path / "last.ckpt", no_dist=True)
+    torch.save({"epoch": 3}, tmp_path / "last.ckpt/meta.pt")
+    with pytest.raises(AmbiguousCheckpointError, match=r"\.metadata  \(DCP\)"):
+        open_checkpoint(tmp_path / "last.ckpt")
+    assert open_checkpoint(tmp_path / "last.ckpt/.metadata").kind == "dcp"
+    migrate(tmp_path / "last.ckpt", tmp_path / "new", parts=[("", ".metadata"), ("meta", "meta.pt")])
+    assert set(open_checkpoint(tmp_path / "new").values) == {"meta.epoch"}
+
+
+def test_d2_training_state_is_not_left_out_of_an_export_without_a_word(tmp_path: Path) -> None:
+    root = folder(tmp_path / "D2")
+    save_file({"w": ONE}, root / "model.safetensors")
+    torch.save({"state": {0: {"exp_avg": ONE}}, "param_groups": [{"params": [0]}]}, root / "optimizer.pt")
+    with pytest.raises(AmbiguousCheckpointError, match=r"optimizer\.pt  \(torch\.save\)"):
+        migrate(root, tmp_path / "new")
+    result = migrate(root, tmp_path / "new", parts=[("model", "model.safetensors"), ("optim", "optimizer.pt")], order=["w"])
+    assert result.num_tensors == 2
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert torch.equal(reader.tensor("optim.state.w.exp_avg"), ONE)
+
+
+@pytest.mark.parametrize(
+    "word", ["scaler", "sampler", "random", "epoch", "rng", "sched", "dataloader", "optimizer", "state", "module"]
+)
+def test_e_a_word_in_a_name_never_takes_a_tensor_out_of_the_model(tmp_path: Path, word: str) -> None:
+    torch.save({f"{word}.weight": ONE, "backbone.weight": ONE * 2, f"{word}.sum": ONE * 3}, tmp_path / "x.pt")
+    migrate(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    assert set(load_file(tmp_path / "x.safetensors")) == {f"{word}.weight", "backbone.weight", f"{word}.sum"}
+
+
+def test_e_integers_and_counters_in_a_dict_of_their_own_are_no_model(tmp_path: Path) -> None:
+    state = {
+        "model": {"w": ONE},
+        "rng": {"cpu": torch.zeros(9, dtype=torch.uint8)},
+        "scaler": {"scale": torch.tensor(2.0)},
+        "epoch": 3,
+    }
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(
+        CheckpointError, match=r"rng \(1 tensor\), scaler \(1 tensor\), epoch \(1 value\)\. Say what to keep: --only model"
+    ):
+        migrate(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    result = migrate(tmp_path / "x.pt", tmp_path / "x.safetensors", only=["model"])
+    assert "rng (1 tensor)" in result.notes[-1]
+    assert set(load_file(tmp_path / "x.safetensors")) == {"w"}
+
+
+def test_e_of_two_models_in_one_file_one_has_to_be_chosen(tmp_path: Path) -> None:
+    torch.save({"model": {"w": ONE}, "ema": {"w": ONE * 2}}, tmp_path / "x.pt")
+    with pytest.raises(CheckpointError, match=r"--only model or --only ema"):
+        migrate(tmp_path / "x.pt", tmp_path / "x.safetensors")
+    migrate(tmp_path / "x.pt", tmp_path / "x.safetensors", only=["ema"])
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["w"], ONE * 2)
+    with pytest.raises(FQNMismatchError, match="Its top-level keys are ema, model"):
+        migrate(tmp_path / "x.pt", tmp_path / "y.safetensors", only=["emma"])
+
+
+def test_f_with_the_model_at_hand_its_names_decide_about_module(tmp_path: Path) -> None:
+    averaged = AveragedModel(torch.nn.Linear(2, 2))
+    torch.save(averaged.state_dict(), tmp_path / "F.pt")
+    for model in (None, lambda: AveragedModel(torch.nn.Linear(2, 2))):
+        name = f"new-{model is None}"
+        migrate(tmp_path / "F.pt", tmp_path / name, model=model)
+        assert set(open_checkpoint(tmp_path / name).tensors) == {"n_averaged", "module.weight", "module.bias"}
+
+
+def test_f_the_prefix_of_ddp_goes_and_is_told(tmp_path: Path) -> None:
+    torch.save({"model": {"module.weight": ONE, "module.bias": ONE[0]}}, tmp_path / "x.pt")
+    result = migrate(tmp_path / "x.pt", tmp_path / "new")
+    assert set(open_checkpoint(tmp_path / "new").tensors) == {"model.weight", "model.bias"}
+    assert result.notes == ("model: every name begins with module., as DDP's do, and that is left out",)
+    own = torch.nn.Module()
+    own.module = torch.nn.Linear(2, 2)
+    migrate(tmp_path / "x.pt", tmp_path / "own", model=own)
+    assert set(open_checkpoint(tmp_path / "own").tensors) == {"model.module.weight", "model.module.bias"}
+
+
+def test_f_a_save_takes_module_out_for_ddp_by_its_type_and_leaves_a_submodule_of_that_name(tmp_path: Path) -> None:
+    save(tmp_path / "store", {"model": AveragedModel(torch.nn.Linear(2, 2))}, 1)
+    assert set(open_checkpoint(tmp_path / "store").tensors) == {"model.n_averaged", "model.module.weight", "model.module.bias"}
+    save(tmp_path / "ddp", {"model": torch.nn.DataParallel(torch.nn.Linear(2, 2))}, 1)
+    assert set(open_checkpoint(tmp_path / "ddp").tensors) == {"model.weight", "model.bias"}
+
+
+def test_j_a_file_that_the_index_does_not_name_is_an_error(tmp_path: Path) -> None:
+    root = folder(tmp_path / "files")
+    save_file({"a": ONE}, root / "m-1-of-2.safetensors")
+    save_file({"b": ONE}, root / "m-2-of-2.safetensors")
+    index = root / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "m-1-of-2.safetensors"}}))
+    assert not verify(root).ok
+    with pytest.raises(AmbiguousCheckpointError, match=r"m-2-of-2\.safetensors"):
+        migrate(root, tmp_path / "new.pt")
+    index.write_text(json.dumps({"weight_map": {"a": "m-1-of-2.safetensors", "b": "m-2-of-2.safetensors"}}))
+    assert set(open_checkpoint(root).tensors) == {"a", "b"}
+
+
+def test_copies_of_one_tensor_that_differ_are_an_error_with_both_files(tmp_path: Path) -> None:
+    root = folder(tmp_path / "files")
+    for rank in range(2):
+        torch.save({"scaler.weight": ONE * rank, "w": ONE}, root / f"rank{rank}.pt")
+    with pytest.raises(AmbiguousCheckpointError, match=r"scaler\.weight differs between rank0\.pt and rank1\.pt"):
+        migrate(root, tmp_path / "new")
+    with pytest.raises(RankDivergenceError, match=r"scaler\.weight: rank0\.pt and rank1\.pt hold different values"):
+        migrate(root / "rank{rank}.pt", tmp_path / "new")
+    result = migrate(root / "rank{rank}.pt", tmp_path / "new", copies="first")
+    assert result.num_tensors == 2
+
+
+def test_random_states_alone_do_not_say_whether_they_are_ranks_or_epochs(tmp_path: Path) -> None:
+    for number in range(2):
+        torch.save({"rng": torch.tensor([number], dtype=torch.uint8)}, tmp_path / f"rng_state_{number}.pth")
+    with pytest.raises(AmbiguousCheckpointError, match=r"rng_state_\{rank\}\.pth"):
+        open_checkpoint(tmp_path)
+    assert open_checkpoint(tmp_path / "rng_state_{rank}.pth").ranks == {"rng_state_0.pth": 0, "rng_state_1.pth": 1}
+
+
+def test_a_pattern_says_where_the_rank_stands(tmp_path: Path) -> None:
+    for step in (10, 20):
+        for rank in range(3):
+            state = {"model": {"w": ONE * step}, "who": {"rank": rank, "step": step}}
+            torch.save(state, folder(tmp_path / f"step{step}/node{rank // 2}") / f"gpu{rank + 1}.pt")
+    found = open_checkpoint(tmp_path / "step20/node*/gpu{rank+1}.pt")
+    assert found.ranks == {"node0/gpu1.pt": 0, "node0/gpu2.pt": 1, "node1/gpu3.pt": 2}
+    assert found.values["who.rank"].replicas == {0: 0, 1: 1, 2: 2}
+    with pytest.raises(CheckpointError, match="have rank 0"):
+        open_checkpoint(tmp_path / "step*/node*/gpu{rank+1}.pt")
+    with pytest.raises(CheckpointError, match="no file matches"):
+        open_checkpoint(tmp_path / "step30/{rank}.pt")
+
+
+def test_parts_of_one_state_need_no_ranks(tmp_path: Path) -> None:
+    torch.save({"a.weight": ONE, "version": 1}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    torch.save({"b.weight": ONE, "version": 1}, tmp_path / "pytorch_model-00002-of-00002.bin")
+    checkpoint = open_checkpoint(tmp_path)
+    assert (set(checkpoint.tensors), checkpoint.ranks) == ({"a.weight", "b.weight"}, {})
+
+
+# -- names of every kind over files that say who they are -------------------------------------------------------------
+
+WORDS = st.sampled_from(["rank", "step", "epoch", "node", "shard", "ckpt", "model", "gpu", "part"])
+JOINTS = st.sampled_from(["_", "-", "", "=", "."])
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, int, int]], bool]:
+    """Names with the rank and the step that wrote each file; and whether all ranks of one step are there."""
+    ranks = draw(st.lists(st.integers(0, 13), min_size=1, max_size=5, unique=True))
+    steps = draw(st.lists(st.integers(0, 120), min_size=1, max_size=3, unique=True))
+    order = draw(st.permutations(["rank", "step", "word"]))
+    shown = draw(st.sets(st.sampled_from(["rank", "step"]), min_size=1))
+    width, base, words = draw(st.integers(1, 4)), draw(st.integers(0, 1)), {part: draw(WORDS) for part in order}
+    joint = draw(JOINTS)
+    files: dict[str, tuple[str, int, int]] = {}
+    for rank in ranks:
+        for step in steps:
+            numbers = {"rank": rank + base, "step": step}
+            texts = [words[part] + (joint + f"{numbers[part]:0{width}}" if part in shown else "") for part in order]
+            name = "_".join(texts) + ".pt"
+            files.setdefault(name, (name, rank, step))
+    return list(files.values()), base == 0
+
+
+@settings(max_examples=120, deadline=None)
+@given(layout=layouts())
+def test_names_of_any_kind_give_the_right_ranks_or_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, layout: tuple[list[tuple[str, int, int]], bool]
+) -> None:
+    files, from_zero = layout
+    root = tmp_path_factory.mktemp("names")
+    for name, rank, step in files:
+        state = {"model": {"w": torch.full((2, 2), float(step))}, "who": {"rank": rank, "step": step, "mark": torch.tensor([rank])}}
+        torch.save(state, root / name)
+    try:
+        checkpoint = open_checkpoint(root)
+    except AmbiguousCheckpointError:
+        return
+    truth = {name: (rank, step) for name, rank, step in files}
+    assert len({truth[name][1] for name in checkpoint.files}) == 1
+    for name, rank in checkpoint.ranks.items():
+        assert rank == truth[name][0] + (not from_zero)
+    if checkpoint.ranks and not from_zero:
+        assert checkpoint.missing_ranks  # the names count from 1: that rank 0 is missing is an error, and says how to go on
