@@ -73,8 +73,9 @@ def checkpoint() -> None:
 def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: bool, all_rows: bool, opaque: bool) -> None:
     """List what is in the checkpoint at PATH: a DCP directory, a torch.save file or a folder of them, or safetensors.
 
-    Of a folder of steps that labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as
-    'model.layers.0.*' choose tensors and values by name.
+    A PATH such as 'old/step_100_rank_{rank}.pt' names the files of ranks; * stands for any text. Of a folder of steps that
+    labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as 'model.layers.0.*' choose tensors and
+    values by name.
     """
     from labkit.checkpoint.large_index.readers import reading_ahead
 

@@ -4,7 +4,8 @@
 | --- | --- |
 | ``.metadata`` | with the files that it names: a DCP checkpoint, called ``.metadata`` |
 | an index with a ``weight_map`` | with the files that it lists, called by the index |
-| other safetensors or torch.save files | those whose names are equal but for the numbers in them, called by a pattern |
+| other safetensors or torch.save files | those whose names are equal but for the numbers in them, called by a pattern; of names \
+such as ``-00001-of-00003``, which Hugging Face's writers give, all have to be there |
 | a sub-directory with one of these | called by its name |
 
 A directory with one part is that checkpoint, and one with several is not a checkpoint before somebody says which: nothing is
@@ -22,7 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointFormatError, CheckpointNotFoundError
+from labkit.checkpoint.errors import (
+    AmbiguousCheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+)
 from labkit.checkpoint.wording import counted
 
 METADATA_FILE = ".metadata"
@@ -31,6 +37,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 Format = Literal["dcp", "torch", "safetensors", "directory"]
 
 _WHAT = {"dcp": "DCP", "torch": "torch.save", "safetensors": "safetensors", "directory": "a directory with a checkpoint"}
+_NUMBERED = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
 _PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
 
 
@@ -148,21 +155,38 @@ def only_part(root: Path) -> Part:
     Raises:
         AmbiguousCheckpointError: It holds several, or has them in sub-directories only.
         CheckpointNotFoundError: It holds none.
+        IncompleteCheckpointError: Its files are numbered ``-00001-of-00003``, and one is missing.
     """
     parts = parts_of(root)
     if not parts:
         raise CheckpointNotFoundError(root, "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors)")
     if len(parts) == 1 and parts[0].format != "directory":
+        if not parts[0].name.endswith(INDEX_SUFFIX):
+            _check_numbered(root, parts[0].files)
         return parts[0]
-    number = counted(len(parts), "checkpoint")
     here = any(part.format != "directory" for part in parts)
+    what = "labkit does not guess which you mean" if here else "they lie in folders of it"
     raise AmbiguousCheckpointError(
         root,
-        f"it holds {number}, and labkit does not guess which you mean" if here else f"it holds {number} in folders, and none itself",
+        f"it holds {counted(len(parts), 'checkpoint')}, and {what}",
         [part.text for part in parts[:20]],
         advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them together: "
         "--part NAME=PART reads a part under that name, and may be repeated.",
     )
+
+
+def _check_numbered(root: Path, names: Sequence[str]) -> None:
+    """Raise :class:`IncompleteCheckpointError` where files that are numbered in Hugging Face's form are not all there."""
+    found = [match for name in names if (match := _NUMBERED.search(name)) is not None]
+    numbers = {int(match[1]) for match in found}
+    missing = sorted(set(range(1, max((int(match[2]) for match in found), default=0) + 1)) - numbers)
+    if missing:
+        example = _NUMBERED.sub(f"-{missing[0]:05d}-of-{found[0][2]}.", names[0])
+        raise IncompleteCheckpointError(
+            root,
+            f"its files are numbered to {int(found[0][2])}, and {counted(len(missing), 'file')} of them is missing: {example}"
+            + (" and others" if len(missing) > 1 else ""),
+        )
 
 
 # -- paths with a pattern ---------------------------------------------------------------------------------------------

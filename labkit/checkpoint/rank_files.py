@@ -96,7 +96,7 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     if all(len(file.writers) == 1 for file in files):
         return _by_content(files, root, by_name=by_name)
     if any(file.writers for file in files):
-        raise _undecided(files, root, "some of them say which rank wrote them, and others do not")
+        raise _undecided(files, root, "not each of them says of one rank that it wrote it")
     return _by_equal_weights(files, root, by_name=by_name)
 
 

@@ -17,7 +17,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from labkit.checkpoint import Reader, migrate, open_checkpoint, save, verify
 from labkit.checkpoint.cli import checkpoint as command
-from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError, FQNMismatchError, RankDivergenceError
+from labkit.checkpoint.errors import (
+    AmbiguousCheckpointError,
+    CheckpointError,
+    FQNMismatchError,
+    IncompleteCheckpointError,
+    RankDivergenceError,
+)
 
 ONE = torch.ones(2, 2)
 
@@ -260,6 +266,15 @@ def test_parts_of_one_state_need_no_ranks(tmp_path: Path) -> None:
     torch.save({"b.weight": ONE, "version": 1}, tmp_path / "pytorch_model-00002-of-00002.bin")
     checkpoint = open_checkpoint(tmp_path)
     assert (set(checkpoint.tensors), checkpoint.ranks) == ({"a.weight", "b.weight"}, {})
+
+
+@pytest.mark.parametrize("there", [[1, 3], [1], [2, 3]])
+def test_j_a_numbered_file_that_is_missing_is_named(tmp_path: Path, there: list[int]) -> None:
+    for number in there:
+        save_file({f"w{number}": ONE}, tmp_path / f"model-{number:05d}-of-00003.safetensors")
+    missing = next(number for number in (1, 2, 3) if number not in there)
+    with pytest.raises(IncompleteCheckpointError, match=f"model-{missing:05d}-of-00003.safetensors"):
+        open_checkpoint(tmp_path)
 
 
 # -- names of every kind over files that say who they are -------------------------------------------------------------
