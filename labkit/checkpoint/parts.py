@@ -170,8 +170,8 @@ def only_part(root: Path) -> Part:
         root,
         f"it holds {counted(len(parts), 'checkpoint')}, and {what}",
         [part.text for part in parts[:20]],
-        advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them together: "
-        "--part NAME=PART reads a part under that name, and may be repeated.",
+        advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them "
+        "together: --part NAME=PART reads a part under that name, and may be repeated.",
     )
 
 
