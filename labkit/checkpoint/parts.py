@@ -221,7 +221,7 @@ def matching_files(pattern: Path) -> tuple[Path, list[str], Mapping[str, int] | 
     if "{rank" not in str(pattern):
         return root, by_number(list(files)), None
     numbers = {name: next(iter(files[name])) for name in by_number(list(files))}
-    for name, rank in numbers.items():
+    for rank in numbers.values():
         same = [other for other, number in numbers.items() if number == rank]
         if len(same) > 1 or rank < 0:
             raise CheckpointFormatError(pattern, f"{' and '.join(same)} have rank {rank}. Write a pattern that tells them apart.")
