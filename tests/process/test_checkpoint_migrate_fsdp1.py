@@ -61,7 +61,7 @@ def save_old(rank: int, form: str, use_orig_params: bool, folder: str) -> Any:
         torch.save(state, f"{folder}/old_rank{rank}.pt")
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         truth = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-    dcp.save(truth, checkpoint_id=f"{folder}/truth")
+    dcp.save(truth, checkpoint_id=f"{folder}.truth")
     return train(model, optimizer, 2, start=2)
 
 
@@ -91,7 +91,7 @@ def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
     if form in ("full", "full_optim", "sharded_dcp"):
         source /= "old" if form == "sharded_dcp" else "old.pt"
     result = migrate(source, tmp_path / "new", model=Net())
-    report = verify(tmp_path / "new", against=tmp_path / "saved/truth", model=Net())
+    report = verify(tmp_path / "new", against=tmp_path / "saved.truth", model=Net())
     # FSDP1 leaves a tied name out of some forms; which of the two, and whether the truth has both, differs by form. Names alone
     # may differ there: what both sides hold must be equal in every bit.
     names = ("missing-key", "unexpected-key")

@@ -50,28 +50,35 @@ def write(rank: int, kind: str, folder: str) -> None:
 )
 def test_files_of_each_rank_and_dcp_give_the_whole_tensors(launcher: Launcher, tmp_path: Path, kind: str, world_size: int) -> None:
     launcher.run(write, world_size, tmp_path, kind, str(tmp_path))
-    for path in (tmp_path, tmp_path / "dcp"):
+    files = tmp_path / "state_rank{rank}.pt"
+    for path in (files, tmp_path / "state_rank*.pt", tmp_path / "dcp"):
         checkpoint = open_checkpoint(path)
         expected = {f"model.{name}": tensor for name, tensor in plain_state().items()}
         assert set(checkpoint.tensors) == set(expected)
         with Reader(checkpoint) as reader:
             wrong = [key for key, tensor in expected.items() if not same_bits(reader.tensor(key), tensor)]
         assert wrong == []
-    assert open_checkpoint(tmp_path).kind == "torch_ranks"
+    found = open_checkpoint(tmp_path / "state_rank*.pt")
+    assert found.kind == "torch_ranks"
+    assert found.ranks == {f"state_rank{rank}.pt": rank for rank in range(world_size)}
+    assert found.missing_ranks == ()
 
 
 def test_a_missing_rank_file_leaves_a_region_that_is_named(launcher: Launcher, tmp_path: Path) -> None:
     launcher.run(write, 2, tmp_path, "fsdp2", str(tmp_path))
     (tmp_path / "state_rank1.pt").unlink()
+    (tmp_path / "files").mkdir()
+    (tmp_path / "state_rank0.pt").rename(tmp_path / "files/state_rank0.pt")
     with (
-        Reader(open_checkpoint(tmp_path)) as reader,
+        Reader(open_checkpoint(tmp_path / "files")) as reader,
         pytest.raises(IncompleteCheckpointError, match=r"embed\.weight.*20 of the 35"),
     ):
         reader.tensor("model.embed.weight")
-    (finding,) = verify(tmp_path).findings
-    assert finding.code == "uncovered"
-    assert "tensors lack elements" in finding.what
-    assert "the file of a rank is missing. There are files of rank 0" in finding.what
+    missing, uncovered = verify(tmp_path / "files").findings
+    assert (missing.code, uncovered.code) == ("missing-rank", "uncovered")
+    assert "there are files of rank 0, and none of rank 1" in missing.what
+    assert "tensors lack elements" in uncovered.what
+    assert "the file of a rank is missing. There are files of rank 0" in uncovered.what
 
 
 def local(rank: int, use_orig_params: bool, folder: str) -> None:
