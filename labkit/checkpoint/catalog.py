@@ -121,7 +121,7 @@ def _read_pattern(pattern: Path, unknown: Unknown) -> Checkpoint:
         return read_safetensors(pattern, files, root)
     if formats != {"torch"}:
         raise CheckpointFormatError(pattern, f"not all of the {len(files)} files that match are torch.save files ({files[0]}, ...)")
-    return read_torch(pattern, root, files, ranks=ranks, by_name=False, unknown=unknown)
+    return read_torch(pattern, root, files, ranks=ranks, together=True, unknown=unknown)
 
 
 # -- checkpoints put together from parts -------------------------------------------------------------------------------

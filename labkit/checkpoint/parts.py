@@ -101,9 +101,15 @@ def _own_parts(root: Path) -> list[Part]:
         kind_of = None if file.name in claimed or file.suffix == ".distcp" else format_of(file)
         if kind_of is not None:
             groups.setdefault((kind_of, re.sub("[0-9]+", "*", file.name)), []).append(file.name)
-    for (kind, pattern), found in groups.items():
-        parts.append(Part(pattern if len(found) > 1 else found[0], kind, tuple(by_number(found))))
+    for (kind, _), found in groups.items():
+        parts.append(Part(_pattern_of(found), kind, tuple(by_number(found))))
     return parts
+
+
+def _pattern_of(names: Sequence[str]) -> str:
+    """Return names that are equal but for numbers as one pattern, with ``*`` for the numbers that differ."""
+    pieces = zip(*(re.split("([0-9]+)", name) for name in names), strict=True)
+    return "".join(same[0] if len(set(same)) == 1 else "*" for same in pieces)
 
 
 def listed_in(index: Path) -> list[str] | None:
@@ -165,10 +171,12 @@ def only_part(root: Path) -> Part:
             _check_numbered(root, parts[0].files)
         return parts[0]
     here = any(part.format != "directory" for part in parts)
-    what = "labkit does not guess which you mean" if here else "they lie in folders of it"
+    number = counted(len(parts), "checkpoint")
     raise AmbiguousCheckpointError(
         root,
-        f"it holds {counted(len(parts), 'checkpoint')}, and {what}",
+        f"it holds {number}, and labkit does not guess which you mean"
+        if here
+        else f"it holds none itself, and {number} in folders",
         [part.text for part in parts[:20]],
         advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them "
         "together: --part NAME=PART reads a part under that name, and may be repeated.",

@@ -70,14 +70,15 @@ class RankFile:
     world_size: int = 0
 
 
-def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | None, *, by_name: bool) -> dict[str, int] | None:
+def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | None, *, together: bool) -> dict[str, int] | None:
     """Decide, by the table of this module, which rank wrote each file.
 
     Args:
         files: The files of a directory that may be one checkpoint.
         root: The directory.
         told: File name to rank, where the caller has said so.
-        by_name: Whether the numbers in the names count: not where the caller has said that the files belong together.
+        together: Whether the caller has said that the files belong to one checkpoint; else any number in which their names differ
+            may be that of a step.
 
     Returns:
         File name to rank; None where the files are parts of one state.
@@ -94,10 +95,10 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     if not any(found.sharded for file in files for found in file.tensors.values()) and _are_parts(files):
         return None
     if all(len(file.writers) == 1 for file in files):
-        return _by_content(files, root, by_name=by_name)
+        return _by_content(files, root, together=together)
     if any(file.writers for file in files):
         raise _undecided(files, root, "not each of them says of one rank that it wrote it")
-    return _by_equal_weights(files, root, by_name=by_name)
+    return _by_equal_weights(files, root)
 
 
 def _are_parts(files: Sequence[RankFile]) -> bool:
@@ -114,11 +115,11 @@ def _are_parts(files: Sequence[RankFile]) -> bool:
     return not seen & values.keys()
 
 
-def _by_content(files: Sequence[RankFile], root: Path, *, by_name: bool) -> dict[str, int]:
+def _by_content(files: Sequence[RankFile], root: Path, *, together: bool) -> dict[str, int]:
     ranks = {file.name: next(iter(file.writers)) for file in files}
     if len(set(ranks.values())) < len(files):
         raise _undecided(files, root, "several of them say that they were written by the same rank")
-    if by_name:
+    if not together:
         for place, column in enumerate(_columns(files)):
             if len(set(column)) > 1 and column != list(ranks.values()):
                 raise _undecided(
@@ -127,9 +128,9 @@ def _by_content(files: Sequence[RankFile], root: Path, *, by_name: bool) -> dict
     return ranks
 
 
-def _by_equal_weights(files: Sequence[RankFile], root: Path, *, by_name: bool) -> dict[str, int]:
-    if not by_name:
-        raise _undecided(files, root, "nothing in them says which rank wrote which")
+def _by_equal_weights(files: Sequence[RankFile], root: Path) -> dict[str, int]:
+    if len({_NUMBER.sub("", file.name) for file in files}) > 1:
+        raise _undecided(files, root, "their names differ in more than numbers")
     differing = [column for column in _columns(files) if len(set(column)) > 1]
     if len(differing) != 1 or len(set(differing[0])) < len(files):
         raise _undecided(files, root, f"their names differ in {len(differing)} numbers")

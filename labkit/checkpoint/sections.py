@@ -8,7 +8,7 @@ The rules, in this order; what a key is called decides nothing but for the two k
 2. The other tensors lie in nests: the dicts under the top-level keys, and the top level itself. A nest with a floating-point tensor
    of at least one dim may be a model; all its tensors belong to the section ``model``. Random states, permutations and counters
    are integers or single numbers, so their nests are ``other``, and so is every value that is no tensor. Where no nest has such a
-   tensor, every nest may be a model.
+   tensor, every nest may be a model, but for files of several ranks, which then hold what each rank has its own of.
 3. Several such nests (averaged weights beside the weights, a teacher) are all ``model``. Where one of them has to be chosen, it is
    the one with the names that the given model or the optimizer has; where that does not decide, the user does.
 """
@@ -35,7 +35,9 @@ def classify(checkpoint: Checkpoint) -> None:
     for entry in entries:
         entry.section = "optimizer" if _in_optimizer(entry, roots) else "other"
     rest = [entry for entry in checkpoint.tensors.values() if entry.section == "other"]
-    models = {nest_of(entry.path) for entry in rest if _may_be_a_parameter(entry)} or {nest_of(entry.path) for entry in rest}
+    models = {nest_of(entry.path) for entry in rest if _may_be_a_parameter(entry)}
+    if not models and len(checkpoint.ranks) < 2:
+        models = {nest_of(entry.path) for entry in rest}
     for entry in rest:
         if nest_of(entry.path) in models:
             entry.section = "model"

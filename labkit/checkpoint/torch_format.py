@@ -27,7 +27,7 @@ def read_torch(
     names: Sequence[str],
     *,
     ranks: Mapping[str, int] | None = None,
-    by_name: bool = True,
+    together: bool = False,
     unknown: Unknown = "refuse",
 ) -> Checkpoint:
     """Read torch.save files as one checkpoint, without building a tensor.
@@ -37,7 +37,7 @@ def read_torch(
         root: The directory that the names are relative to.
         names: The files.
         ranks: File name to rank, where the caller says so.
-        by_name: As for :func:`labkit.checkpoint.rank_files.ranks_of`, which decides what the files are.
+        together: As for :func:`labkit.checkpoint.rank_files.ranks_of`, which decides what the files are.
         unknown: As for :func:`labkit.checkpoint.open_checkpoint`.
 
     Raises:
@@ -47,7 +47,7 @@ def read_torch(
         UnsafeCheckpointError: A file names something outside the allow-list.
     """
     files = [_read_file(root, name, unknown) for name in names]
-    numbers = ranks_of(files, root, ranks, by_name=by_name)
+    numbers = ranks_of(files, root, ranks, together=together)
     if numbers is not None:
         files.sort(key=lambda file: numbers[file.name])
     checkpoint = Checkpoint(path=path, root=root, kind="torch" if numbers is None or len(files) == 1 else "torch_ranks")

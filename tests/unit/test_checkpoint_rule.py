@@ -245,6 +245,8 @@ def test_random_states_alone_do_not_say_whether_they_are_ranks_or_epochs(tmp_pat
     with pytest.raises(AmbiguousCheckpointError, match=r"rng_state_\{rank\}\.pth"):
         open_checkpoint(tmp_path)
     assert open_checkpoint(tmp_path / "rng_state_{rank}.pth").ranks == {"rng_state_0.pth": 0, "rng_state_1.pth": 1}
+    migrate(tmp_path / "rng_state_{rank}.pth", tmp_path / "new")
+    assert set(open_checkpoint(tmp_path / "new").tensors) == {"rng.rank_0", "rng.rank_1"}
 
 
 def test_a_pattern_says_where_the_rank_stands(tmp_path: Path) -> None:
