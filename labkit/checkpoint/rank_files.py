@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,19 +147,21 @@ def _columns(files: Sequence[RankFile]) -> list[list[int]]:
 
 def _different_moments(files: Sequence[RankFile], root: Path) -> str:
     """Return why the files may be of different moments of a training; nothing where they are of one."""
-    first = _sections(files[0], root)
+    sections = _sections(files[0], root)
+    counts = {key for key, found in files[0].tensors.items() if sections[key] == "optimizer" and not found.shape}
+    weights = {key for key in files[0].tensors if sections[key] == "model"}
+    first = _prints(root, files[0], weights | counts)
     num_weights = 0
     for file in files[1:]:
-        for key in file.tensors.keys() & files[0].tensors.keys():
-            mine, other = files[0].tensors[key], file.tensors[key]
-            is_weight = first[key] == "model"
-            num_weights += is_weight
-            is_count = first[key] == "optimizer" and not mine.shape
-            if (is_weight or is_count) and not _same_tensor(root, (files[0], mine), (file, other)):
-                return f"{key} differs between {files[0].name} and {file.name}"
-        for key in file.values.keys() & files[0].values.keys():
-            if first[key] == "optimizer" and not _same_value(files[0].values[key][1], file.values[key][1]):
-                return f"{key} differs between {files[0].name} and {file.name}"
+        num_weights += len(weights & file.tensors.keys())
+        differing = [key for key, print_ in _prints(root, file, weights | counts).items() if print_ != first[key]]
+        differing += [
+            key
+            for key in file.values.keys() & files[0].values.keys()
+            if sections[key] == "optimizer" and not _same_value(files[0].values[key][1], file.values[key][1])
+        ]
+        if differing:
+            return f"{differing[0]} differs between {files[0].name} and {file.name}"
     return "" if num_weights else "they have no weights in common by which to see that they are of one moment"
 
 
@@ -174,21 +176,19 @@ def _sections(file: RankFile, root: Path) -> dict[str, str]:
     return {entry.key: entry.section for entry in entries}
 
 
-def _same_tensor(root: Path, mine: tuple[RankFile, Found], other: tuple[RankFile, Found]) -> bool:
-    if (mine[1].shape, mine[1].dtype) != (other[1].shape, other[1].dtype):
-        return False
-    return _print_of(root, *mine) == _print_of(root, *other)
-
-
-def _print_of(root: Path, file: RankFile, found: Found) -> list[Any]:
-    prints: list[Any] = []
-    for chunk in found.chunks:
-        at = bisect_right(file.records, (chunk.start, 1 << 62, 0)) - 1
-        start, length, crc = file.records[at]
-        with (root / file.name).open("rb") as data:
-            data.seek(chunk.start)
-            prints.append((chunk.start - start, length, crc, chunk.strides, data.read(min(chunk.length, _COMPARED_BYTES))))
-    return prints
+def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
+    """Return, for each of the tensors that a file has, what is equal for equal tensors: place in its storage, checksum, first bytes."""
+    result: dict[str, Any] = {}
+    with (root / file.name).open("rb") as data:
+        for key in keys & file.tensors.keys():
+            found = file.tensors[key]
+            prints: list[Any] = [found.shape, found.dtype]
+            for chunk in found.chunks:
+                start, length, crc = file.records[bisect_right(file.records, (chunk.start, 1 << 62, 0)) - 1]
+                data.seek(chunk.start)
+                prints.append((chunk.start - start, length, crc, chunk.strides, data.read(min(chunk.length, _COMPARED_BYTES))))
+            result[key] = prints
+    return result
 
 
 def _same_value(left: Any, right: Any) -> bool:
