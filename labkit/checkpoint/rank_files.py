@@ -177,7 +177,7 @@ def _sections(file: RankFile, root: Path) -> dict[str, str]:
 
 
 def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
-    """Return, for each of the tensors that a file has, what is equal for equal tensors: place in its storage, checksum, first bytes."""
+    """Return for each tensor of a file what is equal for equal tensors: its place in the storage, checksum and first bytes."""
     result: dict[str, Any] = {}
     with (root / file.name).open("rb") as data:
         for key in keys & file.tensors.keys():
