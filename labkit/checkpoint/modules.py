@@ -33,6 +33,11 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     return {names[name]: value for name, value in state.items()}
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a module's state is that of its extra state, which ``set_extra_state`` takes."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Hand a sharded state back to a module. Only FSDP1 and extra state need it: other tensors were filled in place.
 
@@ -43,7 +48,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             names = {canonical_fqn(name): name for name in module.state_dict()}
             module.load_state_dict({names[name]: value for name, value in state.items()})
         return
-    extra = {name: value for name, value in state.items() if name.split(".")[-1] == "_extra_state"}
+    extra = {name: value for name, value in state.items() if is_extra_state(name)}
     for name, value in extra.items():
         owner = name.rpartition(".")[0]
         {canonical_fqn(path + ".x").rpartition(".")[0]: part for path, part in module.named_modules()}[owner].set_extra_state(value)
