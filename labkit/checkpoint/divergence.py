@@ -114,6 +114,6 @@ def _digests(captured: Captured) -> dict[str, tuple[str, bytes]]:
         if leaf.shape is None:
             result[key] = ("all", digest(leaf.value))
         elif key in captured.replicas:
-            shards = [(*shard[:2], to_cpu(shard[2], copy=False).contiguous()) for shard in leaf.shards]
+            shards = [(*shard[:2], to_cpu(shard[2], copy=False)) for shard in leaf.shards]
             result[key] = (captured.replicas[key], digest(shards))
     return result

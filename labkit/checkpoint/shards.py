@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from labkit.checkpoint.errors import STATE, UnsavableStateError
 from labkit.checkpoint.layout import Box, Placement, ShardDim, local_box
 
-_BELOW_A_BYTE = re.compile(r"torch\.u?int[1-7]")
+_UNWRITTEN = re.compile(r"torch\.(u?int[1-7]|bits.*|qu?int.*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's data, in the same memory: not a parameter or another subclass, and without a gradient.
 
     Raises:
-        UnsavableStateError: It is sparse, quantized, nested, on meta, of a dtype below a byte, or of a subclass that wraps others.
+        UnsavableStateError: It is sparse, quantized, nested, on meta, of a dtype that DCP does not write, or a wrapper.
 
     Ranks: local.
     """
@@ -84,8 +84,8 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
         raise _unsavable(f"is a tensor of layout {tensor.layout}; save its indices and values, or tensor.to_dense()")
     if tensor.is_quantized:
         raise _unsavable("is a quantized tensor; save tensor.int_repr() with its scale and zero point")
-    if _BELOW_A_BYTE.fullmatch(str(tensor.dtype)):
-        raise _unsavable(f"is of dtype {tensor.dtype}, which torch does not save; save tensor.view(torch.uint8)")
+    if _UNWRITTEN.fullmatch(str(tensor.dtype)):
+        raise _unsavable(f"is of dtype {tensor.dtype}, which torch's checkpoints do not take; save tensor.view(torch.uint8)")
     return tensor.detach().as_subclass(torch.Tensor)
 
 
@@ -177,6 +177,13 @@ def to_cpu(data: torch.Tensor, *, copy: bool) -> torch.Tensor:
     if on_cpu.untyped_storage().nbytes() != on_cpu.nbytes:
         on_cpu = on_cpu.clone()
     return on_cpu
+
+
+def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a CPU tensor in C order, as a flat uint8 tensor."""
+    flat = tensor.contiguous()
+    # A tensor of one element is contiguous whatever its stride, which view() minds.
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def is_tensor(value: Any) -> bool:

@@ -38,7 +38,7 @@ import torch
 import xxhash
 
 from labkit.checkpoint.errors import STATE, UnsavableStateError
-from labkit.checkpoint.shards import plain_tensor, to_cpu
+from labkit.checkpoint.shards import plain_tensor, tensor_bytes, to_cpu
 
 MAX_DEPTH = 50  # the reader goes a little deeper
 
@@ -222,7 +222,7 @@ def _content(value: Any, known: dict[int, bytes]) -> bytes:
         total.update(value)
     elif kind is torch.Tensor:
         total.update(f"{value.dtype}{tuple(value.shape)}".encode())
-        total.update(value.reshape(-1).view(torch.uint8).numpy().data)
+        total.update(tensor_bytes(value).numpy().data)
     else:
         total.update(f"{value.dtype.str}{value.shape}".encode())
         total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
