@@ -215,7 +215,7 @@ def _fsdp1_shapes(modules: Mapping[Path_, nn.Module]) -> set[str]:
     return {name for module in modules.values() for name in module_state(module)}
 
 
-def _state_key(rest: Path_, names: Container[str]) -> tuple[str, Path_] | None:
+def _state_key(rest: Path_, names: Container[str | int]) -> tuple[str, Path_] | None:
     """Return FQN and piece from the keys below an optimizer: ``("state", "block.0.weight", "exp_avg")``.
 
     A piece may be nested (LBFGS has lists of tensors) where the FQN is one key and the name of a parameter.
