@@ -47,6 +47,10 @@ def save(
 ) -> Path:
     """Save a training state as a step of a store.
 
+    What is accepted, a load returns, equal and of the same type: :mod:`labkit.checkpoint.values` lists the values, and
+    :mod:`labkit.checkpoint.state` says how names are made of nested dicts and lists. Everything else is refused before anything is
+    written. Before the step is published, and older ones go, each rank reads back what it wrote, as a load would.
+
     Args:
         store: A directory that all ranks see; made if needed.
         state: Nested dicts of modules, optimizers, objects with ``state_dict``, tensors, DTensors, plain values, and
@@ -64,6 +68,7 @@ def save(
     Raises:
         CheckpointExistsError: The step is there already, complete.
         RankDivergenceError: Ranks hold different values under one key that is not per rank.
+        UnsavableStateError: A value or a tensor would not come back as it is; the message names all of them, each with a way out.
         FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
         CheckpointWriteError: A rank could not write, or what it wrote does not read back. All ranks raise it; the step is
             not published.

@@ -39,7 +39,8 @@ class PerRank:
     """A value that each rank has its own of: saved under ``rank_0``, ``rank_1`` ..., loaded by the rank it belongs to.
 
     Attributes:
-        value: Plain data, tensors, nested dicts of them, or an object with ``state_dict`` and ``load_state_dict``.
+        value: Plain data, tensors, nested dicts of them, a module that no other rank has a part of, or an object with
+            ``state_dict`` and ``load_state_dict``.
     """
 
     value: Any

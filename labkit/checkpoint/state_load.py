@@ -194,7 +194,7 @@ def _fsdp1_targets(
         split = _state_key(entry.path[len(path) :], ())
         if split is None:
             continue
-        name, (piece,) = split
+        name, piece = split[0], str(split[1][-1])
         if name not in shards and name not in like:
             raise FQNMismatchError(reader.checkpoint.path, unexpected=[f"optimizer state of {name}"])
         state = target.states.setdefault(name, {})
