@@ -205,7 +205,7 @@ class LoadPlan:
                 leaves[entry.path[len(path) :]] = reader.tensor(key) if live is None else live
             else:
                 leaves[self.checkpoint.values[key].path[len(path) :]] = reader.value(key)
-        return nest(leaves)
+        return nest(leaves, self.checkpoint.path)
 
     def _place(self, key: str, value: Any) -> None:
         leaf = self.captured.leaves[key]

@@ -417,7 +417,7 @@ def walk(value: Any, path: object) -> Iterator[tuple[tuple[str | int, ...], Any]
         prefix, item = stack.pop()
         if len(prefix) > _MAX_DEPTH:
             raise CheckpointFormatError(path, f"a state nested deeper than {_MAX_DEPTH} levels, or one that contains itself")
-        if isinstance(item, dict) and (item or not prefix):
+        if isinstance(item, dict) and not isinstance(item, Counter) and (item or not prefix):
             stack.extend(((*prefix, key if isinstance(key, int) else str(key)), sub) for key, sub in reversed(item.items()))
         elif isinstance(item, list | tuple) and _holds_tensors(item, _MAX_DEPTH, set()):
             stack.extend(((*prefix, index), sub) for index, sub in reversed(list(enumerate(item))))

@@ -21,13 +21,17 @@ from labkit.checkpoint.read import Reader
 from labkit.checkpoint.state import ORDER, PerRank
 
 
-def nest(leaves: Mapping[Path_, Any]) -> Any:
+def nest(leaves: Mapping[Path_, Any], source: object) -> Any:
     """Return nested dicts and lists from leaves by path; integers in a path are list positions.
 
     The keys of each OrderedDict may be among the leaves, as :func:`labkit.checkpoint.state.capture` saves them.
+
+    Raises:
+        FQNMismatchError: The positions of a list have gaps, so they were the int keys of a dict in a file of another making.
     """
     if () in leaves:
         return leaves[()]
+    _refuse_gaps(leaves, source)
     ordered = leaves.get((ORDER,), {})
     root: Any = [] if any(isinstance(path[0], int) for path in leaves) else {}
     for path, value in leaves.items():
@@ -45,6 +49,21 @@ def nest(leaves: Mapping[Path_, Any]) -> Any:
         owner = _at(root, path[:-1])
         owner[path[-1]] = OrderedDict((key, owner[path[-1]][key]) for key in keys)
     return root
+
+
+def _refuse_gaps(leaves: Mapping[Path_, Any], source: object) -> None:
+    positions: dict[Path_, set[int]] = {}
+    for path in leaves:
+        for index, step in enumerate(path):
+            if isinstance(step, int):
+                positions.setdefault(path[:index], set()).add(step)
+    problems = [
+        f"{flat_key(path) or 'the state'} is numbered {', '.join(map(str, sorted(found)[:4]))}, which is no list"
+        for path, found in positions.items()
+        if found != set(range(len(found)))
+    ]
+    if problems:
+        raise FQNMismatchError(source, problems=problems, advice="Read it with labkit.checkpoint.Reader, and rebuild the dict.")
 
 
 def _at(here: Any, path: Path_) -> Any:
@@ -178,7 +197,7 @@ def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_,
             tensor = checkpoint.tensors[key]
             made = state_like(target.parameters[name], tensor.shape, tensor.dtype, str(piece[-1]), groups[name])
             state[piece] = target.tensors[key] = made
-    target.states = {name: nest(state) for name, state in states.items()}
+    target.states = {name: nest(state, checkpoint.path) for name, state in states.items()}
     if strangers:
         raise FQNMismatchError(checkpoint.path, unexpected=[f"optimizer state of {name}" for name in sorted(strangers)])
     return target
@@ -235,7 +254,7 @@ def _saved_groups(reader: Reader, path: Path_, keys: set[str]) -> list[dict[str,
         rest = entry.path[len(path) :]
         if rest and rest[0] == "param_groups":
             leaves[rest] = reader.value(key) if key in checkpoint.values else reader.tensor(key)
-    groups = nest(leaves).get("param_groups", [])
+    groups = nest(leaves, checkpoint.path).get("param_groups", [])
     wrong = [
         group for group in groups if not isinstance(group, dict) or not all(isinstance(n, str) for n in group.get("params", [None]))
     ]

@@ -6,8 +6,8 @@ a value                                         what comes back
 None, bool, int, float, complex, str, bytes,    the same to the last bit: any size of int, -0.0, every NaN, lone surrogates
 bytearray, torch.dtype, torch.device
 list, tuple, torch.Size, set, frozenset         the same items in the same order (sets have none)
-dict, OrderedDict, Counter                      the same; keys and items of sets are values of the first row, or tuples and
-                                                frozensets of them
+dict, OrderedDict, Counter                      equal; keys and items of sets are values of the first row, or tuples and
+                                                frozensets of them. A dict need not keep its order
 numpy arrays and scalars of bool, int8 to       the same dtype, byte order, shape and bits. An array comes back in C order
 uint64, float16 to float64, complex64, 128
 torch.Tensor                                    the same dtype, shape and bits, on the CPU, contiguous and without
@@ -17,8 +17,8 @@ torch.Tensor                                    the same dtype, shape and bits, 
 Only these very classes: what derives from one (an Enum of ints, a namedtuple, a Parameter, ``np.matrix``) would come back as
 another, and is refused. So are defaultdict, deque, paths, dates, namespaces, ranges, arrays of text, dates or objects, tensors
 that are sparse, quantized, jagged or on meta, sharded tensors inside a value, and nesting beyond 50 levels, which a value that
-contains itself has too. An object that occurs twice in one value is one object again; across names it comes back twice. An
-attribute that was set on an OrderedDict is refused, except ``_metadata``, which torch sets and which is not kept.
+contains itself has too. An attribute that was set on an OrderedDict is refused, except ``_metadata``, which torch sets and which is
+not kept. Whether two places held one object or two equal ones is not kept either.
 
 Two values agree when they are equal, of the same types and the same to the last bit. The order of a dict, a Counter or a set does
 not count, that of an OrderedDict does.
