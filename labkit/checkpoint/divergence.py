@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from labkit.checkpoint.errors import STATE, RankDivergenceError
+from labkit.checkpoint.model import Path_
 from labkit.checkpoint.names import canonical_fqn, flat_key
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.shards import to_cpu
@@ -14,6 +15,8 @@ from labkit.checkpoint.state import Captured
 from labkit.checkpoint.values import digest
 from labkit.ranks import name_ranks
 
+# Key to its nested keys, and its full shape and dtype or that it is a value, for what is not each rank's own.
+_Forms = dict[str, tuple[Path_, str]]
 _ADVICE = {
     "else": "Wrap what each rank has its own of in PerRank(...).",
     "parameter": "Replicated weights that differ were initialised with different seeds, or not stepped together.",
@@ -46,10 +49,9 @@ def refuse_divergence(captured: Captured, comm: Comm) -> None:
     _name_them(captured, digests, forms, comm)
 
 
-def _forms(captured: Captured) -> dict[str, str]:
-    """Key to full shape and dtype, or that it is a value, for what is not each rank's own."""
+def _forms(captured: Captured) -> _Forms:
     leaves = [leaf for leaf in captured.leaves.values() if not leaf.own]
-    return {leaf.key: "a value" if leaf.shape is None else f"{leaf.dtype} of shape {leaf.shape}" for leaf in leaves}
+    return {leaf.key: (leaf.path, "a value" if leaf.shape is None else f"{leaf.dtype} of shape {leaf.shape}") for leaf in leaves}
 
 
 def _agree(totals: list[dict[str, Any]]) -> bool:
@@ -57,20 +59,16 @@ def _agree(totals: list[dict[str, Any]]) -> bool:
     return all(seen.setdefault(label, total) == total for part in totals for label, total in part.items())
 
 
-def _name_them(captured: Captured, digests: Mapping[str, tuple[str, bytes]], forms: Mapping[str, str], comm: Comm) -> None:
-    everyone = comm.gather((forms, digests))
-    problems: dict[str, list[str]] = {}
-    for key in sorted({key for theirs, _ in everyone for key in theirs}):
-        holders = [rank for rank, (theirs, _) in enumerate(everyone) if key in theirs]
-        camps = _camps({rank: everyone[rank][0][key] for rank in holders})
-        if len(camps) > 1:
-            listed = " and ".join(f"{form} on {name_ranks(ranks)}" for form, ranks in camps.items())
-            problems.setdefault(key, []).append(f"{key} has another shape or dtype on other ranks: {listed}")
-        if holders[0] == comm.rank != 0 and captured.leaves[key].shape is None:
+def _name_them(captured: Captured, digests: Mapping[str, tuple[str, bytes]], forms: _Forms, comm: Comm) -> None:
+    everyone = comm.gather((forms, digests, list(captured.objects)))
+    problems = _of_names([theirs for theirs, _, _ in everyone], [objects for _, _, objects in everyone])
+    for key in sorted({key for theirs, _, _ in everyone for key in theirs}):
+        first = next(rank for rank, (theirs, _, _) in enumerate(everyone) if key in theirs)
+        if first == comm.rank != 0 and captured.leaves[key].shape is None:
             captured.leaves[key] = replace(captured.leaves[key], own=True)
-    for key in sorted({key for _, part in everyone for key in part}):
+    for key in sorted({key for _, part, _ in everyone for key in part}):
         by_label: dict[str, dict[int, bytes]] = {}
-        for rank, (_, part) in enumerate(everyone):
+        for rank, (_, part, _) in enumerate(everyone):
             if key in part:
                 label, total = part[key]
                 by_label.setdefault(label, {})[rank] = total
@@ -78,10 +76,37 @@ def _name_them(captured: Captured, digests: Mapping[str, tuple[str, bytes]], for
             camps = _camps(totals)
             if len(camps) > 1:
                 listed = " and ".join(name_ranks(ranks) for ranks in camps.values())
-                problems.setdefault(key, []).append(f"{key} differs between {listed}")
+                problems.setdefault(key, f"{key} differs between {listed}")
     if problems:
-        sentences = [sentence for found in problems.values() for sentence in found]
-        raise RankDivergenceError(STATE, sentences, advice=_advice(captured, problems))
+        raise RankDivergenceError(STATE, list(problems.values()), advice=_advice(captured, problems))
+
+
+def _of_names(forms: Sequence[_Forms], objects: Sequence[list[Path_]]) -> dict[str, str]:
+    """Key to what is wrong with it where ranks give a name different forms, or take a state apart in different ways.
+
+    A name may be on some ranks only, but what an object hands out has to have the same names on all ranks that have the object: a
+    load gives each of them all of the names.
+    """
+    problems: dict[str, str] = {}
+    where: dict[str, dict[int, tuple[Path_, str]]] = {}
+    for rank, theirs in enumerate(forms):
+        for key, form in theirs.items():
+            where.setdefault(key, {})[rank] = form
+    paths = {path: key for key, found in where.items() for path, _ in found.values()}
+    for key, found in sorted(where.items()):
+        camps = _camps(found)
+        if len(camps) > 1:
+            listed = " and ".join(f"{form} at {path} on {name_ranks(ranks)}" for (path, form), ranks in camps.items())
+            problems[key] = f"{key} has another shape, dtype or place on other ranks: {listed}"
+            continue
+        path = next(iter(camps))[0]
+        for length in range(1, len(path)):
+            if path[:length] in paths:
+                problems[key] = f"{key} is on {name_ranks(found)}, and {paths[path[:length]]} is a value on other ranks"
+            having = [rank for rank, theirs in enumerate(objects) if path[:length] in theirs]
+            if not set(having) <= set(found):
+                problems[key] = f"{key} is on {name_ranks(found)} only, and {name_ranks(having)} have the object that it is of"
+    return problems
 
 
 def _camps(by_rank: Mapping[int, Any]) -> dict[Any, list[int]]:

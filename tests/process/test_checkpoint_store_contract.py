@@ -22,6 +22,20 @@ from labkit.checkpoint.errors import RankDivergenceError, UnsavableStateError
 from tests.process.checkpoint_models import Net, adam, fsdp2, train
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
+
+class Holder:
+    """An object whose state is whatever it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
 LONG = np.arange(5000.0)
 CHANGED = LONG.copy()
 CHANGED[2500] = np.nextafter(2500.0, 3000.0)
@@ -50,6 +64,16 @@ PAIRS = [
     (Counter(a=1), Counter(a=1, b=0), False),
     ({3, "x"}, {"x", 3}, True),
     (list("ab"), ["ab"], False),
+    # A dict is names, which may be on some ranks only; not where the other rank has a value, or other names in an object.
+    ({"a": 1}, {"b": 2}, True),
+    ({"a": 1}, {}, False),
+    ({"a": {"b": 1}}, {"a.b": 1}, False),
+    ([{"a": 1}], [], False),
+    (Holder({"a": 1}), Holder({"a": 1}), True),
+    (Holder({"a": 1}), Holder({"a": 1, "b": 2}), False),
+    (Holder({"a": {"b": 1}}), Holder({"a": {}}), False),
+    (Holder({}), Holder({"a": 1}), False),
+    (Holder({}), {"a": 1}, False),
 ]
 
 
