@@ -75,9 +75,9 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     Ranks: local.
     """
-    kind = type(tensor)
-    if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested:
-        raise _unsavable(f"is a {'nested tensor' if tensor.is_nested else kind.__qualname__}, made of other tensors; save those")
+    if is_wrapper(tensor):
+        kind = "nested tensor" if tensor.is_nested else type(tensor).__qualname__
+        raise _unsavable(f"is a {kind}, made of other tensors; save those")
     if tensor.device.type == "meta" or is_lazy(tensor):
         raise _unsavable(f"is a {'meta' if tensor.device.type == 'meta' else 'lazy'} tensor, which has no data yet")
     if tensor.layout is not torch.strided:
@@ -189,6 +189,11 @@ def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def is_tensor(value: Any) -> bool:
     """Whether a value is a tensor of any of the kinds that :func:`local_tensor` takes."""
     return isinstance(value, torch.Tensor | ShardedTensor)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is made of others, so that its data are not in memory of its own."""
+    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
 
 
 def is_sharded(value: Any) -> bool:

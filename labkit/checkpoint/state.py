@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from labkit.checkpoint.dcp_writer import Leaf
 from labkit.checkpoint.errors import STATE, CheckpointMismatchError, FQNMismatchError, UnsavableStateError
 from labkit.checkpoint.model import Path_
-from labkit.checkpoint.modules import has_fsdp1, is_extra_state, module_state
+from labkit.checkpoint.modules import is_extra_state, module_state, not_handed_back
 from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.optimizers import optimizer_state
 from labkit.checkpoint.shards import LocalTensor, is_sharded, is_tensor, local_tensor
@@ -140,11 +140,12 @@ def capture(state: Mapping[str, Any], rank: int, *, saving: bool = True) -> Capt
     for key, item in state.items():
         _sort(item, _below((), key, found), found, plain, rank)
     for path, module in found.modules.items():
-        for name, value in module_state(module).items():
-            if saving and not is_tensor(value) and not is_extra_state(name) and not has_fsdp1(module):
-                text = f"{flat_key((*path, name))} is a {type(value).__name__} that the module's state_dict adds"
-                found.problems.append(f"{text}, and that no load hands back; give it out in get_extra_state")
-            _add(found, (*path, name), value, rebuilt=is_extra_state(name), saving=saving)
+        state = module_state(module)
+        reasons = not_handed_back(module, state)
+        found.problems.extend(f"{flat_key((*path, name))} {reason}" for name, reason in reasons.items())
+        for name, value in state.items():
+            if name not in reasons:
+                _add(found, (*path, name), value, rebuilt=is_extra_state(name), saving=saving)
     for path, optimizer in found.optimizers.items() if saving else ():
         for sub, value in walk(optimizer_state(optimizer, found.modules), path):
             _add(found, sub, value, rebuilt=True, saving=saving)

@@ -470,8 +470,17 @@ def test_b_what_no_load_would_hand_back_to_a_module_is_refused(tmp_path: Path) -
         def state_dict(self, *args: Any, **options: Any) -> Any:
             return {**super().state_dict(*args, **options), "version": 3}
 
-    with pytest.raises(UnsavableStateError, match=r"m\.version is a int that the module's state_dict adds"):
+    class Copied(nn.Linear):
+        def state_dict(self, *args: Any, **options: Any) -> Any:
+            return {name: value.clone() for name, value in super().state_dict(*args, **options).items()}
+
+    with pytest.raises(UnsavableStateError, match=r"m\.version is of type int, which only get_extra_state can give out"):
         checkpoint.save(tmp_path / "store", {"m": Noted(1, 1)}, 1)
+    with pytest.raises(UnsavableStateError, match=r"m\.(weight|bias) is no parameter or buffer of the module but a copy"):
+        checkpoint.save(tmp_path / "store", {"m": nn.Sequential(nn.Linear(1, 1), Copied(1, 1))[1]}, 1)
+    checkpoint.save(tmp_path / "other", {"m": nn.Linear(1, 1)}, 1)
+    with pytest.raises(CheckpointMismatchError, match=r"does not fit:\n  - m\.(weight|bias) is no parameter"):
+        checkpoint.load(tmp_path / "other", {"m": Copied(1, 1)})
     with pytest.raises(UnsavableStateError, match=r"m\._extra_state is of type _io\.BytesIO"):
         checkpoint.save(tmp_path / "store", {"m": Extra(io.BytesIO())}, 1)
     assert not (tmp_path / "store").exists()
