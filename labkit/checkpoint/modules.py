@@ -40,8 +40,8 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 def not_handed_back(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
     """Return which names of a module's state no load would hand back, each with the reason.
 
-    A load fills the module's own tensors and calls ``set_extra_state``. It has no way to put back a copy or a value that ``state_dict``
-    adds. FSDP1 modules take back what they gave out.
+    A load fills the module's own tensors and calls ``set_extra_state``. It has no way to put back a copy or a value that
+    ``state_dict`` adds. FSDP1 modules take back what they gave out.
 
     Ranks: local.
     """
