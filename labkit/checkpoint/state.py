@@ -135,15 +135,15 @@ def capture(state: Mapping[str, Any], rank: int, *, saving: bool = True) -> Capt
     """
     found = Captured()
     plain: list[tuple[Path_, Any]] = []
-    if type(state) not in (dict, OrderedDict):
-        raise UnsavableStateError(STATE, [f"it is a {type(state).__name__}, not a dict of names"])
+    if not isinstance(state, dict) or (state and not _is_open(state, rebuilt=False)):
+        raise UnsavableStateError(STATE, [f"it is a {type(state).__name__}, not a dict with str or int keys"])
     for key, item in state.items():
         _sort(item, _below((), key, found), found, plain, rank)
     for path, module in found.modules.items():
-        state = module_state(module)
-        reasons = not_handed_back(module, state)
+        parts = module_state(module)
+        reasons = not_handed_back(module, parts)
         found.problems.extend(f"{flat_key((*path, name))} {reason}" for name, reason in reasons.items())
-        for name, value in state.items():
+        for name, value in parts.items():
             if name not in reasons:
                 _add(found, (*path, name), value, rebuilt=is_extra_state(name), saving=saving)
     for path, optimizer in found.optimizers.items() if saving else ():

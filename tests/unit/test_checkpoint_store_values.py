@@ -363,7 +363,7 @@ def test_b_names_with_dots_next_to_an_object_or_a_per_rank_value_stay_apart(tmp_
 
 
 def test_b_a_name_with_a_lone_surrogate_and_a_state_that_is_no_dict_are_refused(tmp_path: Path) -> None:
-    for state in ({"a\ud800": 1}, {"a": {"\udfff": 1}}, Counter(a=1), [1]):
+    for state in ({"a\ud800": 1}, {"a": {"\udfff": 1}}, Counter(a=1), [1], {("a",): 1}, {True: 1}):
         with pytest.raises(UnsavableStateError):
             checkpoint.save(tmp_path / "store", state, 1)  # type: ignore[arg-type]
     assert not (tmp_path / "store").exists()
