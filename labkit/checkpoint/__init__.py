@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         IncompleteCheckpointError,
         RankDivergenceError,
         UnsafeCheckpointError,
+        UnsavableStateError,
     )
     from labkit.checkpoint.findings import Finding, Report
     from labkit.checkpoint.loading import LoadReport, load
@@ -68,6 +69,7 @@ _HOME = {
     "Rng": "state",
     "TensorEntry": "model",
     "UnsafeCheckpointError": "errors",
+    "UnsavableStateError": "errors",
     "ValueEntry": "model",
     "canonical_fqn": "names",
     "load": "loading",
@@ -107,6 +109,7 @@ __all__ = [
     "Rng",
     "TensorEntry",
     "UnsafeCheckpointError",
+    "UnsavableStateError",
     "ValueEntry",
     "canonical_fqn",
     "load",

@@ -17,7 +17,6 @@ RECORD_NAMES = {
     ("argparse", "Namespace"),
     ("builtins", "range"),
     ("builtins", "slice"),
-    ("collections", "Counter"),
     ("collections", "defaultdict"),
     ("datetime", "date"),
     ("datetime", "datetime"),

@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -24,11 +25,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from labkit.checkpoint.dcp_format import METADATA_FILE
+from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
+from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError, CheckpointWriteError
 from labkit.checkpoint.hashed_file import HashedFile
-from labkit.checkpoint.manifest import FileSum
-from labkit.checkpoint.model import Path_
+from labkit.checkpoint.manifest import FileSum, check_file
+from labkit.checkpoint.model import Checkpoint, Path_, ValueEntry
+from labkit.checkpoint.read import Reader
 from labkit.checkpoint.shards import to_cpu
+from labkit.checkpoint.values import digest
 
 DCP_VERSION = "1.0.0"
 
@@ -103,7 +107,7 @@ class LeafPlanner(DefaultSavePlanner):
 
 
 class DirectoryWriter(StorageWriter):
-    """Writes a DCP checkpoint into a new directory and keeps the hash of every file that this rank wrote.
+    """Writes a DCP checkpoint into a new directory, keeps the hash of every file that this rank wrote, and reads all of it back.
 
     Args:
         directory: An existing directory without a checkpoint in it.
@@ -114,6 +118,7 @@ class DirectoryWriter(StorageWriter):
     def __init__(self, directory: Path, *, threads: int = 1, progress: Callable[[int], None] = lambda size_bytes: None) -> None:
         self.directory, self.threads, self._progress = directory, threads, progress
         self.sums: dict[str, FileSum] = {}
+        self._values: dict[str, ValueEntry] = {}
 
     @property
     def checkpoint_id(self) -> Path:
@@ -128,7 +133,7 @@ class DirectoryWriter(StorageWriter):
         return StorageMeta(checkpoint_id=str(self.directory))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self.sums = {}
+        self.sums, self._values = {}, {}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -160,6 +165,9 @@ class DirectoryWriter(StorageWriter):
                 write_item(file, planner.resolve_data(item))
                 length = file.tell() - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                if item.type == WriteItemType.BYTE_IO:
+                    key = item.index.fqn
+                    self._values[key] = ValueEntry(key, (key,), name, start, length)
                 self._progress(length)
         self.sums[name] = file.total()
         return results
@@ -169,6 +177,39 @@ class DirectoryWriter(StorageWriter):
         metadata.storage_data = {result.index: result.storage_data for part in results for result in part}
         metadata.storage_meta = self.storage_meta()
         self.sums[METADATA_FILE] = write_metadata(self.directory, metadata)
+
+    def read_back(self, leaves: Mapping[str, Leaf], progress: Callable[[int], None]) -> None:
+        """Read what this rank wrote: every byte from the disk against its hash, every value as a load reads it.
+
+        Args:
+            leaves: What was to be written, by key.
+            progress: Called with the number of bytes that were just read.
+
+        Raises:
+            CheckpointWriteError: A file, a value or the index does not read back as it was written.
+
+        Ranks: local.
+        """
+        for name, expected in self.sums.items():
+            with _written(self.directory / name):
+                check_file(self.directory, name, expected, from_disk=True)
+            progress(expected.size)
+        if METADATA_FILE in self.sums:
+            with _written(self.directory / METADATA_FILE):
+                read_dcp(self.directory)
+        with Reader(Checkpoint(self.directory, self.directory, "dcp", values=self._values)) as reader:
+            for key, entry in self._values.items():
+                with _written(self.directory / entry.file):
+                    if digest(reader.value(key)) != digest(leaves[key].value):
+                        raise CheckpointFormatError(self.directory / entry.file, f"{key!r} comes back as another value")
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError as error:
+        raise CheckpointWriteError(path, f"what was just written does not read back ({error})") from None
 
 
 def write_item(file: HashedFile, data: torch.Tensor | io.BytesIO) -> None:

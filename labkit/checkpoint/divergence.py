@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-import xxhash
-
-from labkit.checkpoint.dcp_writer import Leaf
 from labkit.checkpoint.errors import STATE, RankDivergenceError
+from labkit.checkpoint.model import Path_
+from labkit.checkpoint.names import flat_key, fqn_of
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.shards import to_cpu
 from labkit.checkpoint.state import Captured
-from labkit.ranks import format_ranks
+from labkit.checkpoint.values import digest
+from labkit.ranks import name_ranks
+
+# Key to its nested keys, and its full shape and dtype or that it is a value, for what is not each rank's own.
+_Forms = dict[str, tuple[Path_, str]]
+_ADVICE = {
+    "else": "Wrap what each rank has its own of in PerRank(...).",
+    "parameter": "Replicated weights that differ were initialised with different seeds, or not stepped together.",
+    "buffer": "Buffers that each rank counts by itself, such as BatchNorm's, belong to their module: PerRank cannot hold them. "
+    "Make them equal before the save: torch.nn.SyncBatchNorm keeps them so, or broadcast them, for buffer in model.buffers(): "
+    "dist.broadcast(buffer, 0). DDP's broadcast_buffers does that only as a forward pass begins. To keep each rank's own beside, "
+    "take PerRank({name: buffer.clone() for name, buffer in model.named_buffers()}) before the broadcast.",
+}
 
 
 def refuse_divergence(captured: Captured, comm: Comm) -> None:
@@ -31,90 +40,106 @@ def refuse_divergence(captured: Captured, comm: Comm) -> None:
     """
     if comm.size == 1:
         return
-    digests = _digests(captured)
-    totals: dict[str, Any] = {}
-    for label in sorted({label for label, _ in digests.values()}):
-        summed = xxhash.xxh3_128()
-        for key in sorted(key for key, (other, _) in digests.items() if other == label):
-            summed.update(f"{key}={digests[key][1]};".encode())
-        totals[label] = summed.hexdigest()
-    keys = xxhash.xxh3_128_hexdigest("\n".join(_shared_keys(captured)).encode())
-    everyone = comm.gather((keys, totals))
-    if _agree([totals for _, totals in everyone]) and len({keys for keys, _ in everyone}) == 1:
+    digests, forms = _digests(captured), _forms(captured)
+    labels = sorted({label for label, _ in digests.values()})
+    totals = {label: digest({key: total for key, (other, total) in digests.items() if other == label}) for label in labels}
+    everyone = comm.gather((digest(forms), totals))
+    if _agree([totals for _, totals in everyone]) and len({total for total, _ in everyone}) == 1:
         return
-    _name_them(captured, digests, comm)
+    _name_them(captured, digests, forms, comm)
 
 
-def _shared_keys(captured: Captured) -> list[str]:
-    return sorted(f"{leaf.key} {leaf.shape} {leaf.dtype}" for leaf in captured.leaves.values() if not leaf.own)
+def _forms(captured: Captured) -> _Forms:
+    leaves = [leaf for leaf in captured.leaves.values() if not leaf.own]
+    return {leaf.key: (leaf.path, "a value" if leaf.shape is None else f"{leaf.dtype} of shape {leaf.shape}") for leaf in leaves}
 
 
 def _agree(totals: list[dict[str, Any]]) -> bool:
     seen: dict[str, Any] = {}
-    return all(seen.setdefault(label, digest) == digest for part in totals for label, digest in part.items())
+    return all(seen.setdefault(label, total) == total for part in totals for label, total in part.items())
 
 
-def _name_them(captured: Captured, digests: Mapping[str, tuple[str, str]], comm: Comm) -> None:
-    shared = {key.split(" ", 1)[0] for key in _shared_keys(captured)}
-    described = {key: str((leaf.shape, leaf.dtype)) for key, leaf in captured.leaves.items() if key in shared}
-    everyone = comm.gather((described, dict(digests)))
-    problems = []
-    for key in sorted({key for keys, _ in everyone for key in keys}):
-        holders = [rank for rank, (keys, _) in enumerate(everyone) if key in keys]
-        if len({everyone[rank][0][key] for rank in holders}) > 1:
-            problems.append(f"{key} has another shape or dtype on other ranks")
-        if holders[0] == comm.rank != 0 and captured.leaves[key].shape is None:
+def _name_them(captured: Captured, digests: Mapping[str, tuple[str, bytes]], forms: _Forms, comm: Comm) -> None:
+    everyone = comm.gather((forms, digests, list(captured.objects)))
+    problems = _of_names([theirs for theirs, _, _ in everyone], [objects for _, _, objects in everyone])
+    for key in sorted({key for theirs, _, _ in everyone for key in theirs}):
+        first = next(rank for rank, (theirs, _, _) in enumerate(everyone) if key in theirs)
+        if first == comm.rank != 0 and captured.leaves[key].shape is None:
             captured.leaves[key] = replace(captured.leaves[key], own=True)
-    for key in sorted({key for _, part in everyone for key in part}):
-        by_label: dict[str, dict[str, list[int]]] = {}
-        for rank, (_, part) in enumerate(everyone):
+    for key in sorted({key for _, part, _ in everyone for key in part}):
+        by_label: dict[str, dict[int, bytes]] = {}
+        for rank, (_, part, _) in enumerate(everyone):
             if key in part:
-                label, digest = part[key]
-                by_label.setdefault(label, {}).setdefault(digest, []).append(rank)
-        for groups in by_label.values():
-            if len(groups) > 1:
-                camps = " and ".join(
-                    f"ranks {format_ranks(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in groups.values()
-                )
-                problems.append(f"{key} differs between {camps}")
+                label, total = part[key]
+                by_label.setdefault(label, {})[rank] = total
+        for totals in by_label.values():
+            camps = _camps(totals)
+            if len(camps) > 1:
+                listed = " and ".join(name_ranks(ranks) for ranks in camps.values())
+                problems.setdefault(key, f"{key} differs between {listed}")
     if problems:
-        raise RankDivergenceError(
-            STATE,
-            problems,
-            advice="Wrap what each rank has its own of in PerRank(...). Replicated weights that differ were "
-            "initialised with different seeds.",
-        )
+        raise RankDivergenceError(STATE, list(problems.values()), advice=_advice(captured, problems))
 
 
-def _camp(ranks: list[int]) -> str:
-    return f"ranks {format_ranks(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
+def _of_names(forms: Sequence[_Forms], objects: Sequence[list[Path_]]) -> dict[str, str]:
+    """Key to what is wrong with it where ranks give a name different forms, or take a state apart in different ways.
+
+    A name may be on some ranks only, but what an object hands out has to have the same names on all ranks that have the object: a
+    load gives each of them all of the names.
+    """
+    problems: dict[str, str] = {}
+    where: dict[str, dict[int, tuple[Path_, str]]] = {}
+    for rank, theirs in enumerate(forms):
+        for key, form in theirs.items():
+            where.setdefault(key, {})[rank] = form
+    paths = {path: key for key, found in where.items() for path, _ in found.values()}
+    for key, found in sorted(where.items()):
+        camps = _camps(found)
+        if len(camps) > 1:
+            listed = " and ".join(f"{form} at {path} on {name_ranks(ranks)}" for (path, form), ranks in camps.items())
+            problems[key] = f"{key} has another shape, dtype or place on other ranks: {listed}"
+            continue
+        path = next(iter(camps))[0]
+        for length in range(1, len(path)):
+            if path[:length] in paths:
+                problems[key] = f"{key} is on {name_ranks(found)}, and {paths[path[:length]]} is a value on other ranks"
+            having = [rank for rank, theirs in enumerate(objects) if path[:length] in theirs]
+            if not set(having) <= set(found):
+                problems[key] = f"{key} is on {name_ranks(found)} only, and {name_ranks(having)} have the object that it is of"
+    return problems
 
 
-def _digests(captured: Captured) -> dict[str, tuple[str, str]]:
+def _camps(by_rank: Mapping[int, Any]) -> dict[Any, list[int]]:
+    camps: dict[Any, list[int]] = {}
+    for rank, what in by_rank.items():
+        camps.setdefault(what, []).append(rank)
+    return camps
+
+
+def _advice(captured: Captured, keys: Iterable[str]) -> str:
+    """Say what can be done about the keys that differ: a module's parameters, its buffers, anything else."""
+    kinds = set()
+    for key in keys:
+        path = captured.leaves[key].path if key in captured.leaves else ()
+        owner = next((prefix for prefix in captured.modules if path[: len(prefix)] == prefix), None)
+        if owner is None:
+            kinds.add("else")
+        else:
+            fqn = fqn_of(captured.modules[owner])
+            buffers = {fqn(name) for name, _ in captured.modules[owner].named_buffers()}
+            kinds.add("buffer" if flat_key(path[len(owner) :]) in buffers else "parameter")
+    return "\n".join(text for kind, text in _ADVICE.items() if kind in kinds)
+
+
+def _digests(captured: Captured) -> dict[str, tuple[str, bytes]]:
     """Key to (the label of the ranks that must agree, the content's digest), for what several ranks hold."""
     result = {}
     for key, leaf in captured.leaves.items():
         if leaf.own:
             continue
         if leaf.shape is None:
-            result[key] = ("all", _value_digest(leaf.value))
+            result[key] = ("all", digest(leaf.value))
         elif key in captured.replicas:
-            result[key] = (captured.replicas[key], _tensor_digest(leaf))
+            shards = [(*shard[:2], to_cpu(shard[2], copy=False)) for shard in leaf.shards]
+            result[key] = (captured.replicas[key], digest(shards))
     return result
-
-
-def _tensor_digest(leaf: Leaf) -> str:
-    digest = xxhash.xxh3_128()
-    for offsets, sizes, data in leaf.shards:
-        digest.update(f"{offsets}{sizes}{leaf.dtype}".encode())
-        flat = to_cpu(data, copy=False).contiguous().reshape(-1).view(torch.uint8)
-        digest.update(flat.numpy().data)
-    return digest.hexdigest()
-
-
-def _value_digest(value: Any) -> str:
-    # repr() of plain data is the same for equal data on every rank; a pickle need not be, since it notes which strings
-    # are one object. What has only an address for a repr goes by its pickle.
-    text = repr(value)
-    data = text.encode() if " at 0x" not in text else pickle.dumps(value)
-    return xxhash.xxh3_128_hexdigest(data)

@@ -20,6 +20,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "RankDivergenceError",
     "UnsafeCheckpointError",
+    "UnsavableStateError",
 ]
 
 # In place of a file in an error about what was given.
@@ -98,13 +99,15 @@ class CheckpointMismatchError(CheckpointError):
 
     #: At most this many problems are spelled out in the message; the attribute holds all of them.
     max_listed = 12
+    #: What the first line says about ``path``.
+    verdict = "does not fit"
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
         self.path, self.problems = str(path), tuple(problems)
         listed = [f"  - {problem}" for problem in self.problems[: self.max_listed]]
         if len(self.problems) > self.max_listed:
             listed.append(f"  - and {len(self.problems) - self.max_listed} more")
-        lines = [f"{self.path} does not fit:", *listed]
+        lines = [f"{self.path} {self.verdict}:", *listed]
         if advice:
             lines.append(advice)
         super().__init__("\n".join(lines))
@@ -141,3 +144,9 @@ class DtypeNarrowingError(CheckpointMismatchError):
 
 class RankDivergenceError(CheckpointMismatchError):
     """Ranks hold different values under one name, so that only one of them would be saved."""
+
+
+class UnsavableStateError(CheckpointMismatchError):
+    """A state holds something that a load would not give back as it is. Nothing was written."""
+
+    verdict = "cannot be saved"

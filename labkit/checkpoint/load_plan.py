@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,14 @@ from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.dtypes import convert, is_lossless
 from labkit.checkpoint.errors import DtypeNarrowingError
-from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry
-from labkit.checkpoint.modules import load_module_state, module_state
+from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.modules import is_extra_state, load_module_state, module_state
 from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.shards import is_tensor, local_tensor
 from labkit.checkpoint.state import Captured, PerRank, capture
-from labkit.checkpoint.state_load import OptimizerTarget, nest, optimizer_targets, put_value
+from labkit.checkpoint.state_load import OptimizerTarget, key_of, keys_below, nest, optimizer_targets, put_value
 from labkit.progress import task
 
 
@@ -59,7 +60,7 @@ class LoadPlan:
     @classmethod
     def make(cls, root: Path, state: dict[str, Any], ignore: Sequence[str], narrowing: bool, comm: Comm) -> LoadPlan:
         """Compare a checkpoint with a training state; what does not fit is in ``problems``. Ranks: collective for FSDP1."""
-        plan = cls(open_checkpoint(root), state, capture(state, comm.rank, optimizers=False), ignore, narrowing, comm)
+        plan = cls(open_checkpoint(root), state, capture(state, comm.rank, saving=False), ignore, narrowing, comm)
         taken: set[str] = set()
         plan._plan_modules(taken)
         plan._plan_optimizers(taken)
@@ -113,12 +114,17 @@ class LoadPlan:
         for path, module in self.captured.modules.items():
             self.modules[path] = module_state(module)
             for name, value in self.modules[path].items():
-                self._want(flat_key((*path, name)), value if is_tensor(value) else None, taken)
+                key = flat_key((*path, name))
+                if is_extra_state(name) and key in self.checkpoint.tensors:
+                    self.values.append(key)  # handed over whole, whatever its shape is here
+                    taken.add(key)
+                    continue
+                self._want(key, value if is_tensor(value) and not is_extra_state(name) else None, taken)
 
     def _plan_optimizers(self, taken: set[str]) -> None:
         for path, optimizer in self.captured.optimizers.items():
-            prefix = flat_key(path) + "."
-            if not any(key.startswith(prefix) for key in (*self.checkpoint.tensors, *self.checkpoint.values)):
+            if not keys_below(self.checkpoint, path):
+                prefix = flat_key(path) + "."
                 if not self._ignores(prefix + "state"):
                     self.problems.missing.append(prefix + "*")
                 continue
@@ -131,10 +137,12 @@ class LoadPlan:
 
     def _plan_objects(self, taken: set[str]) -> None:
         for path in self.captured.objects:
-            prefix = flat_key(path) + "."
-            keys = [key for key in (*self.checkpoint.tensors, *self.checkpoint.values) if key.startswith(prefix)]
-            if not keys and not self._ignores(prefix + "state"):
-                self.problems.missing.append(self._per_rank_text(prefix + "*", path))
+            keys = keys_below(self.checkpoint, path)
+            if not keys and not self._ignores(flat_key(path) + ".state"):
+                self.problems.missing.append(self._per_rank_text(flat_key(path) + ".*", path))
+            for key in keys:
+                if key in self.captured.sharded and key in self.checkpoint.tensors:
+                    self._want(key, self.captured.sharded[key], taken)
             self.objects[path] = keys
             taken.update(keys)
 
@@ -146,23 +154,25 @@ class LoadPlan:
 
     def _plan_rest(self, taken: set[str]) -> None:
         for key, leaf in self.captured.leaves.items():
-            inside = any(leaf.path[: len(path)] == path for path in (*self.captured.modules, *self.captured.objects))
+            inside = any(leaf.path[: len(path)] == path for path in self.captured.modules)
             if not inside:
                 target = find(self.state, leaf.path, self.comm.rank)
                 self._want(key, target if is_tensor(target) else None, taken)
 
     def _plan_unexpected(self, taken: set[str]) -> None:
-        ranks = [f"{flat_key(path)}.rank_" for path in self.captured.per_rank]
-        for key in (*self.checkpoint.tensors, *self.checkpoint.values):
-            if key in taken or any(key.startswith(prefix) for prefix in ranks):
-                continue
-            if not self._ignores(key):
-                self.problems.unexpected.append(key)
+        entries: list[TensorEntry | ValueEntry] = [*self.checkpoint.tensors.values(), *self.checkpoint.values.values()]
+        for entry in entries:
+            if entry.key not in taken and not self._is_other_ranks(entry.path) and not self._ignores(entry.key):
+                self.problems.unexpected.append(entry.key)
+
+    def _is_other_ranks(self, path: Path_) -> bool:
+        prefixes = [prefix for prefix in self.captured.per_rank if path[: len(prefix)] == prefix != path]
+        return any(re.fullmatch(r"rank_\d+", str(path[len(prefix)])) for prefix in prefixes)
 
     def execute(self) -> None:
         """Read every planned box into its live tensor."""
         with Reader(self.checkpoint, checksums=self.checksums) as reader:
-            read = {key: reader.value(key) for key in self.values}
+            read = {key: reader.value(key) if key in self.checkpoint.values else reader.tensor(key) for key in self.values}
             objects = {path: self._read_object(reader, path, keys) for path, keys in self.objects.items() if keys}
             sizes = {key: sum(shard.data.nbytes for shard in local_tensor(target).shards) for key, target in self.tensors.items()}
             with task("load", sum(sizes.values())) as reading:
@@ -186,15 +196,16 @@ class LoadPlan:
             with torch.no_grad():
                 shard.data.copy_(converted)
 
-    def _read_object(self, reader: Reader, path: Path_, keys: Sequence[str]) -> dict[str, Any]:
+    def _read_object(self, reader: Reader, path: Path_, keys: Sequence[str]) -> Any:
         leaves: dict[Path_, Any] = {}
         for key in keys:
             entry = self.checkpoint.tensors.get(key)
             if entry is not None:
-                leaves[entry.path[len(path) :]] = reader.tensor(key)
+                live = self.tensors.get(key)  # a sharded one, about to be filled
+                leaves[entry.path[len(path) :]] = reader.tensor(key) if live is None else live
             else:
                 leaves[self.checkpoint.values[key].path[len(path) :]] = reader.value(key)
-        return nest(leaves)
+        return nest(leaves, self.checkpoint.path)
 
     def _place(self, key: str, value: Any) -> None:
         leaf = self.captured.leaves[key]
@@ -221,9 +232,5 @@ def find(state: Any, path: Path_, rank: int) -> Any:
                 return None
             value = value.value
             continue
-        if isinstance(value, Mapping):
-            by_text = {str(key): item for key, item in value.items()}
-            value = by_text[str(step)]
-        else:
-            value = value[int(step)]
+        value = value[key_of(value, step)]
     return value.value if isinstance(value, PerRank) else value

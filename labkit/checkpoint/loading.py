@@ -64,7 +64,9 @@ def load(
     Args:
         path: A store (its newest complete step, or ``step``), or any checkpoint that :func:`open_checkpoint` reads.
         state: As for :func:`labkit.checkpoint.save`. Tensors and modules are filled in place; optimizers get the saved
-            state and groups; objects with ``load_state_dict`` are called; other values are replaced in their dicts.
+            state and groups; objects with ``load_state_dict`` are called; other values are replaced in their dicts, equal to
+            those that were saved and of the same type (:mod:`labkit.checkpoint.values`). The dicts and lists that hold names stay
+            the caller's own.
         step: Which step of a store.
         ignore: Patterns (``optimizer.*``) of keys that may be missing or unexpected; they are left as they are.
         check: ``full`` compares every file with the manifest's hashes first, shared out over the ranks; without a manifest

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.errors import STATE, CheckpointMismatchError
 from labkit.checkpoint.names import check_unique, fqn_of
+from labkit.checkpoint.shards import is_sharded, is_tensor, is_wrapper
 
 
 def has_fsdp1(module: nn.Module) -> bool:
@@ -35,6 +39,41 @@ def module_state(module: nn.Module) -> dict[str, Any]:
     return {names[name]: value for name, value in state.items()}
 
 
+def not_handed_back(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
+    """Return which names of a module's state no load would hand back, each with the reason.
+
+    A load fills the module's own tensors and calls ``set_extra_state``. It has no way to put back a copy or a value that
+    ``state_dict`` adds. FSDP1 modules take back what they gave out.
+
+    Ranks: local.
+    """
+    if has_fsdp1(module):
+        return {}
+    live = {_memory(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    reasons = {}
+    for name, value in state.items():
+        if is_extra_state(name):
+            if is_sharded(value):
+                reasons[name] = "is a sharded tensor, which set_extra_state would get whole; make it a buffer"
+        elif not is_tensor(value):
+            reasons[name] = f"is of type {type(value).__name__}, which only get_extra_state can give out and a load hand back"
+        elif _memory(value) not in live:
+            reasons[name] = "is no parameter or buffer of the module but a copy, which no load can put back; see get_extra_state"
+    return reasons
+
+
+def _memory(tensor: Any) -> int:
+    """Where a tensor's data begin in memory; 0 where it has none of its own."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    plain = not isinstance(local, ShardedTensor) and local.layout is torch.strided and not is_wrapper(local)
+    return local.untyped_storage().data_ptr() if plain else 0
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name in a module's state is that of its extra state, which ``set_extra_state`` takes."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     """Hand a sharded state back to a module. Only FSDP1 and extra state need it: other tensors were filled in place.
 
@@ -46,7 +85,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
             names = {fqn(name): name for name in module.state_dict()}
             module.load_state_dict({names[name]: value for name, value in state.items()})
         return
-    extra = {name: value for name, value in state.items() if name.split(".")[-1] == "_extra_state"}
+    extra = {name: value for name, value in state.items() if is_extra_state(name)}
     fqn = fqn_of(module)
     for name, value in extra.items():
         owner = name.rpartition(".")[0]

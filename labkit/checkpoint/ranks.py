@@ -51,8 +51,10 @@ class Comm:
         except Exception as error:
             outcome = None, _portable(error, self.rank, path)
         outcomes = self.gather(outcome)
-        for _, failure in outcomes:
+        for rank, (_, failure) in enumerate(outcomes):
             if failure is not None:
+                if self.size > 1:
+                    failure.add_note(f"Rank {rank} raised this, so all ranks do.")
                 raise failure
         return [value for value, _ in outcomes]  # type: ignore[misc]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -183,6 +183,12 @@ def _copied(kind: type) -> _Inert:
     return _Inert(build)
 
 
+def _counter(counts: Any = ()) -> Counter[Any]:
+    if counts != () and not isinstance(counts, dict):
+        raise pickle.UnpicklingError(f"a Counter of {type(counts).__name__}")
+    return Counter(counts)
+
+
 def _array(kind: Any, shape: Any, typecode: Any) -> _NumpyArray:
     return _NumpyArray()
 
@@ -210,15 +216,17 @@ _FUNCTIONS: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): _Inert(str),
     ("torch", "device"): _Inert(torch.device),
     # The type itself, which nothing can change: sizes and the next three classes are most of a large .metadata file.
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): torch.Size,
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Stateful,
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Stateful,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stateful,
     ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "Counter"): _Inert(_counter),
     ("_codecs", "encode"): _Inert(_encode),
     ("builtins", "set"): _copied(set),
     ("builtins", "frozenset"): _copied(frozenset),
     ("builtins", "bytearray"): _copied(bytearray),
+    ("builtins", "bytes"): _copied(bytes),
     ("builtins", "complex"): _Inert(lambda real, imag=0.0: complex(float(real), float(imag))),
     ("numpy.core.multiarray", "_reconstruct"): _Inert(_array),
     ("numpy._core.multiarray", "_reconstruct"): _Inert(_array),
@@ -363,7 +371,7 @@ def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None
     def gather(items: Any, depth: int) -> Any:
         if isinstance(items, dict):
             pairs = {key: turn(item, depth) for key, item in items.items()}
-            return OrderedDict(pairs) if isinstance(items, OrderedDict) else pairs
+            return type(items)(pairs) if isinstance(items, OrderedDict | Counter) else pairs
         return type(items)(turn(item, depth) for item in items)
 
     return turn(value, 0)
@@ -409,7 +417,7 @@ def walk(value: Any, path: object) -> Iterator[tuple[tuple[str | int, ...], Any]
         prefix, item = stack.pop()
         if len(prefix) > _MAX_DEPTH:
             raise CheckpointFormatError(path, f"a state nested deeper than {_MAX_DEPTH} levels, or one that contains itself")
-        if isinstance(item, dict) and (item or not prefix):
+        if isinstance(item, dict) and not isinstance(item, Counter) and (item or not prefix):
             stack.extend(((*prefix, key if isinstance(key, int) else str(key)), sub) for key, sub in reversed(item.items()))
         elif isinstance(item, list | tuple) and _holds_tensors(item, _MAX_DEPTH, set()):
             stack.extend(((*prefix, index), sub) for index, sub in reversed(list(enumerate(item))))

@@ -1,6 +1,7 @@
 """A save that cannot lose the last good checkpoint.
 
-A step is written into a directory of its own, by DCP. After every rank has written, read back and hashed its files, rank 0
+What a load would not give back as it is, is refused before anything is written. A step is written into a directory of its own, by
+DCP. After every rank has read back its files and the values in them, rank 0
 publishes ``manifest.json`` by an atomic rename; only then does the step count, and only then are older steps removed. A
 crash at any moment leaves the previous steps as they were and a directory without a manifest.
 """
@@ -11,7 +12,7 @@ import shutil
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.shards import to_cpu
 from labkit.checkpoint.state import Captured, capture
+from labkit.checkpoint.values import snapshot
 from labkit.progress import task
 from labkit.ranks import name_ranks
 
@@ -44,6 +46,10 @@ def save(
     group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Save a training state as a step of a store.
+
+    What is accepted, a load returns, equal and of the same type: :mod:`labkit.checkpoint.values` lists the values, and
+    :mod:`labkit.checkpoint.state` says how names are made of nested dicts and lists. Everything else is refused before anything is
+    written. Before the step is published, and older ones go, each rank reads back what it wrote, as a load would.
 
     Args:
         store: A directory that all ranks see; made if needed.
@@ -62,6 +68,7 @@ def save(
     Raises:
         CheckpointExistsError: The step is there already, complete.
         RankDivergenceError: Ranks hold different values under one key that is not per rank.
+        UnsavableStateError: A value or a tensor would not come back as it is; the message names all of them, each with a way out.
         FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
         CheckpointWriteError: A rank could not write, or what it wrote does not read back. All ranks raise it; the step is
             not published.
@@ -168,17 +175,11 @@ def _own_group() -> dist.ProcessGroup | None:
 
 def _stage(leaf: Leaf) -> Leaf:
     shards = tuple((offsets, sizes, _staged(data)) for offsets, sizes, data in leaf.shards)
-    return replace(leaf, shards=shards, value=_copied(leaf.value))
+    return replace(leaf, shards=shards, value=snapshot(leaf.value, copy=True))
 
 
 def _staged(data: torch.Tensor) -> torch.Tensor:
     return _host_memory.copy(data) if data.device.type == "cuda" else to_cpu(data, copy=True)
-
-
-def _copied(value: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(value)
 
 
 def _capture(state: Mapping[str, Any], comm: Comm) -> Captured:
@@ -219,7 +220,7 @@ class _Save:
             writer = DirectoryWriter(self.directory, threads=self.threads, progress=writing.advance)
             self._write(writer)
         # The metadata file exists on rank 0 only after every rank has written, so this is a barrier too.
-        sums = self.comm.everywhere(lambda: self._read_back(writer.sums), self.directory)
+        sums = self.comm.everywhere(lambda: self._read_back(writer), self.directory)
         self.comm.on_first(lambda: self._publish(sums), self.directory)
 
     def _prepare(self) -> None:
@@ -252,18 +253,10 @@ class _Save:
                 f"{_causes(error)}.{where if unseen else ''} The step is not published; earlier steps are untouched.",
             ) from error
 
-    def _read_back(self, sums: Mapping[str, FileSum]) -> dict[str, FileSum]:
-        with task(f"read back step {self.step}", sum(expected.size for expected in sums.values())) as reading:
-            self._check_files(sums, reading.advance)
-        return dict(sums)
-
-    def _check_files(self, sums: Mapping[str, FileSum], progress: Callable[[int], None]) -> None:
-        for name, expected in sums.items():
-            try:
-                manifest.check_file(self.directory, name, expected, from_disk=True)
-            except CheckpointError as error:
-                raise CheckpointWriteError(self.directory / name, f"what was just written does not read back ({error})") from None
-            progress(expected.size)
+    def _read_back(self, writer: DirectoryWriter) -> dict[str, FileSum]:
+        with task(f"read back step {self.step}", sum(written.size for written in writer.sums.values())) as reading:
+            writer.read_back(self.captured.leaves, reading.advance)
+        return dict(writer.sums)
 
     def _publish(self, sums: list[dict[str, FileSum]]) -> None:
         files = {name: total for part in sums for name, total in part.items()}

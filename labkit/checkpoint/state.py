@@ -1,8 +1,19 @@
-"""Take a training state (modules, optimizers, schedulers, tensors, values) apart into flat leaves."""
+"""Take a training state (modules, optimizers, schedulers, tensors, values) apart into flat leaves.
+
+The nested dicts and lists of a state are names, and the caller's own: a load fills them and leaves them what they are. A ``dict``
+or ``OrderedDict`` is taken apart when all its keys are str or int; an int becomes its digits, so 3 and "3" are one name, and a
+collision is refused. A list is taken apart when it holds a tensor or a dict that is.
+
+What an object's ``state_dict`` gives has to be made again from the file, so there only str keys are names, and the order of each
+OrderedDict is saved beside its items. Whatever is not taken apart is one value, stored whole; :mod:`labkit.checkpoint.values` says
+which values there are. Tensors of an object come back as tensors of their own, on the CPU; a sharded one comes back into the tensor
+that the object's ``state_dict`` has for it at the time of the load, and whole where that one is not sharded.
+"""
 
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,12 +23,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from labkit.checkpoint.dcp_writer import Leaf
-from labkit.checkpoint.errors import STATE, FQNMismatchError
+from labkit.checkpoint.errors import STATE, CheckpointMismatchError, FQNMismatchError, UnsavableStateError
 from labkit.checkpoint.model import Path_
-from labkit.checkpoint.modules import module_state
+from labkit.checkpoint.modules import is_extra_state, module_state, not_handed_back
 from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.optimizers import optimizer_state
-from labkit.checkpoint.shards import is_tensor, local_tensor
+from labkit.checkpoint.shards import LocalTensor, is_sharded, is_tensor, local_tensor
+from labkit.checkpoint.values import MAX_DEPTH, lost_attributes, snapshot
+
+ORDER = "<OrderedDict>"
 
 
 @dataclass
@@ -25,7 +39,8 @@ class PerRank:
     """A value that each rank has its own of: saved under ``rank_0``, ``rank_1`` ..., loaded by the rank it belongs to.
 
     Attributes:
-        value: Plain data, tensors, nested dicts of them, or an object with ``state_dict`` and ``load_state_dict``.
+        value: Plain data, tensors, nested dicts of them, a module that no other rank has a part of, or an object with
+            ``state_dict`` and ``load_state_dict``.
     """
 
     value: Any
@@ -80,98 +95,168 @@ class Captured:
         modules: Key prefix to module.
         optimizers: Key prefix to optimizer.
         objects: Key prefix to other objects with ``state_dict`` and ``load_state_dict``.
-        values: Paths of leaves that are no tensors and no part of an object, to be replaced on load.
+        sharded: Flat key to the sharded tensors that objects hold.
         per_rank: Key prefixes of :class:`PerRank` values, without the rank.
         replicas: Flat key to the label under which ranks must hold equal values; see :class:`labkit.checkpoint.shards.LocalTensor`.
+        problems: What cannot be saved, or cannot be filled by a load.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     modules: dict[Path_, nn.Module] = field(default_factory=dict)
     optimizers: dict[Path_, Optimizer] = field(default_factory=dict)
     objects: dict[Path_, Any] = field(default_factory=dict)
-    values: list[Path_] = field(default_factory=list)
+    sharded: dict[str, Any] = field(default_factory=dict)
     per_rank: list[Path_] = field(default_factory=list)
     replicas: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def is_own(self, path: Path_) -> bool:
+        """Whether a path leads into a :class:`PerRank`."""
+        return any(path[: len(prefix)] == prefix for prefix in self.per_rank)
 
 
-def capture(state: Mapping[str, Any], rank: int, *, optimizers: bool = True) -> Captured:
-    """Take a training state apart.
+def capture(state: Mapping[str, Any], rank: int, *, saving: bool = True) -> Captured:
+    """Take a training state apart; for a save, with everything that would not come back found before anything is written.
 
     Args:
         state: Nested dicts whose leaves are tensors of any kind, plain values, :class:`PerRank`, modules, optimizers, or
             objects with ``state_dict`` and ``load_state_dict`` (schedulers, data loaders).
         rank: This rank, for per-rank values.
-        optimizers: Whether to read the optimizers' state, or only to note where they are.
+        saving: Whether to read and check what optimizers, objects and values hold, or only to note what a load can fill.
 
     Raises:
         FQNMismatchError: Two leaves get one name; or an optimizer holds tensors that are no parameter of any module in
             the state (it was built before ``fully_shard`` replaced them, and its steps change nothing).
-        CheckpointMismatchError: A tensor cannot be saved (meta, sparse, an unreduced sum), or FSDP1 is combined with
-            tensor parallelism, whose optimizer state torch restores wrongly.
+        UnsavableStateError: A value or a tensor would not come back as it is; all of them are named.
+        CheckpointMismatchError: A tensor cannot be filled; or FSDP1 is combined with tensor parallelism, whose optimizer state
+            torch restores wrongly.
 
     Ranks: collective when an FSDP1 module is in the state, else local.
     """
     found = Captured()
-    plain: list[tuple[Path_, Any, bool]] = []
-    _sort(state, (), found, plain, rank, own=False)
+    plain: list[tuple[Path_, Any]] = []
+    if not isinstance(state, dict) or (state and not _is_open(state, rebuilt=False)):
+        raise UnsavableStateError(STATE, [f"it is a {type(state).__name__}, not a dict with str or int keys"])
+    for key, item in state.items():
+        _sort(item, _below((), key, found), found, plain, rank)
     for path, module in found.modules.items():
-        for name, value in module_state(module).items():
-            _add(found, (*path, name), value, own=False)
-    if optimizers:
-        for path, optimizer in found.optimizers.items():
-            for sub, value in walk(optimizer_state(optimizer, found.modules)):
-                _add(found, (*path, *sub), value, own=False)
-    for path, value, own in plain:
-        _add(found, path, value, own=own)
+        parts = module_state(module)
+        reasons = not_handed_back(module, parts)
+        found.problems.extend(f"{flat_key((*path, name))} {reason}" for name, reason in reasons.items())
+        for name, value in parts.items():
+            if name not in reasons:
+                _add(found, (*path, name), value, rebuilt=is_extra_state(name), saving=saving)
+    for path, optimizer in found.optimizers.items() if saving else ():
+        for sub, value in walk(optimizer_state(optimizer, found.modules), path):
+            _add(found, sub, value, rebuilt=True, saving=saving)
+    for path, value in found.objects.items():
+        _add_object(found, path, value.state_dict(), saving)
+    for path, value in plain:
+        _add(found, path, value, rebuilt=False, saving=saving)
+    if found.problems:
+        raise (UnsavableStateError if saving else CheckpointMismatchError)(STATE, found.problems)
     return found
 
 
-def _sort(value: Any, path: Path_, found: Captured, plain: list[tuple[Path_, Any, bool]], rank: int, *, own: bool) -> None:
+def _sort(value: Any, path: Path_, found: Captured, plain: list[tuple[Path_, Any]], rank: int) -> None:
     if isinstance(value, PerRank):
         found.per_rank.append(path)
-        _sort(value.value, (*path, f"rank_{rank}"), found, plain, rank, own=True)
+        _sort(value.value, (*path, f"rank_{rank}"), found, plain, rank)
     elif isinstance(value, nn.Module):
         found.modules[path] = value
     elif isinstance(value, Optimizer):
         found.optimizers[path] = value
-    elif isinstance(value, Mapping) and value:
+    elif isinstance(value, dict) and _is_open(value, rebuilt=False):
         for key, item in value.items():
-            _sort(item, (*path, str(key)), found, plain, rank, own=own)
+            _sort(item, _below(path, key, found), found, plain, rank)
     elif not is_tensor(value) and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         found.objects[path] = value
-        plain.extend(((*path, *sub), leaf, own) for sub, leaf in walk(value.state_dict()))
     else:
-        for sub, leaf in walk(value):
-            plain.append(((*path, *sub), leaf, own))
-            if not is_tensor(leaf):
-                found.values.append((*path, *sub))
+        plain.extend(walk(value, path, rebuilt=False))
 
 
-def walk(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """The leaves of nested dicts and lists as DCP flattens them: a list is one leaf unless it holds a tensor or a dict."""
-    if isinstance(value, Mapping) and (value or not path):
-        for key, item in value.items():
-            yield from walk(item, (*path, str(key)))
-    elif isinstance(value, list) and _holds_tensors(value):
-        for index, item in enumerate(value):
-            yield from walk(item, (*path, index))
-    else:
+def _below(path: Path_, key: Any, found: Captured) -> Path_:
+    try:
+        str(key).encode()
+    except UnicodeEncodeError:
+        found.problems.append(f"{key!r} is no name: it has a lone surrogate")
+    if len(path) > MAX_DEPTH:
+        raise UnsavableStateError(STATE, [f"{flat_key(path):.80} is nested deeper than {MAX_DEPTH} levels, or contains itself"])
+    return (*path, str(key))
+
+
+def walk(
+    value: Any, path: Path_, *, rebuilt: bool = True, ordered: dict[Path_, list[str]] | None = None
+) -> Iterator[tuple[Path_, Any]]:
+    """Yield the leaves of nested dicts and lists, with the keys that lead to each; an int is a place in a list.
+
+    Args:
+        value: The nested containers.
+        path: The keys that lead to it.
+        rebuilt: Whether a load makes the containers again, or fills the caller's own.
+        ordered: Takes the keys of each OrderedDict that is taken apart and made again. None leaves them whole.
+    """
+    if len(path) > MAX_DEPTH:
+        raise UnsavableStateError(STATE, [f"{flat_key(path):.80} is nested deeper than {MAX_DEPTH} levels, or contains itself"])
+    if not _is_open(value, rebuilt=rebuilt, ordered=ordered is not None):
         yield path, value
+    elif isinstance(value, dict):
+        if ordered is not None and type(value) is OrderedDict:
+            ordered[path] = list(value)
+        for key, item in value.items():
+            yield from walk(item, (*path, str(key)), rebuilt=rebuilt, ordered=ordered)
+    else:
+        for index, item in enumerate(value):
+            yield from walk(item, (*path, index), rebuilt=rebuilt, ordered=ordered)
 
 
-def _holds_tensors(items: Any) -> bool:
-    return any(is_tensor(item) or isinstance(item, Mapping) or (isinstance(item, list) and _holds_tensors(item)) for item in items)
+def _is_open(value: Any, *, rebuilt: bool, ordered: bool = False, closed: set[int] | None = None) -> bool:
+    """Whether a dict or list is taken apart; ``closed`` collects the lists that are not, which may occur many times."""
+    kind = type(value)
+    if kind is dict or (kind is OrderedDict and (not rebuilt or (ordered and not lost_attributes(value)))):
+        return bool(value) and all(type(key) is str or (type(key) is int and not rebuilt) for key in value)
+    if kind is not list:
+        return False
+    closed = set() if closed is None else closed
+    if id(value) in closed:
+        return False
+    closed.add(id(value))
+    return any(is_tensor(item) or _is_open(item, rebuilt=rebuilt, ordered=ordered, closed=closed) for item in value)
 
 
-def _add(found: Captured, path: Path_, value: Any, *, own: bool) -> None:
-    key = flat_key(path)
+def _add_object(found: Captured, path: Path_, state: Any, saving: bool) -> None:
+    ordered: dict[Path_, list[str]] = {}
+    for sub, value in walk(state, path, ordered=ordered):
+        if is_sharded(value):
+            found.sharded[flat_key(sub)] = value
+        if saving:
+            _add(found, sub, value, rebuilt=True, saving=True)
+    if saving and ordered:
+        orders = {sub[len(path) :]: keys for sub, keys in ordered.items()}
+        _add(found, (*path, ORDER), orders, rebuilt=True, saving=True)
+
+
+def _add(found: Captured, path: Path_, value: Any, *, rebuilt: bool, saving: bool) -> None:
+    key, own = flat_key(path), found.is_own(path)
     if key in found.leaves:
         raise FQNMismatchError(STATE, unexpected=[f"{key} comes from two places"], advice="Rename one of them.")
-    if not is_tensor(value):
-        found.leaves[key] = Leaf(key, path, value=value, own=own)
+    try:
+        if not is_tensor(value):
+            found.leaves[key] = Leaf(key, path, value=snapshot(value) if saving else value, own=own)
+            return
+        if rebuilt and saving and type(value) is not torch.Tensor and not is_sharded(value):
+            snapshot(value)  # refuses it: a parameter or another subclass would come back as a plain tensor
+        local = local_tensor(value)
+    except UnsavableStateError as error:
+        found.problems.extend(f"{key} {problem}" if not problem.startswith("[") else key + problem for problem in error.problems)
         return
-    local = local_tensor(value)
+    if own and not _is_whole(local):
+        found.problems.append(f"{key} is sharded and in a PerRank: every rank would save a part. Take it out of the PerRank")
     shards = tuple((shard.offsets, shard.sizes, shard.data) for shard in local.shards)
     found.leaves[key] = Leaf(key, path, local.shape, local.dtype, shards, own=own)
     if local.replica_of is not None and not own:
         found.replicas[key] = local.replica_of
+
+
+def _is_whole(local: LocalTensor) -> bool:
+    return [shard.sizes for shard in local.shards] == [local.shape]

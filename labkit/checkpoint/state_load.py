@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,24 +13,63 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from torch.optim import Optimizer
 
 from labkit.checkpoint.errors import FQNMismatchError
-from labkit.checkpoint.model import Path_
+from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry, ValueEntry
 from labkit.checkpoint.modules import has_fsdp1, module_state
-from labkit.checkpoint.names import canonical_fqn, flat_key
+from labkit.checkpoint.names import flat_key, fqn_of
 from labkit.checkpoint.optimizers import match_groups, parameter_names, state_like
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.state import PerRank
+from labkit.checkpoint.state import ORDER, PerRank
 
 
-def nest(leaves: Mapping[Path_, Any]) -> dict[str, Any]:
-    """Nested dicts and lists from leaves by path; integers in a path are list positions."""
-    root: dict[str, Any] = {}
+def nest(leaves: Mapping[Path_, Any], source: object) -> Any:
+    """Return nested dicts and lists from leaves by path; integers in a path are list positions.
+
+    The keys of each OrderedDict may be among the leaves, as :func:`labkit.checkpoint.state.capture` saves them.
+
+    Raises:
+        FQNMismatchError: The positions of a list have gaps, so they were the int keys of a dict in a file of another making.
+    """
+    if () in leaves:
+        return leaves[()]
+    _refuse_gaps(leaves, source)
+    ordered = leaves.get((ORDER,), {})
+    root: Any = [] if any(isinstance(path[0], int) for path in leaves) else {}
     for path, value in leaves.items():
+        if path == (ORDER,):
+            continue
         here: Any = root
         for index, step in enumerate(path[:-1]):
             follower: Any = [] if isinstance(path[index + 1], int) else {}
             here = _step_into(here, step, follower)
         _set(here, path[-1], value)
+    for path in sorted(ordered, key=len, reverse=True):
+        keys = ordered[path]
+        if not path:
+            return OrderedDict((key, root[key]) for key in keys)
+        owner = _at(root, path[:-1])
+        owner[path[-1]] = OrderedDict((key, owner[path[-1]][key]) for key in keys)
     return root
+
+
+def _refuse_gaps(leaves: Mapping[Path_, Any], source: object) -> None:
+    positions: dict[Path_, set[int]] = {}
+    for path in leaves:
+        for index, step in enumerate(path):
+            if isinstance(step, int):
+                positions.setdefault(path[:index], set()).add(step)
+    problems = [
+        f"{flat_key(path) or 'the state'} is numbered {', '.join(map(str, sorted(found)[:4]))}, which is no list"
+        for path, found in positions.items()
+        if found != set(range(len(found)))
+    ]
+    if problems:
+        raise FQNMismatchError(source, problems=problems, advice="Read it with labkit.checkpoint.Reader, and rebuild the dict.")
+
+
+def _at(here: Any, path: Path_) -> Any:
+    for step in path:
+        here = here[step]
+    return here
 
 
 def _step_into(here: Any, step: Any, follower: Any) -> Any:
@@ -45,18 +85,27 @@ def _set(here: Any, step: Any, value: Any) -> None:
     here[step] = value
 
 
+def key_of(container: Any, step: str | int) -> Any:
+    """Return the key of a dict, or the index of a list, that a part of a name stands for: "3" is the int 3 where there is one."""
+    if isinstance(container, list):
+        return int(step)
+    if step in container or not str(step).lstrip("-").isdecimal():
+        return step
+    return int(step) if int(step) in container else step
+
+
 def put_value(state: Any, path: Path_, value: Any) -> None:
     """Replace the value at nested keys of a state, in its dict or list, or inside its :class:`PerRank`."""
-    here, owner = state, None
+    here = state
     for index, step in enumerate(path):
+        last = index == len(path) - 1
         if isinstance(here, PerRank):
-            owner = here
+            if last:
+                here.value = value
             here = here.value
-            if index == len(path) - 1:
-                owner.value = value
             continue
-        key = next((k for k in here if str(k) == str(step)), step) if isinstance(here, dict) else int(step)
-        if index == len(path) - 1:
+        key = key_of(here, step)
+        if last:
             here[key] = value
         else:
             here = here[key]
@@ -100,6 +149,12 @@ class OptimizerTarget:
             group.update({key: value for key, value in saved.items() if key != "params"})
 
 
+def keys_below(checkpoint: Checkpoint, path: Path_) -> list[str]:
+    """Return the keys of a checkpoint's entries whose nested keys begin with a path, or are it."""
+    entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
+    return [entry.key for entry in entries if entry.path[: len(path)] == path]
+
+
 def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_, nn.Module], reader: Reader) -> OptimizerTarget:
     """Plan the loading of an optimizer: match groups and parameters by FQN, and make a tensor for each piece of state.
 
@@ -111,10 +166,9 @@ def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_,
     Ranks: collective for FSDP1, else local.
     """
     checkpoint = reader.checkpoint
-    prefix = flat_key(path) + "."
     module = next(iter(modules.values()))
     target = OptimizerTarget(optimizer, module)
-    target.keys = {key for key in (*checkpoint.tensors, *checkpoint.values) if key.startswith(prefix)}
+    target.keys = set(keys_below(checkpoint, path))
     saved = _saved_groups(reader, path, target.keys)
     names = parameter_names(optimizer, modules)
     target.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
@@ -126,22 +180,24 @@ def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_,
     target.groups = match_groups(optimizer, names, saved, checkpoint.path)
     groups = {names[id(p)]: group for group in optimizer.param_groups for p in group["params"]}
     strangers = set()
+    states: dict[str, dict[Path_, Any]] = {}
     for key in sorted(target.keys):
         entry = checkpoint.tensors.get(key) or checkpoint.values[key]
-        split = _state_key(entry.path[len(path) :])
+        split = _state_key(entry.path[len(path) :], target.parameters)
         if split is None:
             continue
         name, piece = split
         if name not in target.parameters:
             strangers.add(name)
             continue
-        state = target.states.setdefault(name, {})
+        state = states.setdefault(name, {})
         if key in checkpoint.values:
             state[piece] = reader.value(key)
         else:
             tensor = checkpoint.tensors[key]
-            made = state_like(target.parameters[name], tensor.shape, tensor.dtype, piece, groups[name])
+            made = state_like(target.parameters[name], tensor.shape, tensor.dtype, str(piece[-1]), groups[name])
             state[piece] = target.tensors[key] = made
+    target.states = {name: nest(state, checkpoint.path) for name, state in states.items()}
     if strangers:
         raise FQNMismatchError(checkpoint.path, unexpected=[f"optimizer state of {name}" for name in sorted(strangers)])
     return target
@@ -150,15 +206,15 @@ def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_,
 def _fsdp1_targets(
     target: OptimizerTarget, path: Path_, optimizer: Optimizer, modules: Mapping[Path_, nn.Module], reader: Reader
 ) -> None:
-    like = {canonical_fqn(name): p for name, p in module_parameters(modules)}
+    known = {fqn(name) for module in modules.values() for fqn in [fqn_of(module)] for name, _ in module.named_parameters()}
     shards = _fsdp1_shapes(modules)
     for key in sorted(target.keys):
         entry = reader.checkpoint.tensors.get(key) or reader.checkpoint.values[key]
-        split = _state_key(entry.path[len(path) :])
+        split = _state_key(entry.path[len(path) :], ())
         if split is None:
             continue
-        name, piece = split
-        if name not in shards and name not in like:
+        name, piece = split[0], str(split[1][-1])
+        if name not in shards and name not in known:
             raise FQNMismatchError(reader.checkpoint.path, unexpected=[f"optimizer state of {name}"])
         state = target.states.setdefault(name, {})
         if key in reader.checkpoint.values:
@@ -169,20 +225,20 @@ def _fsdp1_targets(
         state[piece] = target.tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
-def module_parameters(modules: Mapping[Path_, nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """All named parameters of the modules."""
-    return [item for module in modules.values() for item in module.named_parameters()]
-
-
 def _fsdp1_shapes(modules: Mapping[Path_, nn.Module]) -> set[str]:
     return {name for module in modules.values() for name in module_state(module)}
 
 
-def _state_key(rest: Path_) -> tuple[str, str] | None:
-    """FQN and piece from the keys below an optimizer: ``("state", "block.0.weight", "exp_avg")``."""
+def _state_key(rest: Path_, names: Container[str | int]) -> tuple[str, Path_] | None:
+    """Return FQN and piece from the keys below an optimizer: ``("state", "block.0.weight", "exp_avg")``.
+
+    A piece may be nested (LBFGS has lists of tensors) where the FQN is one key and the name of a parameter.
+    """
     if len(rest) < 3 or rest[0] != "state":
         return None
-    return ".".join(map(str, rest[1:-1])), str(rest[-1])
+    if rest[1] in names:
+        return str(rest[1]), rest[2:]
+    return ".".join(map(str, rest[1:-1])), (str(rest[-1]),)
 
 
 def _saved_groups(reader: Reader, path: Path_, keys: set[str]) -> list[dict[str, Any]]:
@@ -193,7 +249,7 @@ def _saved_groups(reader: Reader, path: Path_, keys: set[str]) -> list[dict[str,
         rest = entry.path[len(path) :]
         if rest and rest[0] == "param_groups":
             leaves[rest] = reader.value(key) if key in checkpoint.values else reader.tensor(key)
-    groups = nest(leaves).get("param_groups", [])
+    groups = nest(leaves, checkpoint.path).get("param_groups", [])
     wrong = [
         group for group in groups if not isinstance(group, dict) or not all(isinstance(n, str) for n in group.get("params", [None]))
     ]
