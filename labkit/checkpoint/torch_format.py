@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from labkit.checkpoint import safe_pickle
-from labkit.checkpoint.archive import RecordRange, TorchArchive
-from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
+from labkit.checkpoint.archive import RecordRange, TorchArchive, expanded_bytes
+from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie, writer_rank
 from labkit.checkpoint.names import FLAT_PARAMETER
-from labkit.checkpoint.safe_pickle import Record, TensorRef, Unknown
+from labkit.checkpoint.pickle_records import Record, TensorRef, UnsupportedTensor, is_dtensor, is_sharded_tensor
+from labkit.checkpoint.plain_files import open_regular
+from labkit.checkpoint.safe_pickle import Unknown, Walk
 from labkit.checkpoint.wording import counted
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".distcp.pt")
@@ -109,7 +110,7 @@ def _overlap(files: Sequence[_File]) -> bool:
 def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
     named = writer_rank(path.name)
     result = _File(path.name, index if named is None else named)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(16)
         if magic.startswith(_LEGACY):
             raise CheckpointFormatError(
@@ -125,19 +126,17 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
             )
         archive = TorchArchive(file, path, 0, path.stat().st_size)
         state, result.opaque = archive.load(unknown)
-        if isinstance(state, Record) and not isinstance(state.state.get("_local_tensor"), TensorRef):
-            state = {"": state}
         places = _Places(archive, path)
-        for found_at, leaf in safe_pickle.walk(state, path):
+        for found_at, leaf in Walk(path, archive.index_bytes).leaves(state):
             nested = found_at or ("value",)  # a file that holds one tensor or value and no dict
             key = ".".join(map(str, nested))
             if key in result.tensors or key in result.values:
                 raise CheckpointFormatError(path, f"two different entries flatten to the name {key!r}")
             found = _tensor(nested, leaf, places)
-            if found is None:
-                result.values[key] = (nested, leaf)
-            else:
+            if isinstance(found, _Found):
                 result.tensors[key] = found
+            else:
+                result.values[key] = (nested, found)
         result.records = places.records()
     return result
 
@@ -148,48 +147,61 @@ class _Places:
     def __init__(self, archive: TorchArchive, path: Path) -> None:
         self._archive, self.path = archive, path
         self._known: dict[str, RecordRange] = {}
+        self._views: set[tuple[Any, ...]] = set()
+        self._left = expanded_bytes(path.stat().st_size)
 
     def records(self) -> list[tuple[int, int, int]]:
         """The storages in use, as (start, length, CRC-32), by start."""
         return sorted((where.start, where.length, where.crc) for where in self._known.values())
 
     def chunk(self, ref: TensorRef, offsets: Sequence[int]) -> Chunk:
-        """The chunk of a tensor that lies at ``offsets`` of the whole."""
-        where = self._known.get(ref.storage.key)
-        if where is None:
-            where = self._known[ref.storage.key] = self._archive.storage(ref.storage.key)
+        """The chunk of a tensor that lies at ``offsets`` of the whole.
+
+        Raises:
+            UnsupportedTensorError: With it, the tensors of this file are far larger than the file.
+        """
+        where = self._known[ref.storage.key] = self._archive.tensor(ref, self._known.get(ref.storage.key))
+        if ref.view not in self._views:
+            if ref.size_bytes > self._left:
+                raise UnsupportedTensorError(
+                    self.path, f"tensor expanded to {ref.size_bytes:,} bytes, of which {where.length:,} are stored"
+                )
+            self._views.add(ref.view)
+            self._left -= ref.size_bytes
         plain = is_contiguous(ref.shape, ref.strides)
         reach = prod(ref.shape) if plain else span(ref.shape, ref.strides)
-        start, length = ref.offset * ref.dtype.itemsize, reach * ref.dtype.itemsize
-        if length and start + length > where.length:
-            raise CheckpointFormatError(self.path, f"a tensor reaches past the end of its storage {ref.storage.key!r}")
-        strides = None if plain else ref.strides
-        return Chunk(tuple(offsets), ref.shape, self.path.name, where.start + start, length, strides=strides)
+        start, length = where.start + ref.offset * ref.dtype.itemsize, reach * ref.dtype.itemsize
+        strides = None if plain and not ref.lazy else ref.strides
+        return Chunk(tuple(offsets), ref.shape, self.path.name, start, length, strides=strides, lazy=ref.lazy)
 
 
-def _tensor(nested: Path_, leaf: Any, places: _Places) -> _Found | None:
-    if isinstance(leaf, TensorRef):
-        chunk = places.chunk(leaf, (0,) * len(leaf.shape))
-        return _Found(nested, leaf.shape, leaf.dtype, [chunk], False, frozenset({leaf.storage.key}))
-    if not isinstance(leaf, Record):
-        return None
+def _tensor(nested: Path_, leaf: Any, places: _Places) -> Any:
+    """Return the tensor that a leaf is; else the leaf, or what stands for a tensor that is not supported."""
     try:
-        if leaf.name.endswith("sharded_tensor.api.ShardedTensor"):
+        if isinstance(leaf, TensorRef):
+            chunk = places.chunk(leaf, (0,) * len(leaf.shape))
+            return _Found(nested, leaf.shape, leaf.dtype, [chunk], False, frozenset({leaf.storage.key}))
+        if is_sharded_tensor(leaf):
             return _sharded_tensor(nested, leaf, places)
-        if isinstance(leaf.state.get("_local_tensor"), TensorRef):
-            return _dtensor(nested, leaf, places)
+        return _dtensor(nested, leaf, places) if is_dtensor(leaf) else leaf
+    except UnsupportedTensorError as error:
+        return UnsupportedTensor(error.what)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointFormatError(places.path, f"{'.'.join(map(str, nested))}: its shards cannot be read ({error})") from None
-    return None
+        name = ".".join(map(str, nested))
+        raise CheckpointFormatError(places.path, f"{name}: its shards cannot be read ({str(error)[:300]})") from None
 
 
 def _sharded_tensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
     shards, metadata = leaf.state["state"][:2]
     shape = tuple(metadata.state["size"])
-    refs = [(shard.state["tensor"], shard.state["metadata"].state["shard_offsets"]) for shard in shards]
-    dtype = refs[0][0].dtype if refs else leaf.args[0]
-    chunks = [places.chunk(ref, offsets) for ref, offsets in refs]
-    return _Found(nested, shape, dtype, chunks, True, frozenset(ref.storage.key for ref, _ in refs))
+    refs: list[TensorRef] = [shard.state["tensor"] for shard in shards]
+    boxes = [shard.state["metadata"].state for shard in shards]
+    dtype = refs[0].dtype if refs else metadata.state["tensor_properties"].state["state"][0]
+    for ref, box in zip(refs, boxes, strict=True):
+        if ref.dtype != dtype or ref.shape != tuple(box["shard_sizes"]):
+            raise ValueError(f"a shard is {ref}, and should be {dtype} of shape {tuple(box['shard_sizes'])}")
+    chunks = [places.chunk(ref, box["shard_offsets"]) for ref, box in zip(refs, boxes, strict=True)]
+    return _Found(nested, shape, dtype, chunks, True, frozenset(ref.storage.key for ref in refs))
 
 
 def _dtensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
@@ -197,12 +209,14 @@ def _dtensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
     spec = leaf.state["_spec"].state
     shape = tuple(leaf.args[1])
     mesh = spec["mesh"].state
+    mesh_shape = _mesh_shape(mesh)
     placements = [_placement(placement, places.path) for placement in spec["placements"]]
     coordinate = mesh.get("_coordinate_on_dim")
     if coordinate is None:
         raise ValueError("the rank that wrote it was outside the mesh")
-    offsets, sizes = local_box(shape, _mesh_shape(mesh), tuple(coordinate), placements)
-    if sizes != ref.shape and 0 not in sizes:
+    _check_order(spec, placements, mesh_shape)
+    offsets, sizes = local_box(shape, mesh_shape, tuple(coordinate), placements)
+    if sizes != ref.shape and not (0 in sizes and 0 in ref.shape):
         raise ValueError(f"its local shape {ref.shape} is not {sizes}, which its placements give")
     chunks = [places.chunk(ref, offsets)] if 0 not in ref.shape or not any(shape) else []
     return _Found(nested, shape, ref.dtype, chunks, True, frozenset({ref.storage.key}))
@@ -214,7 +228,20 @@ def _placement(record: Record, path: Path) -> ShardDim | None:
         return None
     if kind in ("Shard", "_StridedShard"):
         return ShardDim(int(record.state["dim"]), strided=kind == "_StridedShard")
-    raise CheckpointFormatError(path, f"a DTensor with the placement {kind}, which is no state to save (call redistribute first)")
+    raise UnsupportedTensorError(path, f"DTensor with the placement {kind}, which is no state to save (call redistribute first)")
+
+
+def _check_order(spec: Mapping[str, Any], placements: Sequence[ShardDim | None], mesh_shape: Sequence[int]) -> None:
+    """Raise ValueError where the mesh's axes shard one dim in another order than :func:`local_box` takes them."""
+    for entry in spec.get("shard_order") or ():
+        _, axes = entry.args if isinstance(entry, Record) else entry
+        if list(axes) != sorted(axes):
+            raise ValueError(f"the mesh's axes shard a dim in the order {tuple(axes)}, which labkit does not read")
+    for axis, (placement, record) in enumerate(zip(placements, spec["placements"], strict=True)):
+        if placement is not None and placement.strided:
+            later = [number for number, other in enumerate(placements) if number > axis and other and other.dim == placement.dim]
+            if record.state["split_factor"] != prod(mesh_shape[number] for number in later):
+                raise ValueError(f"a split factor of {record.state['split_factor']}, which the later axes of its mesh do not give")
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
