@@ -16,12 +16,15 @@ from labkit.checkpoint.errors import (
     FQNMismatchError,
     IncompleteCheckpointError,
     RankDivergenceError,
+    UnsupportedTensorError,
 )
-from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
+from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry, unsupported
 from labkit.checkpoint.names import flat_key
+from labkit.checkpoint.pickle_records import QUANTIZED
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.sources import EntrySource, Source
+from labkit.checkpoint.wording import listed
 
 Copies = Literal["refuse", "first"]
 
@@ -131,6 +134,15 @@ def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Content
         else:
             result.values.append(OutValue(value.path, value.section, entry=value))
     return result
+
+
+def refuse_unsupported(contents: Contents, *, advice: str) -> None:
+    """Raise :class:`UnsupportedTensorError` with the names of tensors that labkit does not read, where there are any."""
+    found = {item.key: what for item in contents.values if item.entry and (what := unsupported(item.entry))}
+    found |= {item.key: f"quantized tensor {item.source.dtype}" for item in contents.tensors if item.source.dtype in QUANTIZED}
+    if found:
+        names = listed([f"{key} ({what})" for key, what in found.items()])
+        raise UnsupportedTensorError(contents.checkpoint.path, f"{names}. {advice}")
 
 
 def _ranked(path: Path_, rank: int) -> Path_:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from labkit.checkpoint.pickle_records import Lazy
+from labkit.checkpoint.pickle_records import Lazy, UnsupportedTensor
 
 _NOT_LAZY = Lazy()
 Kind = Literal["dcp", "torch", "torch_ranks", "safetensors"]
@@ -230,6 +230,12 @@ class ValueEntry:
     inline: Any = None
     section: Section = "other"
     replicas: Mapping[int, Any] = field(default_factory=dict)
+
+
+def unsupported(value: ValueEntry) -> str | None:
+    """Return what a value is that is a tensor of a kind which labkit describes and does not read; None for other values."""
+    found = (found for found in (value.inline, *value.replicas.values()) if isinstance(found, UnsupportedTensor))
+    return next((tensor.what for tensor in found), None)
 
 
 @dataclass(repr=False)

@@ -33,6 +33,7 @@ _QUANTIZED_STORAGES = {
     "QUInt4x2Storage": torch.quint4x2,
     "QUInt2x4Storage": torch.quint2x4,
 }
+QUANTIZED = frozenset(_QUANTIZED_STORAGES.values())
 # Classes that add nothing to the tensor that they are made of.
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 

@@ -74,8 +74,8 @@ class SafeMachine(PickleMachine):
 
     Args:
         data: The pickle.
-        storages: Whether it is of a torch.save archive, in which tensors with storages elsewhere may occur. In DCP's index there are
-            none, and a torch.Size is a plain tuple.
+        storages: Whether it is of a torch.save archive, in which tensors with storages elsewhere may occur. In DCP's index
+            there are none, and a torch.Size is a plain tuple.
 
     Attributes:
         unknown: The names outside the allow-list that it asks for, the first hundred of them.
