@@ -1,45 +1,77 @@
-"""The names that a checkpoint's pickle may ask for without being refused. None of them is called: each becomes an inert record."""
+"""The names that a checkpoint's pickle may ask for without being refused. None of them is imported: each becomes an inert record.
+
+A name is on the list as a whole, module and qualified name, or it is not: neither a module nor a class brings in what is inside it.
+Names that only older versions of torch write stay, since files that hold them do.
+"""
 
 from __future__ import annotations
 
-# Plain data classes that torch writes into checkpoints. Whatever the name, reading makes an inert record.
-RECORD_MODULES = (
-    "torch.distributed._shard.",
-    "torch.distributed.tensor",
-    "torch.distributed._tensor",
-    "torch.distributed.device_mesh",
-    "torch.distributed._mesh_layout",
-    "torch.distributed.remote_device",
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-)
-RECORD_NAMES = {
-    ("argparse", "Namespace"),
-    ("builtins", "range"),
-    ("builtins", "slice"),
-    ("collections", "defaultdict"),
-    ("datetime", "date"),
-    ("datetime", "datetime"),
-    ("datetime", "timedelta"),
-    ("numpy", "dtype"),
-    ("numpy", "ndarray"),
-    ("pathlib", "Path"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "WindowsPath"),
+from collections.abc import Iterable
+
+_SHARD = "torch.distributed._shard"
+_DCP = "torch.distributed.checkpoint"
+_DTENSOR = "torch.distributed.tensor"
+_OLD_DTENSOR = "torch.distributed._tensor"  # to torch 2.4
+_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+
+
+def _in(module: str, *names: str) -> set[tuple[str, str]]:
+    return {(module, name) for name in names}
+
+
+def _enum(module: str, name: str, members: Iterable[str]) -> set[tuple[str, str]]:
+    """Return an enum's name and its members'. Python 3.11 pickles a member as an attribute of the class."""
+    return _in(module, name, *(f"{name}.{member}" for member in members))
+
+
+RECORD_NAMES: frozenset[tuple[str, str]] = frozenset(
+    # DCP's .metadata.
+    _in(f"{_DCP}.metadata", "Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties")
+    | _enum(f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING", _FORMATS)
+    # FSDP1's sharded tensors.
+    | _in(f"{_SHARD}.sharded_tensor.api", "ShardedTensor", "ShardedTensor.ProcessGroupState")
+    | _in(f"{_SHARD}.sharded_tensor.metadata", "ShardedTensorMetadata", "TensorProperties")
+    | _enum(f"{_SHARD}.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", _FORMATS)
+    | _in(f"{_SHARD}.sharded_tensor.shard", "Shard")
+    | _in(f"{_SHARD}.metadata", "ShardMetadata")
+    | _in(f"{_SHARD}.sharding_spec.api", "EnumerableShardingSpec", "DevicePlacementSpec")
+    | _in(f"{_SHARD}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec")
+    | _in("torch.distributed.remote_device", "_remote_device")
+    # DTensor, its specification and its placements.
+    | _in(_DTENSOR, "DTensor")
+    | _in(f"{_DTENSOR}._api", "DTensor")
+    | _in(f"{_DTENSOR}._dtensor_spec", "DTensorSpec", "TensorMeta", "ShardOrderEntry")
+    | _in(f"{_DTENSOR}.placement_types", "Shard", "_StridedShard", "Replicate", "Partial", "_MaskPartial")
+    | _in(f"{_DTENSOR}._ops._embedding_ops", "_MaskPartial")
+    | _in(f"{_DTENSOR}._shards_wrapper", "LocalShardsWrapper")
+    | _in(_OLD_DTENSOR, "DTensor")
+    | _in(f"{_OLD_DTENSOR}.api", "DTensor")
+    | _in(
+        f"{_OLD_DTENSOR}.placement_types", "DTensorSpec", "TensorMeta", "Shard", "_StridedShard", "Replicate", "Partial", "_Partial"
+    )
+    | _in(f"{_OLD_DTENSOR}.ops.embedding_ops", "_MaskPartial")
+    | _in(f"{_OLD_DTENSOR}.ops._embedding_ops", "_MaskPartial")
+    | _in(f"{_OLD_DTENSOR}._shards_wrapper", "LocalShardsWrapper")
+    | _in(f"{_OLD_DTENSOR}.device_mesh", "DeviceMesh")
+    # Device meshes and their layouts: one class to torch 2.12, a layout of axes from 2.13 on.
+    | _in("torch.distributed.device_mesh", "DeviceMesh")
+    | _in("torch.distributed._mesh_layout", "_MeshLayout", "_FlatLayout")
+    # Tensors that are described and not read.
+    | _in("torch", "per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
+    | _in("torch._dynamo.decorators", "_DimRange")
+    | _in("torch.masked.maskedtensor.core", "MaskedTensor")
+    | _in("torch.nested._internal.nested_tensor", "NestedTensor")
+    # Values.
+    | _in("argparse", "Namespace")
+    | _in("builtins", "range", "slice")
+    | _in("collections", "defaultdict")
+    | _in("datetime", "date", "datetime", "timedelta")
+    | _in("numpy", "dtype", "ndarray")
+    | _in("pathlib", "Path", "PosixPath", "PurePosixPath", "WindowsPath")
     # Where Python 3.13 has them. DCP stores the checkpoint's own path, so each of its checkpoints names one.
-    ("pathlib._local", "Path"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "PurePosixPath"),
-    ("pathlib._local", "WindowsPath"),
-    ("torch", "Tensor"),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"),
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"),
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"),
-    ("torch._utils", "_rebuild_nested_tensor"),
-    ("torch._utils", "_rebuild_qtensor"),
-    ("torch._utils", "_rebuild_sparse_tensor"),
-    ("torch.nn.parameter", "Parameter"),
-    ("torch.torch_version", "TorchVersion"),
-    ("types", "SimpleNamespace"),
-}
+    | _in("pathlib._local", "Path", "PosixPath", "PurePosixPath", "WindowsPath")
+    | _in("torch", "Tensor")
+    | _in("torch.nn.parameter", "Parameter")
+    | _in("torch.torch_version", "TorchVersion")
+    | _in("types", "SimpleNamespace")
+)

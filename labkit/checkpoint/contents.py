@@ -16,9 +16,11 @@ from labkit.checkpoint.errors import (
     FQNMismatchError,
     IncompleteCheckpointError,
     RankDivergenceError,
+    UnsupportedTensorError,
 )
-from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
+from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry, unsupported
 from labkit.checkpoint.names import flat_key
+from labkit.checkpoint.pickle_records import QUANTIZED
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.sources import EntrySource, Source
@@ -155,6 +157,15 @@ def left_out(items: Iterable[OutTensor | OutValue]) -> str:
         numbers = [counted(tensors, "tensor")] * (tensors > 0) + [counted(values, "value")] * (values > 0)
         texts.append(f"{name} ({', '.join(numbers)})")
     return listed(texts, most=8)
+
+
+def refuse_unsupported(contents: Contents, *, advice: str) -> None:
+    """Raise :class:`UnsupportedTensorError` with the names of tensors that labkit does not read, where there are any."""
+    found = {item.key: what for item in contents.values if item.entry and (what := unsupported(item.entry))}
+    found |= {item.key: f"quantized tensor {item.source.dtype}" for item in contents.tensors if item.source.dtype in QUANTIZED}
+    if found:
+        names = listed([f"{key} ({what})" for key, what in found.items()])
+        raise UnsupportedTensorError(contents.checkpoint.path, f"{names}. {advice}")
 
 
 def _ranked(path: Path_, rank: int) -> Path_:

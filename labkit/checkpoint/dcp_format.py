@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -18,7 +18,9 @@ from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpoint
 from labkit.checkpoint.large_index import reading
 from labkit.checkpoint.large_index.reading import Columns
 from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
-from labkit.checkpoint.safe_pickle import Record, Stateful, Unknown
+from labkit.checkpoint.pickle_machine import Stateful
+from labkit.checkpoint.pickle_records import Record
+from labkit.checkpoint.safe_pickle import Unknown
 
 METADATA_FILE = ".metadata"
 _PREFIX = "torch.distributed.checkpoint."
@@ -114,6 +116,7 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Check
     storage, files = _storage_index(state.get("storage_data") or {}, path)
     paths = state.get("planner_data") or {}
     transforms: set[str] = set()
+    _check_size(state["state_dict_metadata"].values(), checkpoint.metadata["metadata_bytes"], path)
     for key, described in state["state_dict_metadata"].items():
         if described.name == _PREFIX + "metadata.BytesStorageMetadata":
             info = storage.get((key, None))
@@ -129,6 +132,14 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Check
         checkpoint.metadata["transforms"] = sorted(transforms)
     _note_files(checkpoint, files, path)
     return checkpoint
+
+
+def _check_size(described: Iterable[Any], num_bytes: int, path: Path) -> None:
+    # Entries may share one list of chunks, and chunks one size: then a small file stands for tables of any size.
+    tensors = [entry.state for entry in described if "size" in entry.state]
+    numbers = sum((1 + len(state["size"])) * len(state.get("chunks") or ()) for state in tensors)
+    if numbers > 16 * num_bytes:
+        raise CheckpointFormatError(path, f"its {num_bytes:,} bytes describe {numbers:,} chunks and dims, by repeating their parts")
 
 
 def _path(paths: Mapping[str, Any], key: str) -> Path_:

@@ -10,6 +10,7 @@ import torch
 
 from labkit.checkpoint.held import Held, missing_files
 from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry
+from labkit.checkpoint.pickle_records import UnsupportedTensor
 from labkit.checkpoint.sections import wrappers_of
 from labkit.checkpoint.small_values import SmallValue, short, small_values
 
@@ -137,6 +138,8 @@ def _value(found: SmallValue) -> dict[str, Any]:
         result["asks_for"] = list(found.asks_for)
     elif found.unread:
         result["unread"] = found.unread
+    elif isinstance(content, UnsupportedTensor):
+        result["unsupported"] = content.what
     elif content is None or isinstance(content, str | bool | float) or (isinstance(content, int) and content.bit_length() < 64):
         result["value"] = content
     else:

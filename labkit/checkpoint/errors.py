@@ -21,6 +21,7 @@ __all__ = [
     "RankDivergenceError",
     "UnsafeCheckpointError",
     "UnsavableStateError",
+    "UnsupportedTensorError",
 ]
 
 # In place of a file in an error about what was given.
@@ -63,14 +64,31 @@ class UnsafeCheckpointError(CheckpointFormatError):
         names: The dotted names that the file asks for, sorted.
     """
 
+    #: At most this many names are spelled out in the message; the attribute holds all of them.
+    max_listed = 12
+
     def __init__(self, path: object, names: Sequence[str], *, advice: str = "") -> None:
         self.names = tuple(sorted(set(names)))
-        listed = ", ".join(self.names)
+        listed = ", ".join(self.names[: self.max_listed])
+        if len(self.names) > self.max_listed:
+            listed += f" and {len(self.names) - self.max_listed} more"
         super().__init__(
             path,
             f"its pickle asks for {listed}, which is outside the list of data that labkit reads. Nothing was run. "
             + (advice or "Do not load this file with torch.load(weights_only=False) or DCP unless you know who made it."),
         )
+
+
+class UnsupportedTensorError(CheckpointFormatError):
+    """A tensor of a kind that labkit describes and does not read: quantized, sparse, jagged, a subclass.
+
+    Attributes:
+        what: What it is.
+    """
+
+    def __init__(self, path: object, what: str, key: str = "") -> None:
+        self.what = what
+        super().__init__(path, f"not supported: {key and f'{key}: '}{what}")
 
 
 class IncompleteCheckpointError(CheckpointFormatError):

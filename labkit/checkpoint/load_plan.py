@@ -15,7 +15,7 @@ from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.dtypes import convert, is_lossless
 from labkit.checkpoint.errors import DtypeNarrowingError
-from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry, ValueEntry, unsupported
 from labkit.checkpoint.modules import is_extra_state, load_module_state, module_state
 from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.ranks import Comm
@@ -88,7 +88,11 @@ class LoadPlan:
             self.tensors[key] = target
 
     def _missing_text(self, key: str) -> str:
-        other = key in self.checkpoint.tensors or key in self.checkpoint.values
+        value = self.checkpoint.values.get(key)
+        what = None if value is None else unsupported(value)
+        if what is not None:
+            return f"{key} (not supported: {what})"
+        other = key in self.checkpoint.tensors or value is not None
         return (
             f"{key} (the checkpoint has a {'tensor' if key in self.checkpoint.tensors else 'value'} of that name)" if other else key
         )

@@ -13,6 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from labkit.checkpoint.pickle_records import Lazy, UnsupportedTensor
+
+_NOT_LAZY = Lazy()
 Kind = Literal["dcp", "torch", "torch_ranks", "safetensors", "parts"]
 Section = Literal["model", "optimizer", "other"]
 Path_ = tuple[str | int, ...]
@@ -41,7 +44,8 @@ class Chunk:
         start: The first byte in that file.
         length: The number of bytes.
         archive: True when the bytes are a torch.save archive that holds the data (DCP), False when they are the data.
-        strides: For data in memory order other than C: the strides in elements; else None.
+        strides: For data in memory order other than C, or with lazy bits: the strides in elements; else None.
+        lazy: What is still to be done to the data to have the values.
         writer: The rank that wrote the file, where that is known.
     """
 
@@ -52,6 +56,7 @@ class Chunk:
     length: int
     archive: bool = False
     strides: tuple[int, ...] | None = None
+    lazy: Lazy = _NOT_LAZY
     writer: int | None = None
 
     @property
@@ -69,7 +74,7 @@ class ChunkTable(Sequence[Chunk]):
         writers: File name to the rank that wrote it, where the name does not say it as DCP's do.
     """
 
-    __slots__ = ("archive", "file_ids", "files", "lengths", "offsets", "sizes", "starts", "strides", "writers")
+    __slots__ = ("archive", "file_ids", "files", "lazy", "lengths", "offsets", "sizes", "starts", "strides", "writers")
 
     def __init__(
         self,
@@ -82,11 +87,13 @@ class ChunkTable(Sequence[Chunk]):
         *,
         archive: bool = False,
         strides: Mapping[int, tuple[int, ...]] | None = None,
+        lazy: Mapping[int, Lazy] | None = None,
     ) -> None:
         self.offsets, self.sizes = offsets, sizes
         self.file_ids, self.starts, self.lengths = file_ids, starts, lengths
         self.files, self.archive, self.strides = files, archive, dict(strides or {})
         self.writers: Mapping[str, int] = {}
+        self.files, self.archive, self.strides, self.lazy = files, archive, dict(strides or {}), dict(lazy or {})
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_dims: int) -> ChunkTable:
@@ -103,6 +110,7 @@ class ChunkTable(Sequence[Chunk]):
             files,
             archive=any(chunk.archive for chunk in chunks),
             strides={i: chunk.strides for i, chunk in enumerate(chunks) if chunk.strides is not None},
+            lazy={i: chunk.lazy for i, chunk in enumerate(chunks) if chunk.lazy},
         )
 
     def __len__(self) -> int:
@@ -121,6 +129,7 @@ class ChunkTable(Sequence[Chunk]):
             int(self.lengths[i]),
             self.archive,
             self.strides.get(i),
+            self.lazy.get(i, _NOT_LAZY),
             self.writers.get(file, writer_rank(file)),
         )
 
@@ -131,7 +140,15 @@ class ChunkTable(Sequence[Chunk]):
         """Return the same chunks with their files named from a directory above theirs."""
         files = [f"{directory}/{file}" for file in self.files]
         table = ChunkTable(
-            self.offsets, self.sizes, self.file_ids, self.starts, self.lengths, files, archive=self.archive, strides=self.strides
+            self.offsets,
+            self.sizes,
+            self.file_ids,
+            self.starts,
+            self.lengths,
+            files,
+            archive=self.archive,
+            strides=self.strides,
+            lazy=self.lazy,
         )
         ranks = {f"{directory}/{file}": self.writers.get(file, writer_rank(file)) for file in self.files}
         table.writers = {file: rank for file, rank in ranks.items() if rank is not None}
@@ -148,7 +165,7 @@ class ChunkTable(Sequence[Chunk]):
         return (
             all(np.array_equal(getattr(self, column), getattr(other, column)) for column in columns)
             and [self.files[n] for n in self.file_ids.tolist()] == [other.files[n] for n in other.file_ids.tolist()]
-            and self.strides == other.strides
+            and (self.strides, self.lazy) == (other.strides, other.lazy)
         )
 
     def intersecting(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
@@ -203,7 +220,7 @@ def tie(entries: Iterable[TensorEntry]) -> None:
         if not entry.shape or not entry.numel or not len(entry.chunks):
             continue
         first: Chunk = entry.chunks[0]
-        owners = seen.setdefault((entry.shape, entry.dtype, first.file, first.start, first.strides), [])
+        owners = seen.setdefault((entry.shape, entry.dtype, first.file, first.start, first.strides, first.lazy), [])
         owner = next((other for other in owners if entry.chunks.same_place(other.chunks)), None)
         if owner is None:
             owners.append(entry)
@@ -233,6 +250,12 @@ class ValueEntry:
     inline: Any = None
     section: Section = "other"
     replicas: Mapping[int, Any] = field(default_factory=dict)
+
+
+def unsupported(value: ValueEntry) -> str | None:
+    """Return what a value is that is a tensor of a kind which labkit describes and does not read; None for other values."""
+    found = (found for found in (value.inline, *value.replicas.values()) if isinstance(found, UnsupportedTensor))
+    return next((tensor.what for tensor in found), None)
 
 
 @dataclass(repr=False)

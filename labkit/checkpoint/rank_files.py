@@ -34,6 +34,7 @@ from labkit.checkpoint.wording import listed
 
 _NUMBER = re.compile(r"[0-9]+")
 _COMPARED_BYTES = 1 << 12
+MOST_RANKS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -134,6 +135,8 @@ def _by_equal_weights(files: Sequence[RankFile], root: Path) -> dict[str, int]:
     differing = [column for column in _columns(files) if len(set(column)) > 1]
     if len(differing) != 1 or len(set(differing[0])) < len(files):
         raise _undecided(files, root, f"their names differ in {len(differing)} numbers")
+    if max(differing[0]) >= MOST_RANKS:
+        raise _undecided(files, root, f"{max(differing[0])} is too large for a rank")
     why = _different_moments(files, root)
     if why:
         raise _undecided(files, root, why)
@@ -186,7 +189,9 @@ def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
             for chunk in found.chunks:
                 start, length, crc = file.records[bisect_right(file.records, (chunk.start, 1 << 62, 0)) - 1]
                 data.seek(chunk.start)
-                prints.append((chunk.start - start, length, crc, chunk.strides, data.read(min(chunk.length, _COMPARED_BYTES))))
+                prints.append(
+                    (chunk.start - start, length, crc, chunk.strides, chunk.lazy, data.read(min(chunk.length, _COMPARED_BYTES)))
+                )
             result[key] = prints
     return result
 

@@ -14,12 +14,19 @@ from typing import Any
 import torch
 
 from labkit.checkpoint import safe_pickle
-from labkit.checkpoint.archive import RecordRange, TorchArchive
+from labkit.checkpoint.archive import RecordRange, TorchArchive, expanded_bytes
 from labkit.checkpoint.checksums import crc32, file_crc, read_into
-from labkit.checkpoint.errors import CheckpointFormatError, CorruptCheckpointError, FQNMismatchError, IncompleteCheckpointError
+from labkit.checkpoint.errors import (
+    CheckpointFormatError,
+    CorruptCheckpointError,
+    FQNMismatchError,
+    IncompleteCheckpointError,
+    UnsupportedTensorError,
+)
 from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
-from labkit.checkpoint.safe_pickle import TensorRef
+from labkit.checkpoint.pickle_records import Lazy, TensorRef, UnsupportedTensor
+from labkit.checkpoint.plain_files import open_regular
 
 # A checkpoint may have more files than a process may open, often 1,024, and several threads have a reader each.
 _MOST_OPEN = 32
@@ -45,7 +52,7 @@ class Reader:
         # By file and place, shared between forks; threads only add to them.
         self._sound: set[tuple[str, int]] = set()
         self._checking: dict[tuple[str, int], threading.Lock] = {}
-        self._resolved: dict[tuple[str, int], tuple[RecordRange, TensorRef]] = {}
+        self._resolved: dict[tuple[str, int, int], tuple[RecordRange, TensorRef]] = {}
 
     def fork(self) -> Reader:
         """Another reader for another thread, which does not repeat the checks that this one and its other forks have made."""
@@ -116,17 +123,33 @@ class Reader:
         Raises:
             FQNMismatchError: The checkpoint has no value of this name.
             UnsafeCheckpointError: Its pickle names something outside the allow-list.
+            UnsupportedTensorError: It is or holds a tensor that labkit does not read.
             CheckpointFormatError: It holds something that is no plain data.
         """
         entry = self.checkpoint.values.get(key)
         if entry is None:
             raise self._unknown(key, self.checkpoint.values, self.checkpoint.tensors, "tensor()")
         path = self.checkpoint.root / entry.file
+        try:
+            return self._value(entry, path)
+        except UnsupportedTensorError as error:
+            raise UnsupportedTensorError(path, error.what, key) from None
+
+    def _value(self, entry: ValueEntry, path: Path) -> Any:
         if not entry.length:
             return safe_pickle.plain(entry.inline, path)
         archive = self._archive(entry.file, entry.start, entry.length)
         raw, _ = archive.load()
-        return safe_pickle.plain(raw, path, tensor=lambda ref: self._referenced(archive, ref, entry))
+        left = expanded_bytes(entry.length)
+
+        def read(ref: TensorRef) -> torch.Tensor:
+            nonlocal left
+            left -= ref.size_bytes
+            if left < 0:
+                raise UnsupportedTensorError(path, "tensors that are expanded to far more bytes than are stored")
+            return self._referenced(archive, ref, entry)
+
+        return safe_pickle.plain(raw, path, tensor=read)
 
     def stored(self, entry: ValueEntry) -> tuple[Any, tuple[str, ...]]:
         """A value to look at: records and references stand for what is no plain data; and names outside the allow-list.
@@ -146,14 +169,10 @@ class Reader:
         return FQNMismatchError(self.checkpoint.path, missing=[key], advice=advice)
 
     def _referenced(self, archive: TorchArchive, ref: TensorRef, entry: ValueEntry) -> torch.Tensor:
-        where = archive.storage(ref.storage.key)
+        where = archive.tensor(ref)
         reach, start = span(ref.shape, ref.strides) * ref.dtype.itemsize, ref.offset * ref.dtype.itemsize
-        if reach and start + reach > where.length:
-            raise CheckpointFormatError(
-                self.checkpoint.root / entry.file, f"a tensor in {entry.key!r} reaches past the end of its storage"
-            )
         data = self._read(entry.file, where.start + start, reach, entry)
-        return data.view(ref.dtype).as_strided(ref.shape, ref.strides).contiguous()
+        return ref.lazy.resolve(data.view(ref.dtype).as_strided(ref.shape, ref.strides)).contiguous()
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -179,7 +198,7 @@ class Reader:
             self.check_record(entry, chunk)
         if strides is not None:
             storage = self._read(chunk.file, start, span(chunk.sizes, strides) * itemsize, entry)
-            return storage.view(entry.dtype).as_strided(chunk.sizes, strides)[inner]
+            return self._lazy(chunk).resolve(storage.view(entry.dtype).as_strided(chunk.sizes, strides)[inner])
         row = prod(chunk.sizes[1:]) * itemsize
         first = inner[0] if inner else slice(0, 1)
         data = self._read(chunk.file, start + first.start * row, (first.stop - first.start) * row, entry)
@@ -229,14 +248,14 @@ class Reader:
         return RecordRange(*records[at]) if at >= 0 and chunk.length else None
 
     def data_start(self, entry: TensorEntry, chunk: Chunk) -> tuple[int, tuple[int, ...] | None]:
-        """Where a chunk's data begin in its file, and their strides when they are not in C order.
+        """Where a chunk's data begin in its file, and their strides unless they are the values in C order.
 
         Raises:
             CheckpointFormatError: The archive there holds another dtype or shape than the index says.
         """
         if not chunk.archive:
             return chunk.start, chunk.strides
-        where, ref = self._resolve(chunk)
+        where, ref = self._resolve(chunk, entry.key)
         path = self.checkpoint.root / chunk.file
         if ref.dtype != entry.dtype or ref.shape != chunk.sizes:
             raise CheckpointFormatError(
@@ -245,21 +264,27 @@ class Reader:
                 f"{chunk.sizes} at byte {chunk.start}, "
                 f"and the data there are {ref.dtype} of shape {ref.shape}",
             )
-        plain = is_contiguous(ref.shape, ref.strides)
-        reach = (chunk.numel if plain else span(ref.shape, ref.strides)) * ref.dtype.itemsize
-        start = ref.offset * ref.dtype.itemsize
-        if reach and start + reach > where.length:
-            raise CheckpointFormatError(path, f"a chunk of {entry.key!r} reaches past the end of its storage")
-        return where.start + start, None if plain else ref.strides
+        plain = is_contiguous(ref.shape, ref.strides) and not ref.lazy
+        return where.start + ref.offset * ref.dtype.itemsize, None if plain else ref.strides
 
-    def _resolve(self, chunk: Chunk) -> tuple[RecordRange, TensorRef]:
-        known = self._resolved.get((chunk.file, chunk.start))
+    def _lazy(self, chunk: Chunk) -> Lazy:
+        return self._resolve(chunk)[1].lazy if chunk.archive else chunk.lazy
+
+    def _resolve(self, chunk: Chunk, key: str = "") -> tuple[RecordRange, TensorRef]:
+        place = chunk.file, chunk.start, chunk.length
+        known = self._resolved.get(place)
         if known is None:
-            archive = self._archive(chunk.file, chunk.start, chunk.length)
+            archive = self._archive(*place)
             ref, _ = archive.load()
+            path = self.checkpoint.root / chunk.file
+            if isinstance(ref, UnsupportedTensor):
+                raise UnsupportedTensorError(path, ref.what, key)
             if not isinstance(ref, TensorRef):
-                raise CheckpointFormatError(self.checkpoint.root / chunk.file, f"at byte {chunk.start} there is no tensor")
-            known = self._resolved[chunk.file, chunk.start] = (archive.storage(ref.storage.key), ref)
+                raise CheckpointFormatError(path, f"at byte {chunk.start} there is no tensor")
+            where = archive.tensor(ref)
+            if ref.size_bytes > where.length:  # DCP copies what is expanded before it writes it
+                raise UnsupportedTensorError(path, f"tensor expanded from {where.length:,} to {ref.size_bytes:,} bytes", key)
+            known = self._resolved[place] = (where, ref)
         return known
 
     def _archive(self, file: str, start: int, length: int) -> TorchArchive:
@@ -275,6 +300,7 @@ class Reader:
 
         Raises:
             IncompleteCheckpointError: It is missing.
+            CheckpointFormatError: It is no regular file.
         """
         found = self._files.get(file)
         if found is None:
@@ -282,7 +308,7 @@ class Reader:
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
             try:
-                found = self._files[file] = path.open("rb")
+                found = self._files[file] = open_regular(path)
             except FileNotFoundError:
                 raise IncompleteCheckpointError(path, "the checkpoint's index names this file, and it is missing") from None
         return found

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 
 from labkit.checkpoint.catalog import open_checkpoint
-from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
+from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values, refuse_unsupported
 from labkit.checkpoint.dcp_directory import DcpWriter
 from labkit.checkpoint.engine import Result, check_destination, run
 from labkit.checkpoint.entry_names import split_state
@@ -95,6 +95,7 @@ def reshard(
     checkpoint = open_checkpoint(source)
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
+    refuse_unsupported(contents, advice="Leave it out with labkit checkpoint migrate OLD NEW --drop. Then reshard the result.")
     tied = _tied(contents, axes, rules)
     files = _files(contents, axes, rules, tied)
     names = {_name(tensor) for tensor in contents.tensors if tensor.section != "other"}

@@ -1,298 +1,216 @@
 """Read the pickles in checkpoints without running anything that they name.
 
 A pickle is a small program: it may name any importable function and call it. Here no name is ever imported. Each name on
-the allow-list stands for an inert record of this module that only remembers its arguments; any other name refuses the
-file (or is kept as an opaque record when the caller wants to look on). See the warning in :mod:`pickle`, and
-:func:`torch.load` with ``weights_only=True`` for torch's own restricted reader, which builds real tensors and knows
-neither ``.metadata`` nor FSDP1's sharded tensors.
+the allow-list stands for an inert record that only remembers its arguments; any other name refuses the file (or is kept as an
+opaque record when the caller wants to look on). See the warning in :mod:`pickle`, and :func:`torch.load` with
+``weights_only=True`` for torch's own restricted reader, which builds real tensors and knows neither ``.metadata`` nor FSDP1's
+sharded tensors.
+
+What reading may cost is in proportion to the pickle: :mod:`labkit.checkpoint.pickle_machine` sees to it for the reading itself,
+:class:`Walk` and :func:`plain` for what is made of it.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
-import pickletools
+import gc
+import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from labkit.checkpoint.allow_list import RECORD_MODULES, RECORD_NAMES
-from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
+from labkit.checkpoint.allow_list import RECORD_NAMES
+from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError, UnsupportedTensorError
+from labkit.checkpoint.pickle_budget import FREE_UNITS, UNITS_PER_BYTE
+from labkit.checkpoint.pickle_machine import PickleMachine, Stateful
+from labkit.checkpoint.pickle_records import (
+    DTYPES,
+    REBUILDERS,
+    Class,
+    Function,
+    Record,
+    StorageRef,
+    TensorRef,
+    UnsupportedTensor,
+    is_tensor,
+    storage,
+    storage_kind,
+)
 
 Unknown = Literal["refuse", "opaque"]
-_PRESCAN_BYTES = 1 << 20  # pickletools costs about 1 us a byte, so only indices up to this size are walked beforehand
 _MAX_DEPTH = 64
+_MOST_UNKNOWN = 100
+_PAUSE_BYTES = 1 << 20
+_DCP = "torch.distributed.checkpoint"
+# What a damaged or hostile pickle makes the machine raise.
+_DAMAGED = (UnpicklingError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
+_NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-STORAGES = {
-    "DoubleStorage": torch.float64,
-    "FloatStorage": torch.float32,
-    "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16,
-    "LongStorage": torch.int64,
-    "IntStorage": torch.int32,
-    "ShortStorage": torch.int16,
-    "CharStorage": torch.int8,
-    "ByteStorage": torch.uint8,
-    "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64,
-    "ComplexDoubleStorage": torch.complex128,
-    "UntypedStorage": None,
+# The types themselves, which nothing can change: sizes and the three classes are most of a large .metadata file.
+_TYPES: dict[tuple[str, str], type] = {
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"): Stateful,
+    (f"{_DCP}.metadata", "MetadataIndex"): Stateful,
+    (f"{_DCP}.filesystem", "_StorageInfo"): Stateful,
+    ("collections", "OrderedDict"): OrderedDict,
 }
-
-
-@dataclass(frozen=True, slots=True)
-class StorageRef:
-    """A storage that a torch.save archive keeps in a record of its own.
-
-    Attributes:
-        key: The record's name under ``data/``.
-        dtype: The element type, or None for an untyped storage.
-        numel: Elements, or bytes for an untyped storage.
-    """
-
-    key: str
-    dtype: torch.dtype | None
-    numel: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TensorRef:
-    """A tensor described and not built: a view of a storage."""
-
-    storage: StorageRef
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-
-    def __repr__(self) -> str:
-        return f"<tensor {'x'.join(map(str, self.shape)) or 'scalar'} {str(self.dtype).removeprefix('torch.')}>"
-
-
-class Record:
-    """An object of a class on the allow-list, as its arguments and state only. Nothing of the class is run."""
-
-    __slots__ = ("args", "state")
-    name = "record"
-    opaque = False
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: dict[str, Any] = {}
-
-    def __new__(cls, *args: Any) -> Record:
-        self = super().__new__(cls)
-        self.args, self.state = args, {}
-        return self
-
-    def __setstate__(self, state: Any) -> None:
-        # Slotted dataclasses and enums pickle (dict, slots); everything else that torch writes pickles one dict.
-        if isinstance(state, tuple) and len(state) == 2 and all(part is None or isinstance(part, dict) for part in state):
-            state = {**(state[0] or {}), **(state[1] or {})}
-        self.state = state if isinstance(state, dict) else {"state": state}
-
-    def append(self, item: Any) -> None:
-        """Take a list subclass's items without keeping them apart."""
-        self.state.setdefault("items", []).append(item)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self.state.setdefault("entries", {})[key] = value
-
-    def __repr__(self) -> str:
-        return f"<{self.name}>"
-
-
-class Stateful(list[dict[str, Any]]):
-    """A record of a class that occurs by the million: a list whose one item is the state.
-
-    Both its making and its ``__setstate__`` are C functions, so the unpickler never enters Python for it.
-    """
-
-    __slots__ = ()
-    __setstate__ = list.append
-    __hash__ = object.__hash__  # type: ignore[assignment]
-    __eq__ = object.__eq__
-
-
-class _Inert:
-    """A function that a pickle may call. It has no attributes that a pickle could set."""
-
-    __slots__ = ("_function",)
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("the file sets the state of a function")
-
-
-def _tensor(storage: StorageRef, offset: int, size: Any, stride: Any, *rest: Any) -> TensorRef:
-    if not isinstance(storage, StorageRef):
-        raise pickle.UnpicklingError("a tensor without a storage")
-    # _rebuild_tensor_v3 has the dtype after requires_grad and the hooks, and an untyped storage.
-    dtype = rest[2] if len(rest) > 2 and isinstance(rest[2], torch.dtype) else storage.dtype
-    if dtype is None:
-        raise pickle.UnpicklingError("a tensor without a dtype")
-    shape, strides = tuple(int(n) for n in size), tuple(int(n) for n in stride)
-    if len(shape) != len(strides) or any(n < 0 for n in (*shape, *strides, offset)):
-        raise pickle.UnpicklingError(f"a tensor of shape {shape} with strides {strides}")
-    return TensorRef(storage, dtype, shape, strides, int(offset))
-
-
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
-def _from_type(function: Any, kind: Any, args: Any, state: Any) -> Any:
-    # torch._tensor._rebuild_from_type_v2: a tensor subclass. The only callables within reach are this module's.
-    if not isinstance(function, _Inert):
-        raise pickle.UnpicklingError("a tensor subclass is rebuilt by something that is no function of torch")
-    built = function(*args)
-    if isinstance(built, Record):
-        built.__setstate__(state)
-    return built
-
-
-def _wrapper(kind: Any, dtype: Any, size: Any, *_: Any) -> Record:
-    if not (isinstance(kind, type) and issubclass(kind, Record)):
-        raise pickle.UnpicklingError("a tensor subclass that is no class")
-    return kind(dtype, tuple(size))
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise pickle.UnpicklingError(f"bytes in the encoding {encoding!r}")
-    return text.encode("latin-1")
-
-
-def _copied(kind: type) -> _Inert:
-    # From a sequence only: bytearray(10**12) or set(10**9 items by repetition) would be a bomb.
-    def build(items: Any = ()) -> Any:
-        if not isinstance(items, list | tuple | bytes | bytearray | set | frozenset):
-            raise pickle.UnpicklingError(f"a {kind.__name__} of {type(items).__name__}")
-        return kind(items)
-
-    return _Inert(build)
-
-
-def _counter(counts: Any = ()) -> Counter[Any]:
-    if counts != () and not isinstance(counts, dict):
-        raise pickle.UnpicklingError(f"a Counter of {type(counts).__name__}")
-    return Counter(counts)
-
-
-def _array(kind: Any, shape: Any, typecode: Any) -> _NumpyArray:
-    return _NumpyArray()
 
 
 class _NumpyArray(Record):
     """numpy's ``_reconstruct`` and the state that follows it; :func:`plain` turns it into an array."""
 
     __slots__ = ()
-    name = "numpy.ndarray"
 
 
 class _NumpyScalar(Record):
     __slots__ = ()
-    name = "numpy scalar"
 
 
-_FUNCTIONS: dict[tuple[str, str], Any] = {
-    ("torch._utils", "_rebuild_tensor"): _Inert(_tensor),
-    ("torch._utils", "_rebuild_tensor_v2"): _Inert(_tensor),
-    ("torch._utils", "_rebuild_tensor_v3"): _Inert(_tensor),
-    ("torch._utils", "_rebuild_parameter"): _Inert(_parameter),
-    ("torch._utils", "_rebuild_parameter_with_state"): _Inert(_parameter),
-    ("torch._utils", "_rebuild_wrapper_subclass"): _Inert(_wrapper),
-    ("torch._tensor", "_rebuild_from_type_v2"): _Inert(_from_type),
-    ("torch.serialization", "_get_layout"): _Inert(str),
-    ("torch", "device"): _Inert(torch.device),
-    # The type itself, which nothing can change: sizes and the next three classes are most of a large .metadata file.
-    ("torch", "Size"): torch.Size,
-    ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): Stateful,
-    ("torch.distributed.checkpoint.metadata", "MetadataIndex"): Stateful,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): Stateful,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "Counter"): _Inert(_counter),
-    ("_codecs", "encode"): _Inert(_encode),
-    ("builtins", "set"): _copied(set),
-    ("builtins", "frozenset"): _copied(frozenset),
-    ("builtins", "bytearray"): _copied(bytearray),
-    ("builtins", "bytes"): _copied(bytes),
-    ("builtins", "complex"): _Inert(lambda real, imag=0.0: complex(float(real), float(imag))),
-    ("numpy.core.multiarray", "_reconstruct"): _Inert(_array),
-    ("numpy._core.multiarray", "_reconstruct"): _Inert(_array),
-    ("numpy.core.multiarray", "scalar"): _NumpyScalar,
-    ("numpy._core.multiarray", "scalar"): _NumpyScalar,
-}
+class SafeMachine(PickleMachine):
+    """The machine that turns names into records. The stream decides which records are made, never which code is run.
 
+    Args:
+        data: The pickle.
+        storages: Whether it is of a torch.save archive, in which tensors with storages elsewhere may occur. In DCP's index
+            there are none, and a torch.Size is a plain tuple.
 
-class AllowList:
-    """Turns names into records; the base of the restricted unpicklers.
-
-    The stream decides which records are made, never which code is run.
+    Attributes:
+        unknown: The names outside the allow-list that it asks for, the first hundred of them.
     """
 
     def __init__(self, data: bytes, storages: bool = False) -> None:
-        super().__init__(io.BytesIO(data))  # type: ignore[call-arg]
+        super().__init__(data)
         self._storages = storages
-        self._classes: dict[tuple[str, str], type[Record]] = {}
+        self._classes: dict[tuple[str, str], Class] = {}
         self.unknown: set[str] = set()
+        self._own: dict[tuple[str, str], Function] = {
+            ("builtins", "getattr"): Function(self._member),
+            ("builtins", "set"): Function(lambda items=(): self._set(items)),
+            ("builtins", "frozenset"): Function(lambda items=(): frozenset(self._set(items))),
+            ("builtins", "bytearray"): Function(lambda items=b"": bytearray(_bytes(items))),
+            ("builtins", "bytes"): Function(lambda items=b"": _bytes(items)),
+            ("collections", "Counter"): Function(_counter),
+            ("builtins", "complex"): Function(lambda real, imag=0.0: complex(float(real), float(imag))),
+            ("_codecs", "encode"): Function(_encode),
+            ("torch", "device"): Function(_device),
+            ("torch", "Size"): Function(_size),
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         # Protocols up to 2, torch.save's among them, write the Python 2 name of this module.
-        module = "builtins" if module == "__builtin__" else module
-        if (module, name) == ("builtins", "getattr"):
-            return _Inert(self._member)
-        found = _FUNCTIONS.get((module, name))
+        pair = ("builtins" if module == "__builtin__" else module, name)
+        if pair == ("torch", "Size") and not self._storages:
+            return tuple
+        found = _TYPES.get(pair) or REBUILDERS.get(pair) or self._own.get(pair)
         if found is not None:
             return found
-        if module == "torch" and name in _DTYPES:
-            return _DTYPES[name]
-        if module in ("torch", "torch.cuda", "torch.storage") and name in STORAGES:
-            return _Inert(lambda *_, _dtype=STORAGES[name]: _dtype)
-        return self._record(module, name)
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if module in _NUMPY_CORES and name in ("_reconstruct", "scalar"):
+            made = _NumpyArray if name == "_reconstruct" else _NumpyScalar
+            kind = Class(module, name, opaque=False)
+            return Function(lambda *arguments: made(kind, arguments))
+        return storage_kind(module, name) or self._class(*pair)
 
-    def _record(self, module: str, name: str) -> type[Record]:
+    def _class(self, module: str, name: str) -> Class:
         made = self._classes.get((module, name))
         if made is None:
-            known = (module, name) in RECORD_NAMES or (module + ".").startswith(RECORD_MODULES)
-            if not known:
-                self.unknown.add(f"{module}.{name}")
-            made = type("Record", (Record,), {"__slots__": (), "name": f"{module}.{name}", "opaque": not known})
-            self._classes[module, name] = made
+            made = self._classes[module, name] = Class(module, name, opaque=(module, name) not in RECORD_NAMES)
+            if made.opaque and len(self.unknown) < _MOST_UNKNOWN:
+                self.unknown.add(made.name)
         return made
 
-    def _member(self, kind: Any, name: Any) -> type[Record]:
-        # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Only torch's data classes
-        # have such; of any other class it is a method, which torch would call.
-        if not (isinstance(kind, type) and issubclass(kind, Record)) or not isinstance(name, str):
-            raise pickle.UnpicklingError("an attribute of something that is no record")
-        whole = f"{kind.name}.{name}"
-        known = whole.startswith(RECORD_MODULES)
-        if not known and not kind.opaque:
-            self.unknown.add(whole)
-        return type("Record", (kind,), {"__slots__": (), "name": whole, "opaque": not known})
+    def _member(self, kind: Any, name: Any) -> Class:
+        # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Of any other class it is a
+        # method, which torch would call.
+        if not isinstance(kind, Class) or not isinstance(name, str) or len(name) > 100:
+            raise UnpicklingError("an attribute of something that is no class")
+        return kind if kind.opaque else self._class(kind.module, f"{kind.qualname}.{name}")
 
-    def persistent_load(self, pid: Any) -> StorageRef:
-        if not (self._storages and isinstance(pid, tuple) and len(pid) >= 5 and pid[0] == "storage"):
-            raise pickle.UnpicklingError("a persistent id that is no storage")
-        _, kind, key, _location, numel = pid[:5]
-        if not isinstance(kind, _Inert) or not isinstance(key, str) or not isinstance(numel, int):
-            raise pickle.UnpicklingError("a storage that cannot be read")
-        return StorageRef(key, kind(), numel)
+    def _set(self, items: Any) -> set[Any]:
+        # From a sequence only: set(range(10**9)) would be a bomb.
+        if type(items) not in (list, tuple, set, frozenset):
+            raise UnpicklingError(f"a set of {type(items).__name__}")
+        found: set[Any] = set()
+        self.add_items(found, list(items))
+        return found
+
+    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
+        if type(function) is Class:
+            return Record(function, arguments)
+        if type(function) is Function:
+            return function.call(*arguments)
+        if function is OrderedDict and len(arguments) < 2:
+            made: OrderedDict[Any, Any] = OrderedDict()
+            for pair in arguments[0] if arguments else ():
+                if type(pair) not in (tuple, list) or len(pair) != 2:
+                    raise UnpicklingError("an OrderedDict of something that is no row of pairs")
+                self.set_items(made, list(pair))
+            return made
+        if function is tuple:
+            return tuple(_size(*arguments))
+        raise UnpicklingError("a call of something that is no function")
+
+    def put_items(self, target: Any, items: list[Any]) -> None:
+        if not isinstance(target, Record):
+            raise UnpicklingError("items of something that takes none")
+        target.items += items
+
+    def put_pairs(self, target: Any, items: list[Any]) -> None:
+        if not isinstance(target, Record):
+            raise UnpicklingError("entries of something that takes none")
+        target.entries += items
+
+    def build(self, target: Any, state: Any) -> None:
+        if isinstance(target, Record):
+            self.budget.charge(sum(len(part) for part in state if isinstance(part, dict)) if isinstance(state, tuple) else 0)
+            target.set_state(state)
+        elif type(target) is OrderedDict:
+            # A module's state dict has _metadata so. It is left out, and so is no part of what is listed.
+            if type(state) is not dict or any(not isinstance(key, str) or hasattr(OrderedDict, key) for key in state):
+                raise UnpicklingError("it replaces a method of an OrderedDict")
+        else:
+            raise UnpicklingError("it sets the state of something that has none")
+
+    def persistent_load(self, reference: Any) -> StorageRef:
+        if not (self._storages and isinstance(reference, tuple) and len(reference) >= 5 and reference[0] == "storage"):
+            raise UnpicklingError("a persistent id that is no storage")
+        _, kind, key, _location, numel = reference[:5]
+        return storage(kind, key, numel)
 
 
-class _Reader(AllowList, pickle.Unpickler):
-    """The restricted unpickler."""
+def _bytes(items: Any) -> bytes:
+    if not isinstance(items, bytes | bytearray | list | tuple):  # bytes(10**12) would be a bomb
+        raise UnpicklingError(f"bytes of {type(items).__name__}")
+    return bytes(items)
+
+
+def _counter(counts: Any = None) -> Counter[Any]:
+    # What is in a dict already has keys that were looked at.
+    if counts is not None and type(counts) is not dict:
+        raise UnpicklingError(f"a Counter of {type(counts).__name__}")
+    return Counter(counts)
+
+
+def _size(sizes: Any = ()) -> torch.Size:
+    if not isinstance(sizes, list | tuple):
+        raise UnpicklingError(f"a size of {type(sizes).__name__}")
+    return torch.Size(sizes)
+
+
+def _encode(text: str, encoding: str = "latin1") -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise UnpicklingError("bytes in an encoding other than latin1")
+    return text.encode("latin-1")
+
+
+def _device(*arguments: Any) -> torch.device:
+    if not all((isinstance(item, str) and len(item) < 40) or (type(item) is int and item < 1 << 16) for item in arguments):
+        raise UnpicklingError("a device that cannot be read")
+    return torch.device(*arguments)
 
 
 def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bool = False) -> tuple[Any, tuple[str, ...]]:
@@ -305,38 +223,46 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
         storages: Whether tensors with storages elsewhere in the file may occur (torch.save archives).
 
     Returns:
-        The object, of plain Python data, :class:`TensorRef` and :class:`Record`; and the unknown names, sorted.
+        The object, of plain Python data, :class:`TensorRef`, :class:`UnsupportedTensor` and :class:`Record`; and the unknown names,
+        sorted.
 
     Raises:
-        UnsafeCheckpointError: It names something outside the allow-list and ``unknown`` is ``refuse``.
-        CheckpointFormatError: It is no pickle, is cut off or damaged.
+        UnsafeCheckpointError: It names something outside the allow-list and ``unknown`` is ``refuse``, or it cannot be read beside.
+        CheckpointFormatError: It is no pickle, is cut off or damaged, or asks for work out of proportion to its length.
 
     Ranks: local.
     """
-    reader = _Reader(data, storages)
+    machine = SafeMachine(data, storages)
     try:
-        if len(data) <= _PRESCAN_BYTES:
-            _check_memo(data)
-        value = reader.load()
-    except UnsafeCheckpointError:
-        raise
-    except Exception as error:
-        if reader.unknown and unknown == "refuse":
-            raise UnsafeCheckpointError(path, list(reader.unknown)) from None
-        reason = f"{type(error).__name__}: {error}"
+        with _collector_paused(len(data) > _PAUSE_BYTES):
+            value = machine.load()
+    except _DAMAGED as error:
+        if machine.unknown:
+            raise UnsafeCheckpointError(path, list(machine.unknown)) from None
+        reason = (
+            "it ends in the middle, or takes what is not there"
+            if isinstance(error, IndexError)
+            else f"{type(error).__name__}: {str(error)[:300]}"
+        )
         raise CheckpointFormatError(
             path, f"its pickle cannot be read ({reason}). The file is cut off, damaged or no checkpoint."
         ) from None
-    if reader.unknown and unknown == "refuse":
-        raise UnsafeCheckpointError(path, list(reader.unknown))
-    return value, tuple(sorted(reader.unknown))
+    if machine.unknown and unknown == "refuse":
+        raise UnsafeCheckpointError(path, list(machine.unknown))
+    return value, tuple(sorted(machine.unknown))
 
 
-def _check_memo(data: bytes) -> None:
-    # A single LONG_BINPUT with a large index makes the C unpickler fill gigabytes with a memo of null pointers.
-    for opcode, argument, _ in pickletools.genops(data):
-        if opcode.name in ("LONG_BINPUT", "PUT") and argument is not None and argument > len(data):
-            raise pickle.UnpicklingError("a memo index larger than the file")
+@contextmanager
+def _collector_paused(pause: bool) -> Iterator[None]:
+    # Millions of objects that all stay make the collector look through them again and again: half of the time.
+    pause = pause and gc.isenabled()
+    if pause:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if pause:
+            gc.enable()
 
 
 def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
@@ -348,93 +274,152 @@ def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None
         tensor: Reads a tensor that is referred to; None where no tensor may occur.
 
     Raises:
+        UnsupportedTensorError: It holds a tensor that labkit does not read.
         CheckpointFormatError: It holds something that is no plain data (a tensor, an opaque record, deep nesting).
     """
-    # A few bytes of pickle can say "twice the list before" sixty times over.
-    known: dict[int, Any] = {}
+    return _Plain(path, tensor).turn(value, 0)
 
-    def turn(item: Any, depth: int) -> Any:
+
+class _Plain:
+    """What :func:`plain` has turned so far. A few bytes of pickle can say "twice the list before" sixty times over."""
+
+    def __init__(self, path: object, tensor: Callable[[TensorRef], Any] | None) -> None:
+        self._path, self._tensor = path, tensor
+        self._known: dict[int, Any] = {}
+        self._array_bytes: dict[int, int] = {}
+        self._copied = 0
+
+    def turn(self, item: Any, depth: int) -> Any:
+        kind = type(item)
+        if kind in (str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size):
+            return item
         if depth > _MAX_DEPTH:
-            raise CheckpointFormatError(path, f"a value is nested deeper than {_MAX_DEPTH} levels")
-        if isinstance(item, dict | list | tuple | set | frozenset) and not isinstance(item, Stateful):
-            if id(item) not in known:
-                known[id(item)] = gather(item, depth + 1)
-            return known[id(item)]
+            raise CheckpointFormatError(self._path, f"a value is nested deeper than {_MAX_DEPTH} levels")
+        if id(item) not in self._known:
+            self._known[id(item)] = self._make(item, depth + 1)
+        return self._known[id(item)]
+
+    def _make(self, item: Any, depth: int) -> Any:
+        if type(item) in (dict, OrderedDict, Counter):
+            pairs = {self._key(key, depth): self.turn(part, depth) for key, part in item.items()}
+            return pairs if type(item) is dict else type(item)(pairs)
+        if type(item) in (list, tuple, set, frozenset):
+            return type(item)(self.turn(part, depth) for part in item)
+        if isinstance(item, TensorRef) and self._tensor is not None:
+            return self._tensor(item)
         if isinstance(item, _NumpyArray | _NumpyScalar):
-            return _to_numpy(item, path)
-        if isinstance(item, TensorRef) and tensor is not None:
-            return tensor(item)
-        if isinstance(item, Record | Stateful | TensorRef | StorageRef | _Inert | type):
-            raise CheckpointFormatError(path, f"it holds {item!r}, which labkit does not turn back into an object")
-        return item
+            return self._to_numpy(item)
+        if isinstance(item, UnsupportedTensor):
+            raise UnsupportedTensorError(self._path, item.what)
+        raise CheckpointFormatError(self._path, f"it holds {_short(item)}, which labkit does not turn back into an object")
 
-    def gather(items: Any, depth: int) -> Any:
-        if isinstance(items, dict):
-            pairs = {key: turn(item, depth) for key, item in items.items()}
-            return type(items)(pairs) if isinstance(items, OrderedDict | Counter) else pairs
-        return type(items)(turn(item, depth) for item in items)
+    def _key(self, key: Any, depth: int) -> Any:
+        turned = self.turn(key, depth)
+        if isinstance(turned, torch.Tensor):
+            raise CheckpointFormatError(self._path, "it has a tensor for a key")
+        return turned
 
-    return turn(value, 0)
+    def _to_numpy(self, value: Record) -> Any:
+        try:
+            if isinstance(value, _NumpyScalar):
+                dtype, data = value.args
+                return np.frombuffer(_as_bytes(data), dtype=self._dtype(dtype))[0]
+            _, shape, dtype, fortran, data = value.state["state"]
+            self._count(data)
+            array = np.frombuffer(_as_bytes(data), dtype=self._dtype(dtype))
+            return array.reshape(shape, order="F" if fortran else "C").copy()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointFormatError(self._path, f"a numpy array that cannot be read ({str(error)[:200]})") from None
 
+    def _count(self, data: Any) -> None:
+        # Each array gets memory of its own, also where many say that they have the same bytes.
+        self._array_bytes[id(data)] = len(data)
+        self._copied += len(data)
+        if self._copied > UNITS_PER_BYTE * sum(self._array_bytes.values()) + FREE_UNITS:
+            raise CheckpointFormatError(self._path, "its numpy arrays repeat the same bytes far more often than its length allows")
 
-def _to_numpy(value: Record, path: object) -> Any:
-    try:
-        if isinstance(value, _NumpyScalar):
-            dtype, data = value.args
-            return np.frombuffer(_as_bytes(data), dtype=_numpy_dtype(dtype, path))[0]
-        _, shape, dtype, fortran, data = value.state["state"]
-        array = np.frombuffer(_as_bytes(data), dtype=_numpy_dtype(dtype, path))
-        return array.reshape(shape, order="F" if fortran else "C").copy()
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
-        raise CheckpointFormatError(path, f"a numpy array that cannot be read ({error})") from None
+    def _dtype(self, record: Any) -> np.dtype[Any]:
+        if not isinstance(record, Record) or not record.args or not isinstance(record.args[0], str):
+            raise CheckpointFormatError(self._path, "a numpy dtype that cannot be read")
+        code = record.args[0]
+        state = record.state.get("state")
+        order = state[1] if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">") else ""
+        if code[:1] not in "biufc":
+            raise CheckpointFormatError(self._path, f"a numpy array of dtype {code[:20]!r}, which is no number")
+        return np.dtype(order + code)
 
 
 def _as_bytes(data: Any) -> bytes:
     return data if isinstance(data, bytes) else _encode(data)
 
 
-def _numpy_dtype(record: Any, path: object) -> np.dtype[Any]:
-    if not isinstance(record, Record) or not record.args or not isinstance(record.args[0], str):
-        raise CheckpointFormatError(path, "a numpy dtype that cannot be read")
-    code = record.args[0]
-    state = record.state.get("state")
-    order = state[1] if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">") else ""
-    if code[:1] not in "biufc":
-        raise CheckpointFormatError(path, f"a numpy array of dtype {code!r}, which is no number")
-    return np.dtype(order + code)
+def _short(item: Any) -> str:
+    if isinstance(item, Record | TensorRef | UnsupportedTensor | Class):
+        return repr(item)
+    return f"a {type(item).__name__}"
 
 
-def walk(value: Any, path: object) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """The leaves of nested dicts and lists, each with the keys that lead to it, in stored order.
+class Walk:
+    """The leaves of a nested state, each with the keys that lead to it, in stored order.
 
     A list or tuple is a leaf unless a tensor or a dict lies in it, as in DCP's own flattening, and so is an empty dict.
 
-    Raises:
-        CheckpointFormatError: A nesting that refers to itself or is deeper than 64 levels.
+    Args:
+        path: The file, for messages.
+        size: The length of the pickle in bytes. All names together may have 64 times as many characters and a million more:
+            what occurs under several names is listed under each, and twice the dict before, fifty times over, is refused.
     """
-    stack: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
-    while stack:
-        prefix, item = stack.pop()
-        if len(prefix) > _MAX_DEPTH:
-            raise CheckpointFormatError(path, f"a state nested deeper than {_MAX_DEPTH} levels, or one that contains itself")
-        if isinstance(item, dict) and not isinstance(item, Counter) and (item or not prefix):
-            stack.extend(((*prefix, key if isinstance(key, int) else str(key)), sub) for key, sub in reversed(item.items()))
-        elif isinstance(item, list | tuple) and _holds_tensors(item, _MAX_DEPTH, set()):
-            stack.extend(((*prefix, index), sub) for index, sub in reversed(list(enumerate(item))))
-        else:
-            yield prefix, item
 
+    def __init__(self, path: object, size: int) -> None:
+        self._path, self._left = path, UNITS_PER_BYTE * size + FREE_UNITS
+        self._without: set[int] = set()
 
-def _holds_tensors(items: Any, depth: int, without: set[int]) -> bool:
-    """Whether a tensor or a dict lies in a list; ``without`` collects the lists that hold none, which may occur many times."""
-    if depth == 0:
-        return True
-    for item in items:
-        if isinstance(item, dict | TensorRef) or (
-            isinstance(item, Record) and isinstance(item.state.get("_local_tensor"), TensorRef)
-        ):
+    def leaves(self, value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        """Yield the keys and the leaf.
+
+        Raises:
+            CheckpointFormatError: A nesting that refers to itself, is deeper than 64 levels, or has far more leaves than the pickle
+                has bytes.
+        """
+        stack: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+        while stack:
+            prefix, item = stack.pop()
+            if len(prefix) > _MAX_DEPTH:
+                raise CheckpointFormatError(
+                    self._path, f"a state nested deeper than {_MAX_DEPTH} levels, or one that contains itself"
+                )
+            if type(item) in (dict, OrderedDict) and (item or not prefix):
+                self._charge(prefix, len(item))
+                stack.extend(((*prefix, self._key(key)), sub) for key, sub in reversed(item.items()))
+            elif type(item) in (list, tuple) and self._holds_tensors(item, _MAX_DEPTH):
+                self._charge(prefix, len(item))
+                stack.extend(((*prefix, index), sub) for index, sub in reversed(list(enumerate(item))))
+            else:
+                yield prefix, item
+
+    def _key(self, key: Any) -> str | int:
+        found = key if isinstance(key, int) else str(key)
+        self._charge((found,), 1)
+        return found
+
+    def _charge(self, prefix: tuple[str | int, ...], count: int) -> None:
+        self._left -= count * (1 + sum(len(part) + 1 if isinstance(part, str) else 20 for part in prefix))
+        if self._left < 0:
+            raise CheckpointFormatError(
+                self._path, "it lists far more entries than its length allows, by repeating its parts. No training state does so."
+            )
+
+    def _holds_tensors(self, items: Any, depth: int) -> bool:
+        """Whether a tensor or a dict lies in a list. Lists without, which may occur many times, are looked through once."""
+        if depth == 0:
             return True
-        if isinstance(item, list | tuple) and id(item) not in without and _holds_tensors(item, depth - 1, without):
-            return True
-    without.add(id(items))
-    return False
+        if id(items) in self._without:
+            return False
+        self._charge((), len(items))
+        for item in items:
+            if isinstance(item, dict) or is_tensor(item):
+                return True
+            if type(item) in (list, tuple) and self._holds_tensors(item, depth - 1):
+                return True
+        self._without.add(id(items))
+        return False

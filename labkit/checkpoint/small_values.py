@@ -10,6 +10,7 @@ from typing import Any
 from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.errors import CheckpointFormatError
 from labkit.checkpoint.model import Checkpoint, ValueEntry
+from labkit.checkpoint.pickle_records import UnsupportedTensor
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.wording import counted
 
@@ -39,6 +40,8 @@ class SmallValue:
         """What it is, in a few words."""
         if self.asks_for:
             return f"asks for {', '.join(self.asks_for)}, not run"
+        if isinstance(self.content, UnsupportedTensor):
+            return f"not supported: {self.content.what}"
         return f"{self.unread}, not read" if self.unread else short(self.content)
 
 

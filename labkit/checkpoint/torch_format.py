@@ -8,14 +8,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint import safe_pickle
-from labkit.checkpoint.archive import RecordRange, TorchArchive
-from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, RankDivergenceError
+from labkit.checkpoint.archive import RecordRange, TorchArchive, expanded_bytes
+from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, RankDivergenceError, UnsupportedTensorError
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.names import FLAT_PARAMETER
-from labkit.checkpoint.rank_files import Found, RankFile, ranks_of
-from labkit.checkpoint.safe_pickle import Record, TensorRef, Unknown
+from labkit.checkpoint.pickle_records import Record, TensorRef, UnsupportedTensor, is_dtensor, is_sharded_tensor
+from labkit.checkpoint.plain_files import open_regular
+from labkit.checkpoint.rank_files import MOST_RANKS, Found, RankFile, ranks_of
+from labkit.checkpoint.safe_pickle import Unknown, Walk
 from labkit.checkpoint.wording import counted
 
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
@@ -57,6 +58,8 @@ def read_torch(
     if numbers is not None:
         checkpoint.ranks = {file.name: numbers[file.name] for file in files}
         world_size = max(max(numbers.values()) + 1, *(file.world_size for file in files))
+        if world_size > MOST_RANKS:
+            raise CheckpointFormatError(path, f"by its names or by what it says there were {world_size:,} ranks. Name one file.")
         checkpoint.missing_ranks = tuple(sorted(set(range(world_size)) - set(numbers.values())))
         checkpoint.metadata = {"ranks": world_size} if len(files) > 1 else {}
     for file in files:
@@ -93,7 +96,7 @@ def indexed_files(index: Path) -> list[str]:
 def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
     path = root / name
     result = RankFile(name)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(16)
         if magic.startswith(LEGACY):
             raise CheckpointFormatError(
@@ -109,41 +112,38 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
             )
         archive = TorchArchive(file, path, 0, path.stat().st_size)
         state, result.opaque = archive.load(unknown)
-        if isinstance(state, Record) and not isinstance(state.state.get("_local_tensor"), TensorRef):
-            state = {"": state}
         places = _Places(archive, path, name)
-        for found_at, leaf in safe_pickle.walk(state, path):
+        for found_at, leaf in Walk(path, archive.index_bytes).leaves(state):
             nested = found_at or ("value",)  # a file that holds one tensor or value and no dict
             key = ".".join(map(str, nested))
             if key in result.tensors or key in result.values:
                 raise CheckpointFormatError(path, f"two different entries flatten to the name {key!r}")
             found = _tensor(nested, leaf, places)
-            if found is None:
-                result.values[key] = (nested, leaf)
-            else:
+            if isinstance(found, Found):
                 result.tensors[key] = found
-                _note_writer(result, leaf)
+                if found.sharded:
+                    _note_writer(result, leaf, path)
+            else:
+                result.values[key] = (nested, found)
         result.records = places.records()
     return result
 
 
-def _note_writer(file: RankFile, leaf: Any) -> None:
+def _note_writer(file: RankFile, leaf: Record, path: Path) -> None:
     """Note which rank a sharded tensor says it was written by, and how many ranks there were."""
-    if not isinstance(leaf, Record):
-        return
-    if isinstance(leaf.state.get("_local_tensor"), TensorRef):
-        mesh = leaf.state["_spec"].state["mesh"].state
-        rank = mesh.get("_rank")
-        if isinstance(rank, int):
-            file.writers.add(rank)
-            whole = (mesh["_root_mesh"].state if isinstance(mesh.get("_root_mesh"), Record) else mesh).get("_flatten_rank_map")
-            file.world_size = max(file.world_size, rank + 1, *((max(whole, default=0) + 1,) if isinstance(whole, tuple) else ()))
-        return
-    shards, metadata = leaf.state["state"][:2]
-    places = [shard.state["metadata"].state.get("placement") for shard in shards]
-    file.writers.update(rank for place in places if (rank := _placed_on(place)) is not None)
-    every = [_placed_on(shard.state.get("placement")) for shard in metadata.state.get("shards_metadata") or ()]
-    file.world_size = max([file.world_size, *(rank + 1 for rank in every if rank is not None)])
+    try:
+        if is_dtensor(leaf):
+            mesh = leaf.state["_spec"].state["mesh"].state
+            root = mesh["_root_mesh"].state if isinstance(mesh.get("_root_mesh"), Record) else mesh
+            writers, every = [mesh.get("_rank")], list(root.get("_flatten_rank_map") or ())
+        else:
+            shards, metadata = leaf.state["state"][:2]
+            writers = [_placed_on(shard.state["metadata"].state.get("placement")) for shard in shards]
+            every = [_placed_on(shard.state.get("placement")) for shard in metadata.state.get("shards_metadata") or ()]
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError):
+        raise CheckpointFormatError(path, "a sharded tensor in it does not say in torch's form which rank wrote it") from None
+    file.writers.update(rank for rank in writers if isinstance(rank, int))
+    file.world_size = max([file.world_size, *(rank + 1 for rank in (*writers, *every) if isinstance(rank, int))])
 
 
 def _placed_on(placement: Any) -> int | None:
@@ -157,48 +157,61 @@ class _Places:
     def __init__(self, archive: TorchArchive, path: Path, name: str) -> None:
         self._archive, self.path, self._name = archive, path, name
         self._known: dict[str, RecordRange] = {}
+        self._views: set[tuple[Any, ...]] = set()
+        self._left = expanded_bytes(path.stat().st_size)
 
     def records(self) -> list[tuple[int, int, int]]:
         """The storages in use, as (start, length, CRC-32), by start."""
         return sorted((where.start, where.length, where.crc) for where in self._known.values())
 
     def chunk(self, ref: TensorRef, offsets: Sequence[int]) -> Chunk:
-        """The chunk of a tensor that lies at ``offsets`` of the whole."""
-        where = self._known.get(ref.storage.key)
-        if where is None:
-            where = self._known[ref.storage.key] = self._archive.storage(ref.storage.key)
+        """The chunk of a tensor that lies at ``offsets`` of the whole.
+
+        Raises:
+            UnsupportedTensorError: With it, the tensors of this file are far larger than the file.
+        """
+        where = self._known[ref.storage.key] = self._archive.tensor(ref, self._known.get(ref.storage.key))
+        if ref.view not in self._views:
+            if ref.size_bytes > self._left:
+                raise UnsupportedTensorError(
+                    self.path, f"tensor expanded to {ref.size_bytes:,} bytes, of which {where.length:,} are stored"
+                )
+            self._views.add(ref.view)
+            self._left -= ref.size_bytes
         plain = is_contiguous(ref.shape, ref.strides)
         reach = prod(ref.shape) if plain else span(ref.shape, ref.strides)
-        start, length = ref.offset * ref.dtype.itemsize, reach * ref.dtype.itemsize
-        if length and start + length > where.length:
-            raise CheckpointFormatError(self.path, f"a tensor reaches past the end of its storage {ref.storage.key!r}")
-        strides = None if plain else ref.strides
-        return Chunk(tuple(offsets), ref.shape, self._name, where.start + start, length, strides=strides)
+        start, length = where.start + ref.offset * ref.dtype.itemsize, reach * ref.dtype.itemsize
+        strides = None if plain and not ref.lazy else ref.strides
+        return Chunk(tuple(offsets), ref.shape, self._name, start, length, strides=strides, lazy=ref.lazy)
 
 
-def _tensor(nested: Path_, leaf: Any, places: _Places) -> Found | None:
-    if isinstance(leaf, TensorRef):
-        chunk = places.chunk(leaf, (0,) * len(leaf.shape))
-        return Found(nested, leaf.shape, leaf.dtype, [chunk], False, frozenset({leaf.storage.key}))
-    if not isinstance(leaf, Record):
-        return None
+def _tensor(nested: Path_, leaf: Any, places: _Places) -> Any:
+    """Return the tensor that a leaf is; else the leaf, or what stands for a tensor that is not supported."""
     try:
-        if leaf.name.endswith("sharded_tensor.api.ShardedTensor"):
+        if isinstance(leaf, TensorRef):
+            chunk = places.chunk(leaf, (0,) * len(leaf.shape))
+            return Found(nested, leaf.shape, leaf.dtype, [chunk], False, frozenset({leaf.storage.key}))
+        if is_sharded_tensor(leaf):
             return _sharded_tensor(nested, leaf, places)
-        if isinstance(leaf.state.get("_local_tensor"), TensorRef):
-            return _dtensor(nested, leaf, places)
+        return _dtensor(nested, leaf, places) if is_dtensor(leaf) else leaf
+    except UnsupportedTensorError as error:
+        return UnsupportedTensor(error.what)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointFormatError(places.path, f"{'.'.join(map(str, nested))}: its shards cannot be read ({error})") from None
-    return None
+        name = ".".join(map(str, nested))
+        raise CheckpointFormatError(places.path, f"{name}: its shards cannot be read ({str(error)[:300]})") from None
 
 
 def _sharded_tensor(nested: Path_, leaf: Record, places: _Places) -> Found:
     shards, metadata = leaf.state["state"][:2]
     shape = tuple(metadata.state["size"])
-    refs = [(shard.state["tensor"], shard.state["metadata"].state["shard_offsets"]) for shard in shards]
-    dtype = refs[0][0].dtype if refs else leaf.args[0]
-    chunks = [places.chunk(ref, offsets) for ref, offsets in refs]
-    return Found(nested, shape, dtype, chunks, True, frozenset(ref.storage.key for ref, _ in refs))
+    refs: list[TensorRef] = [shard.state["tensor"] for shard in shards]
+    boxes = [shard.state["metadata"].state for shard in shards]
+    dtype = refs[0].dtype if refs else metadata.state["tensor_properties"].state["state"][0]
+    for ref, box in zip(refs, boxes, strict=True):
+        if ref.dtype != dtype or ref.shape != tuple(box["shard_sizes"]):
+            raise ValueError(f"a shard is {ref}, and should be {dtype} of shape {tuple(box['shard_sizes'])}")
+    chunks = [places.chunk(ref, box["shard_offsets"]) for ref, box in zip(refs, boxes, strict=True)]
+    return Found(nested, shape, dtype, chunks, True, frozenset(ref.storage.key for ref in refs))
 
 
 def _dtensor(nested: Path_, leaf: Record, places: _Places) -> Found:
@@ -206,12 +219,14 @@ def _dtensor(nested: Path_, leaf: Record, places: _Places) -> Found:
     spec = leaf.state["_spec"].state
     shape = tuple(leaf.args[1])
     mesh = spec["mesh"].state
+    mesh_shape = _mesh_shape(mesh)
     placements = [_placement(placement, places.path) for placement in spec["placements"]]
     coordinate = mesh.get("_coordinate_on_dim")
     if coordinate is None:
         raise ValueError("the rank that wrote it was outside the mesh")
-    offsets, sizes = local_box(shape, _mesh_shape(mesh), tuple(coordinate), placements)
-    if sizes != ref.shape and 0 not in sizes:
+    _check_order(spec, placements, mesh_shape)
+    offsets, sizes = local_box(shape, mesh_shape, tuple(coordinate), placements)
+    if sizes != ref.shape and not (0 in sizes and 0 in ref.shape):
         raise ValueError(f"its local shape {ref.shape} is not {sizes}, which its placements give")
     chunks = [places.chunk(ref, offsets)] if 0 not in ref.shape or not any(shape) else []
     return Found(nested, shape, ref.dtype, chunks, True, frozenset({ref.storage.key}))
@@ -223,7 +238,20 @@ def _placement(record: Record, path: Path) -> ShardDim | None:
         return None
     if kind in ("Shard", "_StridedShard"):
         return ShardDim(int(record.state["dim"]), strided=kind == "_StridedShard")
-    raise CheckpointFormatError(path, f"a DTensor with the placement {kind}, which is no state to save (call redistribute first)")
+    raise UnsupportedTensorError(path, f"DTensor with the placement {kind}, which is no state to save (call redistribute first)")
+
+
+def _check_order(spec: Mapping[str, Any], placements: Sequence[ShardDim | None], mesh_shape: Sequence[int]) -> None:
+    """Raise ValueError where the mesh's axes shard one dim in another order than :func:`local_box` takes them."""
+    for entry in spec.get("shard_order") or ():
+        _, axes = entry.args if isinstance(entry, Record) else entry
+        if list(axes) != sorted(axes):
+            raise ValueError(f"the mesh's axes shard a dim in the order {tuple(axes)}, which labkit does not read")
+    for axis, (placement, record) in enumerate(zip(placements, spec["placements"], strict=True)):
+        if placement is not None and placement.strided:
+            later = [number for number, other in enumerate(placements) if number > axis and other and other.dim == placement.dim]
+            if record.state["split_factor"] != prod(mesh_shape[number] for number in later):
+                raise ValueError(f"a split factor of {record.state['split_factor']}, which the later axes of its mesh do not give")
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:

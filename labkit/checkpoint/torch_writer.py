@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labkit.checkpoint.hashed_file import HashedFile
+from labkit.checkpoint.pickle_records import STORAGES
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.safe_pickle import STORAGES
 from labkit.checkpoint.zip_writer import StoredZip
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from labkit.checkpoint.contents import Contents, OutTensor, OutValue, left_out, top_level
+from labkit.checkpoint.contents import Contents, OutTensor, OutValue, left_out, refuse_unsupported, top_level
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.entry_names import (
+    DROP_ADVICE,
     group_names,
     map_group_names,
     map_state_names,
@@ -55,6 +56,7 @@ def transform(contents: Contents, options: Options) -> Contents:
     """Bring contents into the form that FSDP2 and ``torch.distributed.checkpoint.state_dict`` load.
 
     Raises:
+        UnsupportedTensorError: There is a tensor that labkit does not read, and no pattern drops it.
         FQNMismatchError: Names collide, numbered state comes without names, or names fit the model neither before the rename
             rules nor after them.
         CheckpointMismatchError: Shapes do not fit the model, or names that it ties differ.
@@ -65,6 +67,7 @@ def transform(contents: Contents, options: Options) -> Contents:
     contents = replace(contents, tensors=list(contents.tensors), values=list(contents.values), notes=list(contents.notes))
     _keep_only(contents, options.only)
     _drop(contents, options.drop)
+    refuse_unsupported(contents, advice=DROP_ADVICE)
     _canonical(contents, options.parameters)
     where = _take_flat_apart(contents, options)
     name_numbers(contents, options.parameters, options.order, where)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from labkit.checkpoint import verify_against, verify_data, verify_index, verify_steps
 from labkit.checkpoint.catalog import open_checkpoint
-from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
+from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint
@@ -50,7 +50,8 @@ def verify(
     except CheckpointNotFoundError:
         raise
     except CheckpointError as error:
-        report.error("unreadable", path, str(error).removeprefix(f"{path}: "), "a load fails, or is not safe")
+        code = "unsafe" if isinstance(error, UnsafeCheckpointError) else "unreadable"
+        report.error(code, path, str(error).removeprefix(f"{path}: "), "a load fails, or is not safe")
         return report
     built = verify_against.build_model(model)
     flat = built is not None and verify_against.report_flat(checkpoint, report)

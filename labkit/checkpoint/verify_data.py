@@ -14,13 +14,15 @@ import torch
 from labkit.checkpoint import manifest
 from labkit.checkpoint.archive import TorchArchive
 from labkit.checkpoint.checksums import file_crc
-from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.errors import CheckpointError, UnsafeCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import Held
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
+from labkit.checkpoint.pickle_records import UnsupportedTensor
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
+from labkit.checkpoint.verify_index import UNREAD
 from labkit.checkpoint.wording import counted
 
 Progress = Callable[[int], None]
@@ -166,15 +168,23 @@ def check_values(checkpoint: Checkpoint, report: Report, workers: int, damaged: 
 
     def check(value: ValueEntry, reader: Reader) -> None:
         try:
-            _, names = reader.stored(value)
+            content, names = reader.stored(value)
         except CheckpointError as error:
             if value.file not in damaged:
-                report.error("unreadable", value.key, str(error), "a load fails")
+                report.error(_code(error), value.key, str(error), "a load fails, or is not safe")
             return
+        if isinstance(content, UnsupportedTensor):
+            report.error("unsupported", value.key, f"not supported: {content.what}", UNREAD)
         if names:
             report.error("unsafe", value.key, f"its pickle asks for {', '.join(names)}", "DCP runs it")
 
     each([value for value in checkpoint.values.values() if value.length], check, checkpoint, workers)
+
+
+def _code(error: CheckpointError) -> str:
+    if isinstance(error, UnsafeCheckpointError):
+        return "unsafe"
+    return "unsupported" if isinstance(error, UnsupportedTensorError) else "unreadable"
 
 
 def check_tensors(
@@ -201,7 +211,7 @@ def check_tensors(
                 reader.data_start(entry, chunk)
         except CheckpointError as error:
             if chunk.file not in damaged:
-                report.error("unreadable", entry.key, str(error), "a load fails, or casts to the declared dtype")
+                report.error(_code(error), entry.key, str(error), "a load fails, or casts to the declared dtype")
         progress(chunk.length)
 
     each(((entry, chunk) for entry in entries for chunk in entry.chunks), check, checkpoint, workers)

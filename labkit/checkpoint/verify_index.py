@@ -14,7 +14,7 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import held_in_files
 from labkit.checkpoint.manifest import Manifest
-from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry
+from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry, unsupported
 from labkit.checkpoint.names import match_names
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.sections import optimizer_roots, parts, wrappers_of
@@ -22,6 +22,7 @@ from labkit.checkpoint.wording import bytes_text, counted, listed
 from labkit.ranks import format_ranks, name_ranks
 
 _LATE_S = 2.0
+UNREAD = "labkit migrates and loads what is left without it"
 
 
 def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
@@ -87,7 +88,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
 
 
 def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
-    """Every element of every tensor is in exactly one chunk."""
+    """Every element of every tensor is in exactly one chunk, and every tensor is of a kind that labkit reads."""
     gaps: list[tuple[TensorEntry, Coverage]] = []
     for entry in checkpoint.tensors.values():
         report.count("tensors")
@@ -111,6 +112,10 @@ def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
                 "the index is damaged",
             )
     _report_gaps(checkpoint, gaps, report)
+    for value in checkpoint.values.values():
+        what = unsupported(value)
+        if what is not None:
+            report.error("unsupported", value.key, f"not supported: {what}", UNREAD)
 
 
 def _report_gaps(checkpoint: Checkpoint, gaps: list[tuple[TensorEntry, Coverage]], report: Report) -> None:

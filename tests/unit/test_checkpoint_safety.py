@@ -17,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 
 from labkit.checkpoint import open_checkpoint, safe_pickle, verify
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
+from labkit.checkpoint.pickle_records import REBUILDERS, Record
 
 
 class Attack:
@@ -116,10 +117,10 @@ CRAFTED = {
 
 @pytest.mark.parametrize("data", CRAFTED.values(), ids=CRAFTED.keys())
 def test_a_crafted_pickle_raises_a_named_error_and_changes_nothing(data: bytes) -> None:
-    before = dict(safe_pickle.Record.__dict__), dict(safe_pickle._FUNCTIONS)
+    before = dict(Record.__dict__), dict(REBUILDERS)
     with pytest.raises((CheckpointFormatError, UnsafeCheckpointError), match=r"hostile\.pkl"):
         safe_pickle.load(data, "hostile.pkl", storages=True)
-    assert (dict(safe_pickle.Record.__dict__), dict(safe_pickle._FUNCTIONS)) == before
+    assert (dict(Record.__dict__), dict(REBUILDERS)) == before
 
 
 def test_a_state_that_contains_itself_ends_with_a_named_error(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -22,7 +22,9 @@ from labkit.checkpoint.large_index.readers import Here, Processes, ReadersLostEr
 from labkit.checkpoint.large_index.record_layout import CHUNK, PAIR
 from labkit.checkpoint.large_index.records import BulkRecords
 from labkit.checkpoint.model import writer_rank
-from labkit.checkpoint.safe_pickle import AllowList, Record, Stateful
+from labkit.checkpoint.pickle_machine import Stateful
+from labkit.checkpoint.pickle_records import Record
+from labkit.checkpoint.safe_pickle import SafeMachine
 
 LARGE_BYTES = 1 << 24
 _RUN = b"\xff"  # no opcode of pickle
@@ -99,40 +101,41 @@ def _read(file: int, size: int, readers: Here | Processes) -> Columns:
     return columns
 
 
-class _RestReader(AllowList, pickle._Unpickler):
-    """The restricted unpickler for a pickle whose runs are taken out; an opcode of its own stands for each.
+class _Memo(dict[int, Any]):
+    """What was memoized, by number, where runs that are taken out have numbers too."""
 
-    A run of chunks leaves its :class:`Run` on the stack, and one of pairs the same and None, for a dict. The unpickler in C would
-    number what is memoized without the runs, so this is Python's.
+    count = 0
+
+    def append(self, item: Any) -> None:
+        """Number an object."""
+        self[self.count] = item
+        self.count += 1
+
+    def __len__(self) -> int:
+        return self.count
+
+
+class _RestReader(SafeMachine):
+    """The reader of a pickle whose runs are taken out; an opcode of its own stands for each.
+
+    A run of chunks leaves its :class:`Run` on the stack, and one of pairs the same and None, for a dict.
     """
-
-    memo: dict[int, Any]
-    stack: list[Any]
-    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
-        opcode: load
-        for opcode, load in pickle._Unpickler.dispatch.items()
-        if bytes([opcode]) not in (pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT)
-    }
 
     def __init__(self, data: bytes, runs: list[Run]) -> None:
         super().__init__(data)
-        self._runs, self._count, self.seen = runs, 0, 0
+        self.memo = _Memo()
+        self._runs, self.seen = runs, 0
 
-    def _memoize(self) -> None:
-        self.memo[self._count] = self.stack[-1]
-        self._count += 1
-
-    def _run(self) -> None:
+    def other(self, code: int) -> None:
+        if code != _RUN[0]:
+            super().other(code)
         run = self._runs[self.seen]
-        run.first = self._count
-        self._count += run.puts
+        run.first = self.memo.count
+        self.memo.count += run.puts
         self.seen += 1
         self.stack.append(run)
         if run.form == PAIR:
             self.stack.append(None)
-
-    dispatch[pickle.MEMOIZE[0]] = _memoize
-    dispatch[_RUN[0]] = _run
 
 
 def _chunks(described: Mapping[str, Any], bulk: BulkRecords) -> tuple[dict[str, tuple[int, int]], list[tuple[Int64s, Int64s]]]:

@@ -1,0 +1,73 @@
+"""What reading a pickle may cost: work in proportion to its length, and keys whose hash is cheap."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pickle import UnpicklingError
+from typing import Any
+
+UNITS_PER_BYTE = 64
+FREE_UNITS = 1 << 20
+_MOST_KEY_DEPTH = 64
+_MOST_KEY_BITS = 64
+
+# Their hash costs the same whatever the value, and cannot be made to equal that of many others.
+_PLAIN_KEYS = frozenset({str, bytes, bool, type(None), float})
+
+
+class Budget:
+    """The work that is left for a pickle: 64 units a byte, and a million for small ones.
+
+    What is paid: items that are copied, arguments of calls, parts of nested keys. All else costs about the same for each opcode.
+
+    Args:
+        size: The length of the pickle in bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._left = UNITS_PER_BYTE * size + FREE_UNITS
+        self._same_hash: Counter[tuple[int, int]] = Counter()
+
+    def charge(self, units: int) -> None:
+        """Pay for work. Raises UnpicklingError when the whole costs more than a pickle of this length may."""
+        self._left -= units
+        if self._left < 0:
+            raise UnpicklingError("it asks for far more work than its length allows, by repeating its parts")
+
+    def check_key(self, key: Any, target: Any) -> None:
+        """Pay for the hash of a key of a dict or set. Nothing can interrupt a hash once it is computed.
+
+        Raises:
+            UnpicklingError: The key is nested too deep, holds a very long number, or its parts repeat out of proportion.
+        """
+        kind = type(key)
+        if kind in _PLAIN_KEYS:
+            return
+        if kind is int:
+            self._check_number(key)
+            return
+        if isinstance(key, tuple | frozenset):
+            self._check_parts(key)
+        elif kind is not complex:
+            return  # equal to nothing but itself, or not hashable
+        # These hashes can be chosen, unlike those of texts, and each key is compared with all before it that have the same.
+        same = id(target), hash(key)
+        self.charge(1 + self._same_hash[same])
+        self._same_hash[same] += 1
+
+    def _check_parts(self, key: Any) -> None:
+        pending = [(key, 1)]
+        while pending:
+            item, depth = pending.pop()
+            self.charge(1 + len(item))
+            if depth > _MOST_KEY_DEPTH:
+                raise UnpicklingError(f"a key that is nested deeper than {_MOST_KEY_DEPTH} levels")
+            for part in item:
+                if isinstance(part, tuple | frozenset):
+                    pending.append((part, depth + 1))
+                elif type(part) is int:
+                    self._check_number(part)
+
+    def _check_number(self, number: int) -> None:
+        if number.bit_length() > _MOST_KEY_BITS:
+            raise UnpicklingError(f"a key with a number of {number.bit_length():,} bits")
