@@ -9,7 +9,7 @@ from typing import Any
 UNITS_PER_BYTE = 64
 FREE_UNITS = 1 << 20
 _MOST_KEY_DEPTH = 64
-_MOST_KEY_BITS = 64
+MOST_KEY_BITS = 512
 
 # Their hash costs the same whatever the value, and cannot be made to equal that of many others.
 _PLAIN_KEYS = frozenset({str, bytes, bool, type(None), float})
@@ -69,5 +69,5 @@ class Budget:
                     self._check_number(part)
 
     def _check_number(self, number: int) -> None:
-        if number.bit_length() > _MOST_KEY_BITS:
+        if number.bit_length() > MOST_KEY_BITS:
             raise UnpicklingError(f"a key with a number of {number.bit_length():,} bits")

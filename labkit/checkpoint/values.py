@@ -6,8 +6,8 @@ a value                                         what comes back
 None, bool, int, float, complex, str, bytes,    the same to the last bit: any size of int, -0.0, every NaN, lone surrogates
 bytearray, torch.dtype, torch.device
 list, tuple, torch.Size, set, frozenset         the same items in the same order (sets have none)
-dict, OrderedDict, Counter                      equal; keys and items of sets are values of the first row, or tuples and
-                                                frozensets of them. A dict need not keep its order
+dict, OrderedDict, Counter                      equal; keys and items of sets are values of the first row (an int of at most
+                                                512 bits), or tuples and frozensets of them. A dict need not keep its order
 numpy arrays and scalars of bool, int8 to       the same dtype, byte order, shape and bits. An array comes back in C order
 uint64, float16 to float64, complex64, 128
 torch.Tensor                                    the same dtype, shape and bits, on the CPU, contiguous and without
@@ -38,6 +38,7 @@ import torch
 import xxhash
 
 from labkit.checkpoint.errors import STATE, UnsavableStateError
+from labkit.checkpoint.pickle_budget import MOST_KEY_BITS
 from labkit.checkpoint.shards import plain_tensor, tensor_bytes, to_cpu
 
 MAX_DEPTH = 50  # the reader goes a little deeper
@@ -161,6 +162,8 @@ def _hashable(key: Any, place: str) -> Any:
     if type(key) in (tuple, frozenset):
         for part in key:
             _hashable(part, place)
+    elif type(key) is int and key.bit_length() > MOST_KEY_BITS:
+        raise _refusal(place, f"has a key or item of {key.bit_length():,} bits, and at most {MOST_KEY_BITS} are read; save str(it)")
     elif type(key) not in _PAYLOADS:
         raise _refusal(place, f"has a key or item {key!r:.60} that {_what_and_way_out(key)}")
     return key

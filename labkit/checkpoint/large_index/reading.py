@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 
 from labkit.checkpoint.large_index.parts import OTHER_FORM, Int64s, Part, Placing, Run, require
 from labkit.checkpoint.large_index.readers import Here, Processes, ReadersLostError, most_rest, readers_of
@@ -31,8 +30,8 @@ _RUN = b"\xff"  # no opcode of pickle
 # What a damaged or hostile pickle makes the unpickler, or the reading of what it made, raise.
 _OTHER_FORM = (*OTHER_FORM, pickle.UnpicklingError)
 _GETS = {
-    CHUNK: (Stateful, "offsets", torch.Size, "sizes", torch.Size),
-    PAIR: (Stateful, "fqn", "index", "offset", torch.Size, Stateful, "relative_path", "offset", "length"),
+    CHUNK: (Stateful, "offsets", tuple, "sizes", tuple),
+    PAIR: (Stateful, "fqn", "index", "offset", tuple, Stateful, "relative_path", "offset", "length"),
 }
 
 
