@@ -51,8 +51,8 @@ def migrate(
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
-        destination: Must not exist. It appears, complete and verified, by one rename at the end. What a killed run has
-            finished is in ``destination.partial``, and the same call goes on from there.
+        destination: Must not exist. It appears, complete and verified, by one rename at the end. A killed run leaves
+            ``destination.partial``, which the same call removes before it starts over.
         to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, ``dcp`` without one. Safetensors
             hold the model's tensors only: without a suffix, a directory of shards with an index.
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
@@ -64,7 +64,7 @@ def migrate(
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.
         copies: See :func:`labkit.checkpoint.contents.contents_of`.
-        shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors. A killed run resumes by file.
+        shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
 
     Returns:

@@ -66,7 +66,7 @@ def reshard(
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
-        destination: Must not exist; it appears complete, by one rename. A killed run resumes by file.
+        destination: Must not exist; it appears complete, by one rename. A killed run starts over.
         mesh: The number of ranks, or the axes and sizes of a mesh, outermost first, also as ``dp=4,tp=2``. Axes called dp,
             fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, but for
             ``rules``.

@@ -148,7 +148,7 @@ def test_what_the_disk_does_not_give_back_is_not_taken_over(tmp_path: Path, monk
         lost = not self.closed
         path = Path(self._file.name)
         original(self)
-        if lost and path.suffix == ".tmp":
+        if lost and path.suffix == ".distcp":
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             path.write_bytes(data)
