@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ from labkit.checkpoint.errors import (
 from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
 from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.read import Reader, same_bits
-from labkit.checkpoint.sections import is_moment_piece
+from labkit.checkpoint.sections import is_moment_piece, model_prefix
 from labkit.checkpoint.sources import EntrySource, Source
 
 Copies = Literal["refuse", "first"]
@@ -74,6 +75,11 @@ class Contents:
     tensors: list[OutTensor] = field(default_factory=list)
     values: list[OutValue] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def prefix(self) -> str:
+        """What stands before the names of the model's parameters in the source. Finding it looks at every tensor."""
+        return model_prefix(self.checkpoint)
 
     def note_idle(self, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
         """Note the patterns that match nothing: that is mostly a slip of the pen."""

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from labkit.checkpoint import manifest
-from labkit.checkpoint.catalog import read_checkpoint
+from labkit.checkpoint.catalog import open_checkpoint, read_checkpoint
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.read import Reader
+from labkit.checkpoint.source_files import FileState, changed, states_of
 from labkit.checkpoint.staging_area import StagingArea
 from labkit.checkpoint.writers import OutFile, Writer, Written
 
@@ -78,6 +79,24 @@ def check_destination(source: Path, destination: Path) -> None:
         )
 
 
+def open_source(source: Path) -> Checkpoint:
+    """Open a checkpoint that has to stay as it is until :func:`run` has copied it; errors as of :func:`open_checkpoint`."""
+    before = states_of(source)
+    checkpoint = open_checkpoint(source)
+    for name in checkpoint.files:
+        path = checkpoint.root / name
+        if path.exists():  # a missing file is another check's finding
+            checkpoint.states[name] = before.get(path) or FileState.of(path.stat())
+    return checkpoint
+
+
+def _check_unchanged(checkpoint: Checkpoint) -> None:
+    for name, state in checkpoint.states.items():
+        path = checkpoint.root / name
+        if not path.exists() or FileState.of(path.stat()) != state:
+            raise changed(path)
+
+
 def run(
     writer: Writer,
     checkpoint: Checkpoint,
@@ -92,7 +111,7 @@ def run(
 
     Args:
         writer: What to write, and how.
-        checkpoint: Where it comes from.
+        checkpoint: Where it comes from, as :func:`open_source` gives it.
         destination: It must not exist.
         options: For the manifest of a directory: what the user asked for.
         workers: Files that are written at the same time.
@@ -102,7 +121,7 @@ def run(
     Raises:
         CheckpointExistsError: The destination exists, or something else lies where it is to be written.
         CheckpointWriteError: Another process writes it, or what was written does not read back.
-        CheckpointError: The source cannot be read.
+        CheckpointError: The source cannot be read, or was changed meanwhile.
 
     An error has a note that says what is left.
 
@@ -130,7 +149,12 @@ def _run(
 ) -> str:
     area = StagingArea(destination)
     try:
-        done = _write_files(writer, checkpoint, area.data, workers, progress)
+        try:
+            done = _write_files(writer, checkpoint, area.data, workers, progress)
+        except CheckpointError:
+            _check_unchanged(checkpoint)  # the better reason for whatever was wrong with it
+            raise
+        _check_unchanged(checkpoint)
         extra = writer.finish(area.data, done)
         for name, total in extra.items():
             read_back(area.data, name, total)

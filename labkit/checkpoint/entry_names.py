@@ -7,14 +7,13 @@ from dataclasses import replace
 
 from labkit.checkpoint.contents import Contents, OutValue, read_values
 from labkit.checkpoint.model import Path_
-from labkit.checkpoint.sections import model_prefix
 
 DROP_ADVICE = "Leave it out with drop=[...] (--drop), or save it as plain data."
 
 
 def split_model(contents: Contents, path: Path_) -> tuple[Path_, str]:
     """The nesting before a model tensor's name, and the name."""
-    prefix = model_prefix(contents.checkpoint)
+    prefix = contents.prefix
     if prefix and str(path[0]) + "." == prefix:
         return path[:1], ".".join(map(str, path[1:]))
     return (), ".".join(map(str, path))

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
-from labkit.checkpoint.engine import Result, check_destination, run
+from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import DROP_ADVICE, split_model
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.flat import ParameterList
@@ -75,6 +74,8 @@ def migrate(
         CheckpointError: It lies in the source, or its suffix and the format contradict each other.
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
+        CheckpointFormatError: It is none that labkit knows, or was changed while it was read
+            (:mod:`labkit.checkpoint.source_files` has the rule).
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
         CheckpointWriteError: The destination cannot be written, or does not read back.
 
@@ -88,7 +89,7 @@ def migrate(
     source, destination = Path(source), Path(destination)
     chosen = _format_of(destination, to)
     check_destination(source, destination)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_source(source)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, drop, dtypes or {}))

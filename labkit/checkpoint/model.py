@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+if TYPE_CHECKING:
+    from labkit.checkpoint.source_files import FileState
 
 Kind = Literal["dcp", "torch", "torch_ranks", "safetensors"]
 Section = Literal["model", "optimizer", "other"]
@@ -239,6 +242,7 @@ class Checkpoint:
         opaque: Names outside the allow-list that were left unread, when the caller chose not to refuse them.
         step: The step in a labkit store; None elsewhere.
         records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
+        states: What each file has to be whenever it is read, by name; empty where nobody asked for that.
     """
 
     path: Path
@@ -252,6 +256,7 @@ class Checkpoint:
     opaque: tuple[str, ...] = ()
     step: int | None = None
     records: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    states: dict[str, FileState] = field(default_factory=dict)
 
     def section(self, section: Section) -> Iterable[TensorEntry]:
         """The tensors of one section."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
 from labkit.checkpoint.dcp_directory import DcpWriter
-from labkit.checkpoint.engine import Result, check_destination, run
+from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import split_model, split_state
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
@@ -91,7 +90,7 @@ def reshard(
             if strange
             else f"the mesh {axes} has no ranks. Every axis has at least 1."
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_source(source)
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
     tied = _tied(contents, axes, rules)
