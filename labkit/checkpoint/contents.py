@@ -35,7 +35,7 @@ class OutTensor:
     source: Source
     section: Section
 
-    @property
+    @cached_property
     def key(self) -> str:
         return flat_key(self.path)
 
@@ -56,7 +56,7 @@ class OutValue:
     value: Any = None
     entry: ValueEntry | None = None
 
-    @property
+    @cached_property
     def key(self) -> str:
         return flat_key(self.path)
 
