@@ -40,7 +40,8 @@ def byte_ranges(
     found: list[ByteRange] = []
     row = prod(sizes[1:]) * entry.dtype.itemsize
     at, end = (offsets[0], offsets[0] + sizes[0]) if sizes else (0, 1)
-    for chunk in sorted((table[index] for index in table.intersecting(offsets, sizes)), key=lambda chunk: chunk.offsets):
+    wanted = [0] if len(table) == 1 else table.intersecting(offsets, sizes)
+    for chunk in sorted((table[index] for index in wanted), key=lambda chunk: chunk.offsets):
         first, count = (chunk.offsets[0], chunk.sizes[0]) if sizes else (0, 1)
         same_rows = (*chunk.offsets[1:], *chunk.sizes[1:]) == (*offsets[1:], *sizes[1:])
         start, strides = reader.data_start(entry, chunk)

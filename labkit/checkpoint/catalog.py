@@ -13,10 +13,10 @@ from labkit.checkpoint.model import Checkpoint, ChunkTable, tie
 from labkit.checkpoint.parts import INDEX_SUFFIX, format_of, is_pattern, listed_in, matching_files, only_part, parts_of
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import read_safetensors
-from labkit.checkpoint.staging_area import GO_ON, is_partial, partial_folder
+from labkit.checkpoint.staging_area import START_OVER, is_partial, partial_folder
 from labkit.checkpoint.torch_format import indexed_files, read_torch
 
-_UNFINISHED = f"is what an unfinished run of migrate or reshard has left: {GO_ON}"
+_UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfinished. {START_OVER}"
 
 
 def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpoint:
@@ -47,7 +47,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
     if not path.exists():
         beside = partial_folder(path)
         raise CheckpointNotFoundError(
-            path, "there is no such file or directory" + (f". {beside} {_UNFINISHED}" if beside.is_dir() else "")
+            path, "there is no such file or directory" + (f". {beside} {_UNFINISHED}" if is_partial(beside) else "")
         )
     if path.is_dir() and is_partial(path):
         raise IncompleteCheckpointError(path, f"it {_UNFINISHED}")

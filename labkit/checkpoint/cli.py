@@ -188,8 +188,8 @@ def migrate_command(
 ) -> None:
     """Turn the checkpoint at SOURCE into one that FSDP2 loads, at DESTINATION: names canonical, optimizer state by name.
 
-    SOURCE is only read. DESTINATION appears complete and verified, or not at all. What an interrupted or killed run has finished is
-    in DESTINATION.partial, and the same command goes on from there.
+    SOURCE is only read. DESTINATION appears complete and verified, or not at all. A run that was killed leaves DESTINATION.partial;
+    the same command removes that and starts over.
     """
     from labkit.checkpoint.migration import migrate
     from labkit.checkpoint.rename import read_rules
@@ -232,8 +232,8 @@ def reshard_command(
 ) -> None:
     """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end.
 
-    SOURCE is only read. DESTINATION is a DCP directory, which appears complete and verified, or not at all. What an interrupted or
-    killed run has finished is in DESTINATION.partial, and the same command goes on from there.
+    SOURCE is only read. DESTINATION is a DCP directory, which appears complete and verified, or not at all. A run that was killed
+    leaves DESTINATION.partial; the same command removes that and starts over.
     """
     from labkit.checkpoint.resharding import parse_rule, reshard
     from labkit.spmd.layouts import parse_mesh
@@ -295,8 +295,6 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
         signal.signal(signal.SIGTERM, before)
     for note in result.notes:
         click.echo(f"note: {printable(note).plain}")
-    if result.resumed:
-        click.echo(f"took over {counted(result.resumed, 'finished file')} of an earlier run")
     click.echo(
         f"{result.path}: {counted(result.num_tensors, 'tensor')}, {bytes_text(result.size_bytes)}, in "
         f"{counted(result.num_files, 'file')}, verified"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,7 @@ class OutTensor:
     source: Source
     section: Section
 
-    @property
+    @cached_property
     def key(self) -> str:
         return flat_key(self.path)
 
@@ -59,7 +60,7 @@ class OutValue:
     value: Any = None
     entry: ValueEntry | None = None
 
-    @property
+    @cached_property
     def key(self) -> str:
         return flat_key(self.path)
 

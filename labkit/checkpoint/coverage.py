@@ -42,6 +42,8 @@ def coverage(chunks: ChunkTable, shape: Sequence[int]) -> Coverage:
     The elements between neighbouring chunk borders form cells, and a cell is in a chunk wholly or not at all. The cells are
     marked cut by cut along the dim with the most borders, so memory stays at one layer of cells.
     """
+    if len(chunks) == 1 and chunks.sizes[0].tolist() == list(shape) and not chunks.offsets.any():
+        return Coverage(0, 0)
     low, high = chunks.offsets, chunks.offsets + chunks.sizes
     bounds = np.asarray(shape, dtype=np.int64)
     bad = np.nonzero(((low < 0) | (chunks.sizes < 0) | (high > bounds)).any(axis=1))[0]

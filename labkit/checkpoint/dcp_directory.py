@@ -28,9 +28,8 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.manifest import FileSum
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.staging_area import Written
 from labkit.checkpoint.torch_writer import write_tensor
-from labkit.checkpoint.writers import OutFile, Reserve, Ties
+from labkit.checkpoint.writers import OutFile, Reserve, Ties, Written
 
 
 @dataclass
@@ -100,6 +99,4 @@ class DcpWriter:
                 storage[MetadataIndex(key, chunk.offsets, number)] = storage[MetadataIndex(owner, chunk.offsets)]
         metadata = Metadata(dict(described), planner_data=paths, storage_data=storage, version=DCP_VERSION)
         metadata.storage_meta = StorageMeta()
-        for leftover in (folder / METADATA_FILE, folder / (METADATA_FILE + ".tmp")):
-            leftover.unlink(missing_ok=True)
         return {METADATA_FILE: write_metadata(folder, metadata)}

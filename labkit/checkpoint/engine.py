@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -11,13 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint.catalog import read_checkpoint
+from labkit.checkpoint import manifest
+from labkit.checkpoint.catalog import open_checkpoint, open_parts, read_checkpoint
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
+from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.read import Reader
+from labkit.checkpoint.source_files import FileState, changed, states_of
 from labkit.checkpoint.staging_area import StagingArea
-from labkit.checkpoint.writers import OutFile, Writer
+from labkit.checkpoint.writers import OutFile, Writer, Written
 
 _EXTRA_BYTES = 1 << 26
 Progress = Callable[[int], None]
@@ -55,7 +59,6 @@ class Result:
         path: The destination.
         size_bytes: Tensor bytes in it.
         num_tensors, num_files: Counts.
-        resumed: Files taken over from an earlier run that was killed.
         notes: Sentences about what was decided on the way.
     """
 
@@ -63,18 +66,38 @@ class Result:
     size_bytes: int
     num_tensors: int
     num_files: int
-    resumed: int = 0
     notes: tuple[str, ...] = ()
 
 
 def check_destination(source: Path, destination: Path) -> None:
     """Raise :class:`CheckpointExistsError` when the destination exists, :class:`CheckpointError` when it lies in the source."""
-    if destination.exists():
+    if os.path.lexists(destination):
         raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
     if source.is_dir() and destination.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(
             f"{destination} lies in {source}, and a source is only read. Choose a destination beside it or elsewhere."
         )
+
+
+def open_source(source: Path, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
+    """Open a checkpoint that has to stay as it is until :func:`run` has copied it.
+
+    Errors are those of :func:`open_checkpoint`, and of :func:`labkit.checkpoint.catalog.open_parts` where parts are given.
+    """
+    before = states_of(source)
+    checkpoint = open_parts(source, parts) if parts else open_checkpoint(source)
+    for name in checkpoint.files:
+        path = checkpoint.root / name
+        if path.exists():  # a missing file is another check's finding
+            checkpoint.states[name] = before.get(path) or FileState.of(path.stat())
+    return checkpoint
+
+
+def _check_unchanged(checkpoint: Checkpoint) -> None:
+    for name, state in checkpoint.states.items():
+        path = checkpoint.root / name
+        if not path.exists() or FileState.of(path.stat()) != state:
+            raise changed(path)
 
 
 def run(
@@ -87,44 +110,73 @@ def run(
     progress: Progress,
     notes: tuple[str, ...] = (),
 ) -> Result:
-    """Write everything, verify it, and let the destination appear.
+    """Write everything, read it back, and let the destination appear.
+
+    Args:
+        writer: What to write, and how.
+        checkpoint: Where it comes from, as :func:`open_source` gives it.
+        destination: It must not exist.
+        options: For the manifest of a directory: what the user asked for.
+        workers: Files that are written at the same time.
+        progress: Called with the number of bytes just written, from any thread.
+        notes: For the result.
 
     Raises:
-        CheckpointExistsError: The destination exists.
+        CheckpointExistsError: The destination exists, or something else lies where it is to be written.
         CheckpointWriteError: Another process writes it, or what was written does not read back.
-        CheckpointError: The source cannot be read.
+        CheckpointError: The source cannot be read, or was changed meanwhile.
 
-    An error has a note that says what is left: finished files where the same run may go on with them, else nothing.
+    An error has a note that says what is left.
 
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
-    tied = {key: owner for key, (_, owner) in writer.tied.items()}
-    plan = {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer), "tied": tied}
     try:
-        resumed = _run(writer, checkpoint, destination, plan, workers, progress)
+        left = _run(writer, checkpoint, destination, options, workers, progress)
     except OSError as error:
-        left = " ".join(getattr(error, "__notes__", [f"{destination} was not made."]))
-        raise CheckpointWriteError(error.filename or destination, f"{error.strerror or error}. {left}") from error
+        told = " ".join(getattr(error, "__notes__", [f"{destination} was not made."]))
+        raise CheckpointWriteError(error.filename or destination, f"{error.strerror or error}. {told}") from error
+    if left:
+        notes = (*notes, left)
     pieces = [piece for file in writer.files for piece in file.pieces]
     num_tensors = len({piece.tensor.key for piece in pieces}) + len(writer.tied)
-    return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), resumed, notes)
+    return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), notes)
 
 
 def _run(
-    writer: Writer, checkpoint: Checkpoint, destination: Path, plan: Mapping[str, Any], workers: int, progress: Progress
-) -> int:
-    area = StagingArea(destination, plan)
+    writer: Writer,
+    checkpoint: Checkpoint,
+    destination: Path,
+    options: Mapping[str, Any],
+    workers: int,
+    progress: Progress,
+) -> str:
+    area = StagingArea(destination)
     try:
-        resumed = area.resumed
-        _write_files(writer, checkpoint, area, workers, progress)
-        extra = writer.finish(area.folder, area.done)
-        _check_result(writer, area)
-        area.publish(extra, {"source": str(checkpoint.path), **plan["options"]}, as_file=writer.single)
+        try:
+            done = _write_files(writer, checkpoint, area.data, workers, progress)
+        except CheckpointError:
+            _check_unchanged(checkpoint)  # the better reason for whatever was wrong with it
+            raise
+        _check_unchanged(checkpoint)
+        extra = writer.finish(area.data, done)
+        for name, total in extra.items():
+            read_back(area.data, name, total)
+        _check_result(writer, area.data)
+        if writer.single is None:
+            files = {name: written.total for name, written in done.items()} | extra
+            manifest.publish(area.data, Manifest(files, about={"source": str(checkpoint.path), **options}))
+        return area.publish(writer.single)
     except BaseException as error:
-        # What was refused is refused again, with whatever files; a full disk or an interrupt may be over.
-        error.add_note(area.stop(resumable=isinstance(error, CheckpointWriteError) or not isinstance(error, CheckpointError)))
+        error.add_note(area.discard())
         raise
-    return resumed
+
+
+def read_back(folder: Path, name: str, total: FileSum) -> None:
+    """Raise :class:`CheckpointWriteError` unless a file that was just written reads back from the disk as it was meant."""
+    try:
+        manifest.check_file(folder, name, total, from_disk=True)
+    except CheckpointError as error:
+        raise CheckpointWriteError(folder / name, f"what was just written does not read back ({error})") from None
 
 
 class _StoppedError(Exception):
@@ -137,57 +189,36 @@ def _advance(stop: threading.Event, progress: Progress, size: int) -> None:
     progress(size)
 
 
-def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, workers: int, progress: Progress) -> None:
+def _write_files(writer: Writer, checkpoint: Checkpoint, folder: Path, workers: int, progress: Progress) -> dict[str, Written]:
     largest = max((piece.cost for file in writer.files for piece in file.pieces), default=0)
     budget = Budget(largest + _EXTRA_BYTES)
-    for file in writer.files:
-        if file.name in area.done:
-            progress(file.size_bytes)
-    todo = sorted((file for file in writer.files if file.name not in area.done), key=lambda file: -file.size_bytes)
+    todo = sorted(writer.files, key=lambda file: -file.size_bytes)
     stop = threading.Event()
     base = Reader(checkpoint, checksums=True)
 
-    def work(file: OutFile) -> None:
+    def work(file: OutFile) -> Written | None:
         if stop.is_set():
-            return
-        temporary = area.temporary(file.name)
-        temporary.unlink(missing_ok=True)
+            return None
         with base.fork() as reader, suppress(_StoppedError):
-            advance = partial(_advance, stop, progress)
-            area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, advance))
+            written = writer.write(file, folder / file.name, reader, budget.reserve, partial(_advance, stop, progress))
+            read_back(folder, file.name, written.total)
+            return written
+        return None
 
     with ThreadPoolExecutor(max(1, min(workers, len(todo))), thread_name_prefix="labkit-migrate") as pool:
-        futures: list[Future[None]] = [pool.submit(work, file) for file in todo]
+        futures: list[Future[Written | None]] = [pool.submit(work, file) for file in todo]
         try:
             finished, _ = wait(futures, return_when=FIRST_EXCEPTION)
         finally:
             stop.set()
         for future in finished:
             future.result()
+    return {file.name: written for file, future in zip(todo, futures, strict=True) if (written := future.result()) is not None}
 
 
-def _identity(checkpoint: Checkpoint) -> list[Any]:
-    files = []
-    for name in sorted(checkpoint.files):
-        status = (checkpoint.root / name).stat()
-        files.append([name, status.st_size, status.st_mtime_ns])
-    return [str(checkpoint.root.resolve()), files]
-
-
-def _layout(writer: Writer) -> list[Any]:
-    return [
-        [
-            file.name,
-            [[piece.tensor.key, piece.tensor.source.label, str(piece.tensor.source.dtype), piece.box] for piece in file.pieces],
-            [value.key for value in file.values],
-        ]
-        for file in writer.files
-    ]
-
-
-def _check_result(writer: Writer, area: StagingArea) -> None:
+def _check_result(writer: Writer, folder: Path) -> None:
     """Open what was written like any checkpoint: each name is there with its shape and dtype, and covered exactly once."""
-    found = read_checkpoint(area.folder / writer.single if writer.single is not None else area.folder)
+    found = read_checkpoint(folder / writer.single if writer.single is not None else folder)
     expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
     expected |= {key: tensor.source for key, (tensor, _) in writer.tied.items()}
     wrong = [key for key in expected if key not in found.tensors] + [key for key in found.tensors if key not in expected]
@@ -198,4 +229,4 @@ def _check_result(writer: Writer, area: StagingArea) -> None:
         ):
             wrong.append(key)
     if wrong:
-        raise CheckpointWriteError(area.folder, f"what was written does not read back as planned: {', '.join(wrong[:8])}")
+        raise CheckpointWriteError(folder, f"what was written does not read back as planned: {', '.join(wrong[:8])}")

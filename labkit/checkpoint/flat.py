@@ -8,7 +8,7 @@ parameters in order, the layout follows: each unit owns the parameters below it 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -101,7 +101,7 @@ def layout(
     for name in parameters.shapes:
         if name in outside:
             continue
-        owner = max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len, default=None)
+        owner = next((unit for unit in _outwards(name) if unit in units), None)
         if owner is None:
             raise FQNMismatchError(path, missing=[f"the unit that holds {name}"])
         owned[owner].append(name)
@@ -111,6 +111,13 @@ def layout(
             path, unexpected=[f"the flat parameter of {unit}, which has no parameters in the model" for unit in empty]
         )
     return {unit: _one_unit(units[unit], names, parameters, num_ranks, path) for unit, names in owned.items()}
+
+
+def _outwards(name: str) -> Iterator[str]:
+    """The modules that a parameter is in, from its own to the root, whose name is empty."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _one_unit(flat: TensorEntry, names: Sequence[str], parameters: ParameterList, num_ranks: int, path: object) -> list[Stretch]:

@@ -10,9 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from labkit.checkpoint.catalog import open_checkpoint, open_parts
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, left_out, read_values, top_level
-from labkit.checkpoint.engine import Result, check_destination, run
+from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import DROP_ADVICE
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.flat import ParameterList
@@ -54,8 +53,8 @@ def migrate(
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
-        destination: Must not exist. It appears, complete and verified, by one rename at the end. What a killed run has
-            finished is in ``destination.partial``, and the same call goes on from there.
+        destination: Must not exist. It appears, complete and verified, by one rename at the end. A killed run leaves
+            ``destination.partial``, which the same call removes before it starts over.
         to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, ``dcp`` without one. Safetensors
             hold the tensors of one model and nothing else, so ``only`` has to say what is kept of more; without a suffix, a
             directory of shards with an index.
@@ -70,7 +69,7 @@ def migrate(
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.
         copies: See :func:`labkit.checkpoint.contents.contents_of`.
-        shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors. A killed run resumes by file.
+        shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
 
     Returns:
@@ -83,6 +82,8 @@ def migrate(
             suffix and the format contradict each other.
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
+        CheckpointFormatError: It is none that labkit knows, or was changed while it was read
+            (:mod:`labkit.checkpoint.source_files` has the rule).
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
         CheckpointWriteError: The destination cannot be written, or does not read back.
 
@@ -96,7 +97,7 @@ def migrate(
     source, destination = Path(source), Path(destination)
     chosen = _format_of(destination, to)
     check_destination(source, destination)
-    checkpoint = open_parts(source, parts) if parts else open_checkpoint(source)
+    checkpoint = open_source(source, parts)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, only, drop, dtypes or {}))

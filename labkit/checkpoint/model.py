@@ -7,13 +7,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from labkit.checkpoint.pickle_records import Lazy, UnsupportedTensor
+
+if TYPE_CHECKING:
+    from labkit.checkpoint.source_files import FileState
 
 _NOT_LAZY = Lazy()
 Kind = Literal["dcp", "torch", "torch_ranks", "safetensors", "parts"]
@@ -277,6 +280,7 @@ class Checkpoint:
         missing_ranks: The ranks whose files are not there, as far as the others tell.
         parts: The checkpoints that it was put together from.
         records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
+        states: What each file has to be whenever it is read, by name; empty where nobody asked for that.
     """
 
     path: Path
@@ -293,6 +297,7 @@ class Checkpoint:
     missing_ranks: tuple[int, ...] = ()
     parts: list[Checkpoint] = field(default_factory=list)
     records: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    states: dict[str, FileState] = field(default_factory=dict)
 
     def section(self, section: Section) -> Iterable[TensorEntry]:
         """The tensors of one section."""

@@ -52,8 +52,9 @@ def name_numbers(
         names = meaning.parameters
         members = {number: [name] for number, name in names.items()}
         map_state_names(contents, lambda name: names[int(name)] if name.isdigit() else name)
+    keys = {item.key for item in numbered}
     for index, item in enumerate(contents.values):
-        if item in numbered:
+        if item.key in keys:
             listed = [name for number in ids[item.key] for name in members[number]]
             contents.values[index] = OutValue(item.path, item.section, listed)
     if parameters is not None:
@@ -172,12 +173,15 @@ def _split_flat_moments(contents: Contents, stretches: Mapping[int, list[Stretch
             source = item.source if flat is None else FlatSource(flat, stretch.start, stretch.shape)
             result.append(replace(item, path=path, source=source))
     contents.tensors = result
-    for index, value in reversed(list(enumerate(contents.values))):
+    values: list[OutValue] = []
+    for value in contents.values:
         split = split_state(value.path) if value.section == "optimizer" else None
-        if split is not None and split[1].isdigit():
-            nesting, number, piece = split
-            copies = [replace(value, path=(*nesting, stretch.name, piece)) for stretch in stretches[int(number)]]
-            contents.values[index : index + 1] = copies
+        if split is None or not split[1].isdigit():
+            values.append(value)
+            continue
+        nesting, number, piece = split
+        values += [replace(value, path=(*nesting, stretch.name, piece)) for stretch in stretches[int(number)]]
+    contents.values = values
 
 
 def _join_pieces(contents: Contents, parameters: ParameterList) -> None:

@@ -162,10 +162,11 @@ def _check_count(numbering: Numbering, given: int) -> None:
 
 def _check_known(numbering: Numbering, names: Sequence[str], known: Iterable[str], whose: str) -> None:
     known = set(known)
-    problems = []
+    problems: list[str] = []
     for name in names:
         if name not in known:
-            near = get_close_matches(name, known, 1)
+            # Each search looks at every name, and a message lists a few.
+            near = get_close_matches(name, known, 1) if len(problems) < FQNMismatchError.max_listed else []
             hint = f" (did you mean {near[0]}?)" if near else ""
             problems.append(f"order names {name}, and the {whose} has no such parameter{hint}")
     if problems:

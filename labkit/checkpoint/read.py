@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.pickle_records import Lazy, TensorRef, UnsupportedTensor
 from labkit.checkpoint.plain_files import open_regular
+from labkit.checkpoint.source_files import FileState, changed
 
 # A checkpoint may have more files than a process may open, often 1,024, and several threads have a reader each.
 _MOST_OPEN = 32
@@ -301,6 +303,7 @@ class Reader:
         Raises:
             IncompleteCheckpointError: It is missing.
             CheckpointFormatError: It is no regular file.
+            CheckpointFormatError: It is not what the checkpoint's ``states`` say any more.
         """
         found = self._files.get(file)
         if found is None:
@@ -311,6 +314,8 @@ class Reader:
                 found = self._files[file] = open_regular(path)
             except FileNotFoundError:
                 raise IncompleteCheckpointError(path, "the checkpoint's index names this file, and it is missing") from None
+            if file in self.checkpoint.states and FileState.of(os.fstat(found.fileno())) != self.checkpoint.states[file]:
+                raise changed(path)
         return found
 
     def _read(self, file: str, start: int, length: int, entry: TensorEntry | ValueEntry) -> torch.Tensor:

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values, refuse_unsupported
 from labkit.checkpoint.dcp_directory import DcpWriter
-from labkit.checkpoint.engine import Result, check_destination, run
+from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import split_state
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
@@ -67,7 +66,7 @@ def reshard(
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
-        destination: Must not exist; it appears complete, by one rename. A killed run resumes by file.
+        destination: Must not exist; it appears complete, by one rename. A killed run starts over.
         mesh: The number of ranks, or the axes and sizes of a mesh, outermost first, also as ``dp=4,tp=2``. Axes called dp,
             fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, but for
             ``rules``.
@@ -92,7 +91,7 @@ def reshard(
             if strange
             else f"the mesh {axes} has no ranks. Every axis has at least 1."
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_source(source)
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
     refuse_unsupported(contents, advice="Leave it out with labkit checkpoint migrate OLD NEW --drop. Then reshard the result.")

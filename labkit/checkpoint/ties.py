@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -62,11 +63,14 @@ def complete_ties(contents: Contents, parameters: ParameterList | None) -> None:
     by_name = {
         (nest_of(item.path), name_in(item.path)): index for index, item in enumerate(contents.tensors) if item.section == "model"
     }
+    aliases: dict[str, list[str]] = defaultdict(list)
+    for alias, first in parameters.tied.items():
+        aliases[first].append(alias)
     with Reader(contents.checkpoint, checksums=True) as reader:
         for nesting, name in list(by_name):
             owner = parameters.tied.get(name, name)
             item = contents.tensors[by_name[nesting, name]]
-            for other in (owner, *(alias for alias, first in parameters.tied.items() if first == owner)):
+            for other in (owner, *aliases.get(owner, ())):
                 at = by_name.get((nesting, other))
                 if at is None:
                     by_name[nesting, other] = len(contents.tensors)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
@@ -90,14 +90,26 @@ def write_state(
         known, _ = storages.setdefault(piece.tensor.source.label, (_storage(piece, len(storages)), piece))
         leaves[piece.tensor.path] = _Tensor(known, piece.tensor.source.shape)
     leaves |= {value.path: plain[value.key] for value in values}
-    stem = PurePath(name.removesuffix(".tmp")).stem or "archive"
-    _write(out, stem, nested(leaves), list(storages.values()), reader, reserve, progress)
+    stem = PurePath(name).stem or "archive"
+    _write(out, stem, _pickled(nested(leaves)), list(storages.values()), reader, reserve, progress)
 
 
 def write_tensor(out: HashedFile, piece: Piece, reader: Reader, reserve: Callable[[int], AbstractContextManager[None]]) -> None:
     """Write one piece as an archive of its own, as DCP stores it."""
-    storage = _storage(piece, 0)
-    _write(out, "archive", _Tensor(storage, piece.box[1]), [(storage, piece)], reader, reserve, lambda _: None)
+    data = _lone_pickle(piece.tensor.source.dtype, piece.box[1])
+    _write(out, "archive", data, [(_storage(piece, 0), piece)], reader, reserve, lambda _: None)
+
+
+@lru_cache
+def _lone_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """The pickle of a tensor that is alone in its archive: a checkpoint has many of few shapes."""
+    return _pickled(_Tensor(_Storage("0", dtype, prod(shape)), shape))
+
+
+def _pickled(state: Any) -> bytes:
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=2).dump(state)
+    return buffer.getvalue()
 
 
 def _storage(piece: Piece, number: int) -> _Storage:
@@ -107,16 +119,14 @@ def _storage(piece: Piece, number: int) -> _Storage:
 def _write(
     out: HashedFile,
     stem: str,
-    state: Any,
+    data: bytes,
     storages: Sequence[tuple[_Storage, Piece]],
     reader: Reader,
     reserve: Callable[[int], AbstractContextManager[None]],
     progress: Callable[[int], None],
 ) -> None:
-    buffer = io.BytesIO()
-    _Pickler(buffer, protocol=2).dump(state)
     archive = StoredZip(out, _ALIGN)
-    archive.add(f"{stem}/data.pkl", buffer.getbuffer())
+    archive.add(f"{stem}/data.pkl", data)
     archive.add(f"{stem}/byteorder", b"little")
     for storage, piece in storages:
         archive.add_stream(f"{stem}/data/{storage.key}", piece.size_bytes, partial(piece.write, out, reader, reserve))

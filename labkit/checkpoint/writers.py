@@ -20,7 +20,6 @@ from labkit.checkpoint.layout import Box
 from labkit.checkpoint.manifest import FileSum
 from labkit.checkpoint.read import Reader, bits
 from labkit.checkpoint.safetensors_format import NAMES
-from labkit.checkpoint.staging_area import Written
 from labkit.checkpoint.torch_writer import write_state
 
 Reserve = Callable[[int], AbstractContextManager[None]]
@@ -60,6 +59,19 @@ def whole(tensor: OutTensor) -> Piece:
     """A tensor in one piece."""
     shape = tensor.source.shape
     return Piece(tensor, ((0,) * len(shape), shape))
+
+
+@dataclass(frozen=True)
+class Written:
+    """A finished file.
+
+    Attributes:
+        total: Its size and hash.
+        items: What the format needs to know of it for its index.
+    """
+
+    total: FileSum
+    items: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -116,9 +128,7 @@ class SafetensorsWriter:
         weight_map = {piece.tensor.key: file.name for file in self.files for piece in file.pieces}
         total = sum(file.size_bytes for file in self.files)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2, sort_keys=True)
-        path = folder / self.index_name
-        path.unlink(missing_ok=True)
-        with HashedFile(path) as out:
+        with HashedFile(folder / self.index_name) as out:
             out.write(text.encode())
         return {self.index_name: out.total()}
 

@@ -44,18 +44,18 @@ class StoredZip:
 
     def add(self, name: str, data: Any) -> None:
         """Append a record of bytes that are at hand."""
-        self._header(name, len(data), crc32(data), flags=0)
-        self._out.write(data)
+        self._out.write(b"".join([self._header(name, len(data), crc32(data), flags=0), data]))
 
     def add_stream(self, name: str, size: int, write: Callable[[], int]) -> None:
         """Append a record of ``size`` bytes that ``write`` puts into the file; it returns their CRC-32."""
-        self._header(name, size, 0, flags=_CRC_FOLLOWS)
+        self._out.write(self._header(name, size, 0, flags=_CRC_FOLLOWS))
         crc = write()
         self._out.write(struct.pack("<IIQQ" if size >= _LARGE else "<IIII", 0x08074B50, crc, size, size))
         header = self._records.pop()
         self._records.append(_Record(header.name, header.flags, crc, size, header.offset))
 
-    def _header(self, name: str, size: int, crc: int, *, flags: int) -> None:
+    def _header(self, name: str, size: int, crc: int, *, flags: int) -> bytes:
+        """Note a record that begins where the file stands now; return what comes before its data."""
         offset, encoded, large = self._out.tell() - self._start, name.encode(), size >= _LARGE
         noted = 0 if flags & _CRC_FOLLOWS else size
         extra = struct.pack("<HHQQ", 1, 16, noted, noted) if large else b""
@@ -64,21 +64,20 @@ class StoredZip:
         extra += b"FB" + struct.pack("<H", padding) + b"Z" * padding
         short = _ELSEWHERE if large else noted
         fixed = (0x04034B50, _VERSION_64 if large else _VERSION, flags, 0, 0, _DATE, crc, short, short, len(encoded), len(extra))
-        self._out.write(struct.pack("<IHHHHHIIIHH", *fixed) + encoded + extra)
         self._records.append(_Record(encoded, flags, crc, size, offset))
+        return struct.pack("<IHHHHHIIIHH", *fixed) + encoded + extra
 
     def close(self) -> None:
         """Write the directory."""
         start = self._out.tell() - self._start
-        for record in self._records:
-            self._out.write(_directory_entry(record))
-        size, count = self._out.tell() - self._start - start, len(self._records)
+        directory = b"".join(map(_directory_entry, self._records))
+        size, count = len(directory), len(self._records)
         counts, where = min(count, 0xFFFF), (size, start)
         if max(where) >= _LARGE or count >= 0xFFFF:
             fixed = (0x06064B50, 44, _VERSION_64, _VERSION_64, 0, 0, count, count, size, start)
-            self._out.write(struct.pack("<IQHHIIQQQQ", *fixed) + struct.pack("<IIQI", 0x07064B50, 0, start + size, 1))
+            directory += struct.pack("<IQHHIIQQQQ", *fixed) + struct.pack("<IIQI", 0x07064B50, 0, start + size, 1)
             counts, where = 0xFFFF, (_ELSEWHERE, _ELSEWHERE)
-        self._out.write(struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, counts, counts, *where, 0))
+        self._out.write(directory + struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, counts, counts, *where, 0))
 
 
 def _directory_entry(record: _Record) -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -85,16 +83,16 @@ def source(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def migrate_once(rank: int, source_path: str, destination: str) -> int:
-    return migrate(source_path, destination, shard_bytes=500_000).resumed
+    return migrate(source_path, destination, shard_bytes=500_000).num_files
 
 
 def reshard_once(rank: int, source_path: str, destination: str) -> int:
-    return reshard(source_path, destination, 8).resumed
+    return reshard(source_path, destination, 8).num_files
 
 
 @pytest.mark.parametrize("kills", KILLS)
 @pytest.mark.parametrize("work", [migrate_once, reshard_once])
-def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
+def test_a_killed_migration_leaves_nothing_or_everything_and_a_rerun_finishes(
     launcher: Launcher, tmp_path: Path, kills: int, work: Callable[..., int]
 ) -> None:
     tensors = source(tmp_path / "source")
@@ -116,51 +114,93 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_goes_on(
     assert {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()} == digests
 
 
+KILLED = """
+import itertools, os, shutil, signal, sys
+import labkit.checkpoint.dcp_directory  # else each child imports DCP
+from labkit.checkpoint import migrate, verify
+
+name = sys.argv[1]
+
+def run_with_a_kill_at(count):
+    calls = itertools.count(1)
+    def patch(function):
+        real = getattr(os, function)
+        def call(*arguments, **options):
+            if next(calls) == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*arguments, **options)
+        setattr(os, function, call)
+    for function in ("mkdir", "open", "write", "fsync", "rename", "link", "unlink", "rmdir"):
+        patch(function)
+    migrate("source/x.pt", name, shard_bytes=1000, workers=1)
+
+def run_again():
+    if os.path.exists(name):
+        left = {name, "source"} | {name + ".partial"} & set(os.listdir())
+    else:
+        migrate("source/x.pt", name)
+        left = {name, "source"}
+    assert verify(name, against="source/x.pt").findings == []
+    assert set(os.listdir()) == left, os.listdir()
+
+def ended(work):
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+for count in itertools.count(1):
+    end = ended(lambda: run_with_a_kill_at(count))
+    assert ended(run_again) == 0, f"after a kill at system call {count}"
+    os.unlink(name) if os.path.isfile(name) else shutil.rmtree(name)
+    if end == 0:
+        break
+    assert end == -signal.SIGKILL
+print(count)
+"""
+
+
+@pytest.mark.parametrize("name", ["out", "out.pt"])
+def test_a_kill_at_any_system_call_leaves_nothing_or_everything_and_a_rerun_finishes(tmp_path: Path, name: str) -> None:
+    (tmp_path / "source").mkdir()
+    torch.save({f"t{index}": torch.full((100,), float(index)) for index in range(6)}, tmp_path / "source/x.pt")
+    call = [sys.executable, "-c", KILLED, name]
+    ran = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout) > 20
+
+
 # The command, with time after each file: else it may be through before the signal comes. Started in the background of a
 # script, the tests inherit that SIGINT is ignored, and Python leaves it so.
 SLOWLY = """
 import signal, time
-from labkit.checkpoint.staging_area import StagingArea
+from labkit.checkpoint import engine
 from labkit.cli import main
 
-def finish_file(self, *args, finish=StagingArea.finish_file):
-    finish(self, *args)
+def read_back(*args, real=engine.read_back):
+    real(*args)
     time.sleep(0.2)
 
-StagingArea.finish_file = finish_file
+engine.read_back = read_back
 signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_command_says_what_is_left_and_goes_on_from_there(tmp_path: Path, number: signal.Signals) -> None:
+def test_an_interrupted_command_leaves_nothing_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
     torch.save({f"t{index}": torch.full((1000,), float(index)) for index in range(60)}, tmp_path / "x.pt")
-    call = [
-        sys.executable,
-        "-c",
-        SLOWLY,
-        "checkpoint",
-        "migrate",
-        "x.pt",
-        "out",
-        "--shard-bytes",
-        "4000",
-    ]
-    journal, deadline = tmp_path / "out.partial/.labkit/journal.jsonl", time.monotonic() + 60
+    call = [sys.executable, "-c", SLOWLY, "checkpoint", "migrate", "x.pt", "out", "--shard-bytes", "4000"]
+    data, deadline = tmp_path / "out.partial/data", time.monotonic() + 60
     with subprocess.Popen(call, cwd=tmp_path, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
-        while not (journal.exists() and journal.stat().st_size) and run.poll() is None and time.monotonic() < deadline:
+        while not (data.exists() and os.listdir(data)) and run.poll() is None and time.monotonic() < deadline:
             time.sleep(0.002)
         run.send_signal(number)
         _, told = run.communicate(timeout=30)
     assert run.returncode == 130
-    assert re.fullmatch(r"Interrupted\. out was not made\. out\.partial keeps \d+ finished files?: the same command .*\n", told), (
-        told
-    )
-    with contextlib.chdir(tmp_path):
-        assert 0 < migrate("x.pt", "out", shard_bytes=4000).resumed < 60
-    assert verify(tmp_path / "out", against=tmp_path / "x.pt").findings == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "x.pt"]
+    assert told == "Interrupted. out was not made, and nothing is left of it.\n"
+    assert os.listdir(tmp_path) == ["x.pt"]
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
-"""Files as they are written: hashed, past the page cache or through it, and zip archives that others read."""
+"""Files while they are read and written: sources that change, what is hashed, and zip archives that others read."""
 
 from __future__ import annotations
 
 import errno
+import functools
 import io
 import os
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,21 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
+from safetensors.torch import save_file
 
-from labkit.checkpoint import direct_io, manifest, migrate, read, reshard, verify, zip_writer
-from labkit.checkpoint.errors import CheckpointWriteError
+from labkit.checkpoint import (
+    Reader,
+    direct_io,
+    engine,
+    manifest,
+    migrate,
+    migration,
+    read,
+    reshard,
+    verify,
+    zip_writer,
+)
+from labkit.checkpoint.errors import CheckpointError, CheckpointWriteError
 from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.zip_writer import StoredZip
 
@@ -148,7 +162,7 @@ def test_what_the_disk_does_not_give_back_is_not_taken_over(tmp_path: Path, monk
         lost = not self.closed
         path = Path(self._file.name)
         original(self)
-        if lost and path.suffix == ".tmp":
+        if lost and path.suffix == ".distcp":
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             path.write_bytes(data)
@@ -157,3 +171,132 @@ def test_what_the_disk_does_not_give_back_is_not_taken_over(tmp_path: Path, monk
     with pytest.raises(CheckpointWriteError, match="does not read back"):
         migrate(tmp_path / "x.pt", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+# -- sources that change ---------------------------------------------------------------------------------------------------
+
+
+def in_place(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("r+b") as out:
+        out.seek(size // 2)
+        out.write(b"\x01" * (size - size // 2))
+
+
+def by_a_rename(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2 :] = bytes(len(data) - len(data) // 2)
+    file.with_suffix(".new").write_bytes(data)
+    file.with_suffix(".new").rename(file)
+
+
+def with_its_times_kept(file: Path) -> None:
+    status = file.stat()
+    in_place(file)
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def cut_off(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def removed(file: Path) -> None:
+    file.unlink()
+
+
+CHANGES = [in_place, by_a_rename, with_its_times_kept, cut_off, removed]
+
+
+def stored(folder: Path, kind: str) -> tuple[Path, Path]:
+    """A checkpoint of 12 tensors, and the file in it that holds them."""
+    tensors = {f"t{index}": torch.full((1000,), float(index)) for index in range(12)}
+    if kind == "dcp":
+        dcp.save(tensors, checkpoint_id=folder / "x", no_dist=True)
+        return folder / "x", folder / "x/__0_0.distcp"
+    if kind == "torch":
+        torch.save(tensors, folder / "x.pt")
+        return folder / "x.pt", folder / "x.pt"
+    save_file(tensors, folder / "x.safetensors")
+    return folder / "x.safetensors", folder / "x.safetensors"
+
+
+@pytest.mark.parametrize("moment", ["after the index was read", "after some tensors were copied", "after all were copied"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("kind", ["safetensors", "torch", "dcp"])
+def test_s14_a_source_that_changes_while_it_is_copied_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, change: Callable[[Path], None], moment: str
+) -> None:
+    source, file = stored(tmp_path, kind)
+    copies: list[int] = []
+
+    def before(module: Any, name: str, number: int) -> None:
+        original = getattr(module, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            copies.append(0)
+            if len(copies) == number:
+                change(file)
+            return original(*arguments, **options)
+
+        monkeypatch.setattr(module, name, call)
+
+    if moment == "after the index was read":
+        before(migration, "transform", 1)
+    elif moment == "after some tensors were copied":
+        before(HashedFile, "copy", 6)
+    else:
+        before(engine, "read_back", 1)
+    with pytest.raises(CheckpointError, match="was changed while it was read"):
+        migrate(source, tmp_path / "out", workers=1)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_s14_an_index_that_changes_right_after_it_was_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, file = stored(tmp_path, "safetensors")
+    original = engine.open_checkpoint
+
+    def open_and_change(path: Path) -> Any:
+        found = original(path)
+        in_place(file)
+        return found
+
+    monkeypatch.setattr(engine, "open_checkpoint", open_and_change)
+    for work in (migrate, functools.partial(reshard, mesh=2)):
+        with pytest.raises(CheckpointError, match="was changed while it was read"):
+            work(source, tmp_path / "out")
+
+
+def test_s14_a_link_that_leads_elsewhere_for_a_while_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, file = stored(tmp_path, "safetensors")
+    save_file({f"t{index}": torch.zeros(1000) for index in range(12)}, tmp_path / "other.safetensors")
+    link = tmp_path / "latest.safetensors"
+    link.symlink_to(file)
+    original = Reader.open
+
+    def open_elsewhere(self: Reader, name: str) -> Any:
+        link.unlink()
+        link.symlink_to(tmp_path / "other.safetensors")
+        try:
+            return original(self, name)
+        finally:
+            link.unlink()
+            link.symlink_to(file)
+
+    monkeypatch.setattr(Reader, "open", open_elsewhere)
+    with pytest.raises(CheckpointError, match=r"latest\.safetensors: it was changed while it was read"):
+        migrate(link, tmp_path / "out")
+
+
+def test_reading_a_source_and_changing_its_neighbours_is_no_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = stored(tmp_path, "safetensors")
+    (tmp_path / "notes.txt").write_text("before")
+    original = engine.read_back
+
+    def read_back(*arguments: Any) -> None:
+        source.read_bytes()
+        (tmp_path / "notes.txt").write_text("after")
+        original(*arguments)
+
+    monkeypatch.setattr(engine, "read_back", read_back)
+    migrate(source, tmp_path / "out")
+    assert verify(tmp_path / "out", against=source).findings == []
