@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         IncompleteCheckpointError,
         RankDivergenceError,
         UnsafeCheckpointError,
+        VerificationError,
     )
     from labkit.checkpoint.findings import Finding, Report
     from labkit.checkpoint.loading import LoadReport, load
@@ -67,6 +68,7 @@ _HOME = {
     "TensorEntry": "model",
     "UnsafeCheckpointError": "errors",
     "ValueEntry": "model",
+    "VerificationError": "errors",
     "canonical_fqn": "names",
     "load": "loading",
     "migrate": "migration",
@@ -105,6 +107,7 @@ __all__ = [
     "TensorEntry",
     "UnsafeCheckpointError",
     "ValueEntry",
+    "VerificationError",
     "canonical_fqn",
     "load",
     "migrate",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from labkit.checkpoint.findings import CODES
 from labkit.errors import CheckpointError
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
@@ -45,6 +46,12 @@ such as those with and without weight decay, need --order too. Where the old cod
   print(*(names[id(p)] for g in optimizer.param_groups for p in g["params"]), sep="\\n")
 """
 
+_WIDEST = max(map(len, CODES))
+VERIFY_HELP = (
+    "An error stops migrate, reshard and load, unless what they leave out has it, or --despite names it. A finding ends with its code:"
+    "\n\n\b\n" + "\n".join(f"  {code:{_WIDEST}}  {meaning}" for code, meaning in sorted(CODES.items()))
+)
+
 RESHARD_HELP = """
 \b
 Examples:
@@ -54,6 +61,14 @@ Examples:
 Axes called dp, fsdp, shard, dp_shard or data shard dim 0 of everything, as fully_shard does. Other axes replicate, but for what
 --shard says.
 """
+
+
+DESPITE = click.option(
+    "--despite",
+    multiple=True,
+    metavar="CODE",
+    help="Go on although verify finds errors with this code, such as shared-moments. verify --help lists the codes. May be repeated.",
+)
 
 
 @click.group()
@@ -93,7 +108,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     console.print(render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks))
 
 
-@checkpoint.command("verify", short_help="Find what is missing, damaged or does not fit a model.")
+@checkpoint.command("verify", epilog=VERIFY_HELP, short_help="Find what is missing, damaged or does not fit a model.")
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, help="Another checkpoint, of any kind and sharding, that must hold the same bits.")
 @click.option("--model", metavar="FILE.py:FUNCTION", help=f"Compare names, shapes and ties with this model. {MODEL_HELP}")
@@ -159,6 +174,7 @@ def verify_command(
     help="Where copies in the ranks' files differ: refuse, or take the first rank's.",
 )
 @click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 512 MiB for DCP, 5 GB for safetensors.")
+@DESPITE
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def migrate_command(
     source: Path,
@@ -171,6 +187,7 @@ def migrate_command(
     dtypes: tuple[str, ...],
     copies: Literal["refuse", "first"],
     shard_bytes: int | None,
+    despite: tuple[str, ...],
     workers: int,
 ) -> None:
     """Turn the checkpoint at SOURCE into one that FSDP2 loads, at DESTINATION: names canonical, optimizer state by name.
@@ -193,6 +210,7 @@ def migrate_command(
             dtypes=dict(map(_parse_dtype, dtypes)),
             copies=copies,
             shard_bytes=shard_bytes,
+            despite=despite,
             workers=workers,
         )
 
@@ -211,9 +229,16 @@ def migrate_command(
     metavar="AXIS:PATTERN=DIM",
     help="An axis shards this dim of the parameters of these names: 'tp:*.w1.weight=0'. May be repeated.",
 )
+@DESPITE
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def reshard_command(
-    source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
+    source: Path,
+    destination: Path,
+    ranks: int | None,
+    mesh: str | None,
+    shards: tuple[str, ...],
+    despite: tuple[str, ...],
+    workers: int,
 ) -> None:
     """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end.
 
@@ -233,7 +258,7 @@ def reshard_command(
 
     def work() -> Result:
         rules = [parse_rule(text) for text in shards]
-        return reshard(source, destination, axes, rules=rules, workers=workers)
+        return reshard(source, destination, axes, rules=rules, despite=despite, workers=workers)
 
     _run_and_tell(work)
 
@@ -275,9 +300,11 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
         click.echo(f"note: {printable(note).plain}")
     if result.resumed:
         click.echo(f"took over {counted(result.resumed, 'finished file')} of an earlier run")
+    codes = ", ".join(sorted({finding.code for finding in result.accepted}))
+    despite = f", despite {counted(len(result.accepted), 'finding')} that you accepted ({codes})" if codes else ""
     click.echo(
         f"{result.path}: {counted(result.num_tensors, 'tensor')}, {bytes_text(result.size_bytes)}, in "
-        f"{counted(result.num_files, 'file')}, verified"
+        f"{counted(result.num_files, 'file')}, verified{despite}"
     )
 
 

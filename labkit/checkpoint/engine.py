@@ -11,12 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint.catalog import read_checkpoint
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
+from labkit.checkpoint.findings import Finding, Gate
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.read import Reader
+from labkit.checkpoint.sources import origin
 from labkit.checkpoint.staging_area import StagingArea
+from labkit.checkpoint.verification import check_source, check_written
 from labkit.checkpoint.writers import OutFile, Writer
 
 _EXTRA_BYTES = 1 << 26
@@ -57,6 +59,7 @@ class Result:
         num_tensors, num_files: Counts.
         resumed: Files taken over from an earlier run that was killed.
         notes: Sentences about what was decided on the way.
+        accepted: Errors of the source or the destination that the caller accepted with ``despite``.
     """
 
     path: Path
@@ -65,6 +68,7 @@ class Result:
     num_files: int
     resumed: int = 0
     notes: tuple[str, ...] = ()
+    accepted: tuple[Finding, ...] = ()
 
 
 def check_destination(source: Path, destination: Path) -> None:
@@ -85,46 +89,64 @@ def run(
     *,
     workers: int,
     progress: Progress,
+    gate: Gate,
     notes: tuple[str, ...] = (),
 ) -> Result:
-    """Write everything, verify it, and let the destination appear.
+    """Check the source, write everything, verify it as :func:`labkit.checkpoint.verify` does, and let the destination appear.
 
     Raises:
         CheckpointExistsError: The destination exists.
         CheckpointWriteError: Another process writes it, or what was written does not read back.
+        VerificationError: The source or what would come out has errors that the gate does not let pass.
         CheckpointError: The source cannot be read.
 
     An error has a note that says what is left: finished files where the same run may go on with them, else nothing.
 
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
+    values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
+    check_source(checkpoint, gate, tensors=_sources(writer), values=values, workers=workers)
     tied = {key: owner for key, (_, owner) in writer.tied.items()}
     plan = {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer), "tied": tied}
     try:
-        resumed = _run(writer, checkpoint, destination, plan, workers, progress)
+        resumed = _run(writer, checkpoint, destination, plan, workers, progress, gate)
     except OSError as error:
         left = " ".join(getattr(error, "__notes__", [f"{destination} was not made."]))
         raise CheckpointWriteError(error.filename or destination, f"{error.strerror or error}. {left}") from error
     pieces = [piece for file in writer.files for piece in file.pieces]
     num_tensors = len({piece.tensor.key for piece in pieces}) + len(writer.tied)
-    return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), resumed, notes)
+    size = sum(piece.size_bytes for piece in pieces)
+    every = (*notes, *gate.notes())
+    return Result(destination, size, num_tensors, len(writer.files), resumed, every, tuple(gate.accepted))
 
 
 def _run(
-    writer: Writer, checkpoint: Checkpoint, destination: Path, plan: Mapping[str, Any], workers: int, progress: Progress
+    writer: Writer,
+    checkpoint: Checkpoint,
+    destination: Path,
+    plan: Mapping[str, Any],
+    workers: int,
+    progress: Progress,
+    gate: Gate,
 ) -> int:
     area = StagingArea(destination, plan)
     try:
         resumed = area.resumed
-        _write_files(writer, checkpoint, area, workers, progress)
+        _write_files(writer, checkpoint, area, workers, progress, checksums=not gate.allows("changed-content"))
         extra = writer.finish(area.folder, area.done)
-        _check_result(writer, area)
+        _check_result(writer, area, gate)
         area.publish(extra, {"source": str(checkpoint.path), **plan["options"]}, as_file=writer.single)
     except BaseException as error:
         # What was refused is refused again, with whatever files; a full disk or an interrupt may be over.
         error.add_note(area.stop(resumable=isinstance(error, CheckpointWriteError) or not isinstance(error, CheckpointError)))
         raise
     return resumed
+
+
+def _sources(writer: Writer) -> set[str]:
+    """Return the keys of the source's tensors that are copied."""
+    copied = [piece.tensor for file in writer.files for piece in file.pieces] + [tensor for tensor, _ in writer.tied.values()]
+    return {origin(tensor.source) for tensor in copied}
 
 
 class _StoppedError(Exception):
@@ -137,7 +159,9 @@ def _advance(stop: threading.Event, progress: Progress, size: int) -> None:
     progress(size)
 
 
-def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, workers: int, progress: Progress) -> None:
+def _write_files(
+    writer: Writer, checkpoint: Checkpoint, area: StagingArea, workers: int, progress: Progress, *, checksums: bool
+) -> None:
     largest = max((piece.cost for file in writer.files for piece in file.pieces), default=0)
     budget = Budget(largest + _EXTRA_BYTES)
     for file in writer.files:
@@ -145,7 +169,7 @@ def _write_files(writer: Writer, checkpoint: Checkpoint, area: StagingArea, work
             progress(file.size_bytes)
     todo = sorted((file for file in writer.files if file.name not in area.done), key=lambda file: -file.size_bytes)
     stop = threading.Event()
-    base = Reader(checkpoint, checksums=True)
+    base = Reader(checkpoint, checksums=checksums)
 
     def work(file: OutFile) -> None:
         if stop.is_set():
@@ -185,9 +209,9 @@ def _layout(writer: Writer) -> list[Any]:
     ]
 
 
-def _check_result(writer: Writer, area: StagingArea) -> None:
-    """Open what was written like any checkpoint: each name is there with its shape and dtype, and covered exactly once."""
-    found = read_checkpoint(area.folder / writer.single if writer.single is not None else area.folder)
+def _check_result(writer: Writer, area: StagingArea, gate: Gate) -> None:
+    """Open what was written like any checkpoint: each name is there with its shape and dtype, and ``verify`` finds no error."""
+    found = check_written(area.folder, writer.single, area.destination, gate)
     expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
     expected |= {key: tensor.source for key, (tensor, _) in writer.tied.items()}
     wrong = [key for key in expected if key not in found.tensors] + [key for key in found.tensors if key not in expected]

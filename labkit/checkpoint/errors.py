@@ -19,6 +19,7 @@ __all__ = [
     "IncompleteCheckpointError",
     "RankDivergenceError",
     "UnsafeCheckpointError",
+    "VerificationError",
 ]
 
 # In place of a file in an error about what was given.
@@ -91,10 +92,13 @@ class CheckpointMismatchError(CheckpointError):
         listed = [f"  - {problem}" for problem in self.problems[: self.max_listed]]
         if len(self.problems) > self.max_listed:
             listed.append(f"  - and {len(self.problems) - self.max_listed} more")
-        lines = [f"{self.path} does not fit:", *listed]
+        lines = [self._headline(), *listed]
         if advice:
             lines.append(advice)
         super().__init__("\n".join(lines))
+
+    def _headline(self) -> str:
+        return f"{self.path} does not fit:"
 
 
 class FQNMismatchError(CheckpointMismatchError):
@@ -128,3 +132,20 @@ class DtypeNarrowingError(CheckpointMismatchError):
 
 class RankDivergenceError(CheckpointMismatchError):
     """Ranks hold different values under one name, so that only one of them would be saved."""
+
+
+class VerificationError(CheckpointMismatchError):
+    """A checkpoint has errors that ``verify`` reports, and the caller has not accepted them.
+
+    Attributes:
+        codes: The errors' codes, sorted.
+
+    ``problems`` are the findings, a line each.
+    """
+
+    def __init__(self, path: object, problems: Sequence[str], *, codes: Sequence[str], advice: str = "") -> None:
+        self.codes = tuple(codes)
+        super().__init__(path, problems, advice=advice)
+
+    def _headline(self) -> str:
+        return f"{self.path}: verify finds {len(self.problems)} error{'s' if len(self.problems) > 1 else ''}:"

@@ -10,15 +10,16 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, read_values
 from labkit.checkpoint.engine import Result, check_destination, run
 from labkit.checkpoint.entry_names import DROP_ADVICE, split_model
 from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.findings import Gate
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.ties import lost_ties, tie_note, tied_tensors
 from labkit.checkpoint.transform import Options, transform
+from labkit.checkpoint.verification import open_source
 from labkit.checkpoint.verify_against import ModelSource, build_model
 from labkit.checkpoint.writers import OutFile, SafetensorsWriter, Ties, TorchWriter, Writer, whole
 from labkit.progress import task
@@ -42,6 +43,7 @@ def migrate(
     copies: Copies = "refuse",
     shard_bytes: int | None = None,
     workers: int = 4,
+    despite: Sequence[str] = (),
 ) -> Result:
     """Migrate a checkpoint into another format, streaming.
 
@@ -66,6 +68,9 @@ def migrate(
         copies: See :func:`labkit.checkpoint.contents.contents_of`.
         shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors. A killed run resumes by file.
         workers: Files that are written at the same time.
+        despite: Codes of errors of :func:`labkit.checkpoint.verify` to go on with (:data:`labkit.checkpoint.findings.CODES`).
+            Without them, an error in what is copied stops the migration before anything is written, and one in what would come
+            out before it appears. What a Python or torch of another version wrote is no obstacle: the copy is for those here.
 
     Returns:
         What was written.
@@ -76,6 +81,7 @@ def migrate(
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
+        VerificationError: ``verify`` finds errors in the source or in what would come out, and ``despite`` does not name them.
         CheckpointWriteError: The destination cannot be written, or does not read back.
 
     Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB. What only moves is copied in blocks of
@@ -87,8 +93,12 @@ def migrate(
         )
     source, destination = Path(source), Path(destination)
     chosen = _format_of(destination, to)
+    gate = Gate.of(
+        source,
+        despite,
+    )
     check_destination(source, destination)
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_source(source, gate)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, drop, dtypes or {}))
@@ -100,7 +110,16 @@ def migrate(
         "dtypes": {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()},
     }
     with task("migrate", checkpoint.size_bytes) as writing:
-        return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
+        return run(
+            writer,
+            checkpoint,
+            destination,
+            options,
+            workers=workers,
+            progress=writing.advance,
+            gate=gate,
+            notes=tuple(contents.notes),
+        )
 
 
 def _format_of(destination: Path, to: Format | None) -> Format:

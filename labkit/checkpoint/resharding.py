@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from labkit.checkpoint.catalog import open_checkpoint
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
 from labkit.checkpoint.dcp_directory import DcpWriter
 from labkit.checkpoint.engine import Result, check_destination, run
 from labkit.checkpoint.entry_names import split_model, split_state
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
+from labkit.checkpoint.findings import Gate
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.rank_shares import is_flat, moment_shares
 from labkit.checkpoint.ties import tie_note, tied_tensors
+from labkit.checkpoint.verification import open_source
 from labkit.checkpoint.writers import OutFile, Piece, Ties
 from labkit.progress import task
 from labkit.spmd.layouts import DATA_AXES, parse_mesh
@@ -58,6 +59,7 @@ def reshard(
     *,
     rules: Sequence[ShardRule] = (),
     workers: int = 4,
+    despite: Sequence[str] = (),
 ) -> Result:
     """Write a DCP checkpoint in which each rank of the next job finds what it needs in one contiguous file.
 
@@ -73,6 +75,8 @@ def reshard(
         rules: What other axes shard. A dim that a data axis and an inner axis both shard is cut by the inner axis first, as
             FSDP2 over tensor parallelism does it.
         workers: Files that are written at the same time.
+        despite: As for :func:`labkit.checkpoint.migrate`. Values are copied without being rebuilt, so ``unsafe`` lets what torch
+            would run through into the copy.
 
     Raises:
         FQNMismatchError: There are flat parameters, or moments of which each rank's file has a share: migrate them first.
@@ -83,6 +87,7 @@ def reshard(
     """
     source, destination = Path(source), Path(destination)
     axes = _axes(mesh)
+    gate = Gate.of(source, despite)
     check_destination(source, destination)
     strange = [rule.axis for rule in rules if rule.axis not in axes or rule.axis in DATA_AXES]
     if strange or prod(axes.values()) < 1:
@@ -91,7 +96,7 @@ def reshard(
             if strange
             else f"the mesh {axes} has no ranks. Every axis has at least 1."
         )
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_source(source, gate)
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
     tied = _tied(contents, axes, rules)
@@ -102,7 +107,16 @@ def reshard(
     writer = DcpWriter(files, plain=_plain(contents), tied=tied)
     options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
     with task("reshard", checkpoint.size_bytes) as writing:
-        return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
+        return run(
+            writer,
+            checkpoint,
+            destination,
+            options,
+            workers=workers,
+            progress=writing.advance,
+            gate=gate,
+            notes=tuple(contents.notes),
+        )
 
 
 def _refuse_shares(checkpoint: Checkpoint) -> None:

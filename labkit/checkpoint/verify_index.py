@@ -22,6 +22,17 @@ from labkit.checkpoint.wording import bytes_text, counted, listed
 from labkit.ranks import format_ranks
 
 _LATE_S = 2.0
+# What torch's optimizers keep for each parameter that they keep anything for: Adam and its kin, Adamax, Adadelta, Adagrad, ASGD,
+# Rprop, Adafactor.
+_TOGETHER = (
+    frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    frozenset({"step", "exp_avg", "exp_inf"}),
+    frozenset({"step", "square_avg", "acc_delta"}),
+    frozenset({"step", "sum"}),
+    frozenset({"step", "eta", "mu", "ax"}),
+    frozenset({"step", "prev", "step_size"}),
+    frozenset({"step", "row_var", "col_var"}),
+)
 
 
 def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
@@ -65,6 +76,11 @@ def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> No
             f"newer than .metadata, which a save writes last, are {counted(len(late), 'file')}, this one among them",
             "an overwrite that stopped half way loads as a mixture of two steps",
         )
+
+
+def holds_data(name: str) -> bool:
+    """Whether a file of a directory holds tensor data, and is no index."""
+    return Path(name).suffix in (".distcp", ".safetensors")
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
@@ -223,15 +239,40 @@ def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], r
         report.error(
             "stranger-state", f"{prefix}.state.{name}", "it has state and is in no parameter group", "its state is dropped on load"
         )
-    usual = set.union(*pieces.values()) if pieces else set()
+    kinds = {frozenset(found) for found in pieces.values()}
     for name, found in sorted(pieces.items()):
-        if found != usual:
+        lost = _lost_pieces(found, kinds)
+        fewer = sorted(set().union(*(kind for kind in kinds if kind > found)) - found)
+        if lost:
             report.error(
                 "partial-state",
                 f"{prefix}.state.{name}",
-                f"it lacks {', '.join(sorted(usual - found))}, which others have",
+                f"it lacks {', '.join(lost)}, which others have",
                 "the optimizer fails at its next step, or starts those anew",
             )
+        elif fewer:
+            report.warning(
+                "uneven-state",
+                f"{prefix}.state.{name}",
+                f"it lacks {', '.join(fewer)}, which others have",
+                "none, where its group's options or its shape are the reason; else the optimizer fails at its next step",
+            )
+
+
+def _lost_pieces(found: set[str], kinds: Collection[frozenset[str]]) -> list[str]:
+    """Return the pieces that a parameter must have had.
+
+    An optimizer may keep other pieces for some parameters (amsgrad in one group, factored moments of matrices), so a difference
+    alone says nothing. Pieces are lost where a parameter has one of those that torch's optimizers always keep together
+    (:data:`_TOGETHER`) and lacks another, which parameters with the first one have; or where a step counter is all it has.
+    """
+    if found == {"step"}:
+        return sorted(set().union(*kinds) - found)
+    lost: set[str] = set()
+    for family in _TOGETHER:
+        moments = found & (family - {"step"})
+        lost = lost.union(*(kind & family for kind in kinds if kind & moments))
+    return sorted(lost - found)
 
 
 def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damaged: Collection[str]) -> Iterator[str]:
