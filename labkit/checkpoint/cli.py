@@ -48,7 +48,7 @@ such as those with and without weight decay, need --order too. Where the old cod
 
 _WIDEST = max(map(len, CODES))
 VERIFY_HELP = (
-    "An error stops migrate, reshard and load, unless what they leave out has it, or --despite names it. A finding ends with its code:"
+    "An error stops migrate, reshard and load, unless what they leave out has it, or --despite names it. These are the codes:"
     "\n\n\b\n" + "\n".join(f"  {code:{_WIDEST}}  {meaning}" for code, meaning in sorted(CODES.items()))
 )
 
@@ -67,7 +67,7 @@ DESPITE = click.option(
     "--despite",
     multiple=True,
     metavar="CODE",
-    help="Go on although verify finds errors with this code, such as shared-moments. verify --help lists the codes. May be repeated.",
+    help="Go on although verify finds errors with this code, such as shared-moments; verify --help lists them. May be repeated.",
 )
 
 

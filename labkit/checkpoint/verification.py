@@ -110,7 +110,8 @@ def check_source(
     Args:
         checkpoint: The opened source.
         gate: What the caller accepts.
-        tensors, values: The keys of the entries that are copied.
+        tensors: The keys of the tensors that are copied.
+        values: Those of the values.
         workers: Threads that read.
 
     Raises:
