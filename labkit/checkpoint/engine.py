@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from labkit.checkpoint.coverage import coverage
-from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
-from labkit.checkpoint.findings import Finding, Gate
+from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, CorruptCheckpointError
+from labkit.checkpoint.findings import Finding, Gate, way_on
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.sources import origin
@@ -110,6 +110,10 @@ def run(
     plan = {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer), "tied": tied}
     try:
         resumed = _run(writer, checkpoint, destination, plan, workers, progress, gate)
+    except CorruptCheckpointError as error:
+        told = CorruptCheckpointError(error.path, f"{error.reason} {way_on(['changed-content'])}")
+        told.__notes__ = getattr(error, "__notes__", [])
+        raise told from None
     except OSError as error:
         left = " ".join(getattr(error, "__notes__", [f"{destination} was not made."]))
         raise CheckpointWriteError(error.filename or destination, f"{error.strerror or error}. {left}") from error

@@ -181,7 +181,7 @@ class Gate:
                 self.path,
                 [finding.line() for finding in refused],
                 codes=sorted({finding.code for finding in refused}),
-                advice=f"{advice} {_way_on(refused, self.despite)}",
+                advice=f"{advice} {way_on({finding.code for finding in refused}, self.despite)}",
             )
         known = {finding.code for finding in self.accepted}
         self.accepted += [finding for finding in errors if finding.code not in CURED and finding.code not in known]
@@ -191,12 +191,12 @@ class Gate:
         return [f"accepted: {finding.line()}" for finding in self.accepted]
 
 
-def _way_on(refused: Iterable[Finding], accepted: Iterable[str]) -> str:
-    codes = sorted({finding.code for finding in refused})
-    final = [code for code in codes if code in FINAL]
+def way_on(codes: Iterable[str], accepted: Iterable[str] = ()) -> str:
+    """Return the sentence that says how to go on in spite of errors with these codes, where others are accepted already."""
+    final = sorted(FINAL.intersection(codes))
     if final:
         return (
-            f"[{'], ['.join(final)}] cannot be accepted: the data are not there. Use another copy of the checkpoint, or leave "
+            f"[{'], ['.join(final)}] cannot be accepted: data are missing, or nothing says which are meant. Use another copy of the checkpoint, or leave "
             "those entries out."
         )
     every = sorted({*codes, *accepted})

@@ -109,7 +109,7 @@ def load(
     _raise_problems(root, problems)
     if check != "none":
         gate.path = root
-        plan.notes += comm.on_first(lambda: check_loaded(plan.checkpoint, gate, without=plan.ignored), root)
+        plan.notes += comm.on_first(lambda: check_loaded(plan.reader, gate, without=plan.ignored), root)
     comm.everywhere(plan.execute, root)
     comm.everywhere(plan.finish, root)
     notes = tuple(plan.notes)

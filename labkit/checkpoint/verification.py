@@ -16,6 +16,7 @@ from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError, U
 from labkit.checkpoint.findings import Gate, Report
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.read import Reader
 from labkit.checkpoint.verify_against import ModelSource
 from labkit.checkpoint.verify_data import Progress
 from labkit.progress import task
@@ -104,8 +105,9 @@ def check_source(
     """Check a checkpoint that is going to be copied, before anything is written.
 
     Files and the index are checked as a whole; entries only if they are copied, so that a fault in what is left out does not
-    stop the rest. Checksums of tensor data are compared while they are copied, so of the tensor data only safetensors' are
-    hashed here, where there is a manifest: they have no checksums of their own.
+    stop the rest. Checksums of tensor data are compared while they are copied, so here only safetensors are hashed, where there
+    is a manifest: they have no checksums of their own. A caller who accepts changed data is told which they are: then all
+    checksums are compared here.
 
     Args:
         checkpoint: The opened source.
@@ -118,7 +120,8 @@ def check_source(
         VerificationError: It has errors that the caller does not accept.
     """
     report = Report(str(checkpoint.path))
-    check_small(_part(checkpoint, tensors, values), report, whole=checkpoint, workers=workers)
+    storages = gate.allows("changed-content")
+    check_small(_part(checkpoint, tensors, values), report, whole=checkpoint, storages=storages, workers=workers)
     gate.check(report, "Nothing was written.")
 
 
@@ -138,11 +141,11 @@ def check_written(folder: Path, single: str | None, destination: Path, gate: Gat
     return found
 
 
-def check_loaded(checkpoint: Checkpoint, gate: Gate, *, without: Collection[str]) -> list[str]:
+def check_loaded(reader: Reader, gate: Gate, *, without: Collection[str]) -> list[str]:
     """Check what is going to be loaded: its index, its moments and its step counters. No header of a tensor's file is read.
 
     Args:
-        checkpoint: The opened checkpoint.
+        reader: Of the opened checkpoint; what it learns of tensors' headers, the load need not look up again.
         gate: What the caller accepts.
         without: The keys that are not loaded; a fault in them stops nothing.
 
@@ -154,9 +157,10 @@ def check_loaded(checkpoint: Checkpoint, gate: Gate, *, without: Collection[str]
 
     Ranks: local.
     """
+    checkpoint = reader.checkpoint
     part = _part(checkpoint, checkpoint.tensors.keys() - without, checkpoint.values.keys() - without)
     report = Report(str(checkpoint.path))
-    check_small(part, report, whole=checkpoint, headers=False)
+    check_small(part, report, whole=checkpoint, headers=False, reader=reader)
     gate.check(report, "Nothing was loaded.")
     return gate.notes()
 
@@ -170,7 +174,14 @@ def _part(checkpoint: Checkpoint, tensors: Collection[str], values: Collection[s
 
 
 def check_small(
-    part: Checkpoint, report: Report, *, whole: Checkpoint | None = None, headers: bool = True, workers: int = 2
+    part: Checkpoint,
+    report: Report,
+    *,
+    whole: Checkpoint | None = None,
+    headers: bool = True,
+    storages: bool = False,
+    reader: Reader | None = None,
+    workers: int = 2,
 ) -> None:
     """Make every check of :func:`verify` that can find an error without reading all bytes.
 
@@ -179,6 +190,8 @@ def check_small(
         report: Takes the findings.
         whole: The checkpoint that ``part`` is of.
         headers: Whether to look at each tensor's header in its file, and at each value.
+        storages: Whether to compare the checksums of tensor data after all.
+        reader: Of the same checkpoint, where there is one already.
         workers: Threads that read.
     """
     whole = part if whole is None else whole
@@ -189,13 +202,19 @@ def check_small(
             unsummed = [name for name in found.files if whole.kind == "safetensors" or not verify_index.holds_data(name)]
             damaged |= verify_data.check_hashes(whole, found, report, workers, verify_data.no_progress, sorted(unsummed))
         if headers:
-            damaged |= verify_data.check_archives(part, report, workers, verify_data.no_progress, storages=False)
+            damaged |= verify_data.check_archives(part, report, workers, verify_data.no_progress, storages=storages)
             verify_data.check_values(part, report, workers, damaged)
             verify_data.check_tensors(
                 part, report, finite=False, entries=[*part.tensors.values()], workers=workers, damaged=damaged
             )
-        verify_data.check_moments(part, report, workers)
-    verify_index.check_optimizer(part, report, None, damaged)
+        verify_data.check_moments(part, report, workers, reader)
+    # The optimizer's completeness shows in the whole of it only, and what is left out is no matter here.
+    optimizer = Report(report.path)
+    verify_index.check_optimizer(whole, optimizer, None, damaged)
+    keys = [*part.tensors, *part.values]
+    report.findings += [
+        finding for finding in optimizer.findings if part is whole or any(f"{key}.".startswith(f"{finding.where}.") for key in keys)
+    ]
 
 
 def _is_whole(report: Report) -> bool:

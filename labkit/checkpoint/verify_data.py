@@ -32,14 +32,15 @@ def no_progress(_: int) -> None:
     """Takes the number of bytes done, and does nothing with it."""
 
 
-def each(jobs: Iterable[T], work: Callable[[T, Reader], None], checkpoint: Checkpoint, workers: int) -> None:
-    """Run a function over jobs in threads; each thread has a reader of its own."""
+def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoint | Reader, workers: int) -> None:
+    """Run a function over jobs in threads; each thread has a reader of its own, a fork of the one that is given."""
+    base = source if isinstance(source, Reader) else Reader(source)
     local = threading.local()
     readers: list[Reader] = []
 
     def run(job: T) -> None:
         if not hasattr(local, "reader"):
-            local.reader = Reader(checkpoint)
+            local.reader = base.fork()
             readers.append(local.reader)
         work(job, local.reader)
 
@@ -267,7 +268,7 @@ def table_of(chunk: Chunk) -> ChunkTable:
     return ChunkTable.of([chunk], len(chunk.sizes))
 
 
-def check_moments(checkpoint: Checkpoint, report: Report, workers: int) -> None:
+def check_moments(checkpoint: Checkpoint, report: Report, workers: int, reader: Reader | None = None) -> None:
     """First and second moments are not the same bits: FSDP1's full optimizer state on the CPU shares one buffer for both."""
     pairs = []
     for key, entry in checkpoint.tensors.items():
@@ -293,7 +294,7 @@ def check_moments(checkpoint: Checkpoint, report: Report, workers: int) -> None:
                 "Adam goes on with a wrong first moment (FSDP1's full optimizer state on the CPU does this)",
             )
 
-    each(pairs, check, checkpoint, workers)
+    each(pairs, check, reader or checkpoint, workers)
 
 
 def _first_rows_equal(reader: Reader, left: TensorEntry, right: TensorEntry) -> bool:
