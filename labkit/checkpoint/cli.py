@@ -70,6 +70,10 @@ DESPITE = click.option(
     help="Go on although verify finds errors with this code, such as shared-moments; verify --help lists them. May be repeated.",
 )
 
+FOR_TORCH = click.option(
+    "--for-torch", metavar="VERSION", help="The torch that is to read the DCP directory, such as 2.13. Default: the one here."
+)
+
 
 @click.group()
 def checkpoint() -> None:
@@ -175,6 +179,7 @@ def verify_command(
 )
 @click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 512 MiB for DCP, 5 GB for safetensors.")
 @DESPITE
+@FOR_TORCH
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def migrate_command(
     source: Path,
@@ -188,6 +193,7 @@ def migrate_command(
     copies: Literal["refuse", "first"],
     shard_bytes: int | None,
     despite: tuple[str, ...],
+    for_torch: str | None,
     workers: int,
 ) -> None:
     """Turn the checkpoint at SOURCE into one that FSDP2 loads, at DESTINATION: names canonical, optimizer state by name.
@@ -211,6 +217,7 @@ def migrate_command(
             copies=copies,
             shard_bytes=shard_bytes,
             despite=despite,
+            for_torch=for_torch,
             workers=workers,
         )
 
@@ -230,6 +237,7 @@ def migrate_command(
     help="An axis shards this dim of the parameters of these names: 'tp:*.w1.weight=0'. May be repeated.",
 )
 @DESPITE
+@FOR_TORCH
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def reshard_command(
     source: Path,
@@ -238,6 +246,7 @@ def reshard_command(
     mesh: str | None,
     shards: tuple[str, ...],
     despite: tuple[str, ...],
+    for_torch: str | None,
     workers: int,
 ) -> None:
     """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end.
@@ -258,7 +267,7 @@ def reshard_command(
 
     def work() -> Result:
         rules = [parse_rule(text) for text in shards]
-        return reshard(source, destination, axes, rules=rules, despite=despite, workers=workers)
+        return reshard(source, destination, axes, rules=rules, despite=despite, for_torch=for_torch, workers=workers)
 
     _run_and_tell(work)
 

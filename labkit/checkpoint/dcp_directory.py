@@ -43,6 +43,8 @@ class DcpWriter:
     """The values that are not copied byte for byte, by key."""
     tied: Ties = field(default_factory=dict)
     """Their bytes are there once, and the index names them under both keys."""
+    fields: int | None = None
+    """In each tensor's properties in ``.metadata``; None for as many as the torch here writes."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         items: list[Any] = []
@@ -102,4 +104,4 @@ class DcpWriter:
         metadata.storage_meta = StorageMeta()
         for leftover in (folder / METADATA_FILE, folder / (METADATA_FILE + ".tmp")):
             leftover.unlink(missing_ok=True)
-        return {METADATA_FILE: write_metadata(folder, metadata)}
+        return {METADATA_FILE: write_metadata(folder, metadata, self.fields)}

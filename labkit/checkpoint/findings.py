@@ -196,8 +196,8 @@ def way_on(codes: Iterable[str], accepted: Iterable[str] = ()) -> str:
     final = sorted(FINAL.intersection(codes))
     if final:
         return (
-            f"[{'], ['.join(final)}] cannot be accepted: data are missing, or nothing says which are meant. Use another copy of the checkpoint, or leave "
-            "those entries out."
+            f"[{'], ['.join(final)}] cannot be accepted: data are missing, or nothing says which are meant. "
+            "Use another copy of the checkpoint, or leave those entries out."
         )
     every = sorted({*codes, *accepted})
     options = " ".join(f"--despite {code}" for code in every)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values
 from labkit.checkpoint.dcp_directory import DcpWriter
+from labkit.checkpoint.dcp_versions import fields_for, form_note
 from labkit.checkpoint.engine import Result, check_destination, run
 from labkit.checkpoint.entry_names import split_model, split_state
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
@@ -60,6 +61,7 @@ def reshard(
     rules: Sequence[ShardRule] = (),
     workers: int = 4,
     despite: Sequence[str] = (),
+    for_torch: str | None = None,
 ) -> Result:
     """Write a DCP checkpoint in which each rank of the next job finds what it needs in one contiguous file.
 
@@ -77,6 +79,7 @@ def reshard(
         workers: Files that are written at the same time.
         despite: As for :func:`labkit.checkpoint.migrate`. Values are copied without being rebuilt, so ``unsafe`` lets what torch
             would run through into the copy.
+        for_torch: As for :func:`labkit.checkpoint.migrate`.
 
     Raises:
         FQNMismatchError: There are flat parameters, or moments of which each rank's file has a share: migrate them first.
@@ -87,6 +90,7 @@ def reshard(
     """
     source, destination = Path(source), Path(destination)
     axes = _axes(mesh)
+    fields = None if for_torch is None else fields_for(for_torch)
     gate = Gate.of(source, despite)
     check_destination(source, destination)
     strange = [rule.axis for rule in rules if rule.axis not in axes or rule.axis in DATA_AXES]
@@ -104,8 +108,9 @@ def reshard(
     names = {_name(contents, tensor) for tensor in contents.tensors if tensor.section != "other"}
     patterns = {f"{rule.axis}:{rule.pattern}": rule.pattern for rule in rules}
     contents.note_idle("shard", patterns, lambda pattern: bool(fnmatch.filter(names, patterns[pattern])))
-    writer = DcpWriter(files, plain=_plain(contents), tied=tied)
-    options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
+    writer = DcpWriter(files, plain=_plain(contents), tied=tied, fields=fields)
+    contents.notes += form_note(fields)
+    options = {"mesh": axes, "for_torch": for_torch, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
     with task("reshard", checkpoint.size_bytes) as writing:
         return run(
             writer,

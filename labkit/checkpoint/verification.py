@@ -223,6 +223,7 @@ def _is_whole(report: Report) -> bool:
 
 def _check_index(whole: Checkpoint, part: Checkpoint, report: Report) -> set[str]:
     broken = verify_index.check_files(whole, report)
+    verify_index.check_form(whole, report)
     verify_index.check_coverage(part, report)
     verify_index.check_byte_ranges(part, report)
     verify_index.check_names(whole, report)

@@ -10,6 +10,7 @@ from pathlib import Path
 from labkit.checkpoint import manifest
 from labkit.checkpoint.coverage import Coverage, coverage
 from labkit.checkpoint.dcp_format import METADATA_FILE
+from labkit.checkpoint.dcp_versions import refusals
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import held_in_files
@@ -91,6 +92,12 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
         return manifest.read(checkpoint.path)
     except CheckpointError:
         return None
+
+
+def check_form(checkpoint: Checkpoint, report: Report) -> None:
+    """The torch and the Python here read a DCP index."""
+    for code, what in refusals(checkpoint):
+        report.error(code, checkpoint.root / METADATA_FILE, what, "DCP raises here, whatever it is to load; labkit reads it")
 
 
 def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
