@@ -39,7 +39,8 @@ A pattern of --drop matches names as show lists them. Those of --rename and --dt
 layers.0.weight. A line of the file for --rename is 'old.*.weight -> new.*.weight'; each * stands for the same text on both sides.
 
 An optimizer's own state_dict() has numbers for names. With one parameter group, --model is enough to name them. Several groups,
-such as those with and without weight decay, need --order too. Where the old code has made the optimizer, this prints the file:
+such as those with and without weight decay, need --order too. Where the old code has made the optimizer, this prints the file, of
+parameters or of FSDP1's flat parameters:
 
 \b
   names = {id(p): n for n, p in model.named_parameters()}
@@ -198,8 +199,8 @@ def migrate_command(
 ) -> None:
     """Turn the checkpoint at SOURCE into one that FSDP2 loads, at DESTINATION: names canonical, optimizer state by name.
 
-    SOURCE is only read. DESTINATION appears complete and verified, or not at all. What an interrupted or killed run has finished is
-    in DESTINATION.partial, and the same command goes on from there.
+    SOURCE is only read. DESTINATION appears complete and verified (verify finds no error in it), or not at all. What an interrupted
+    or killed run has finished is in DESTINATION.partial, and the same command goes on from there.
     """
     from labkit.checkpoint.migration import migrate
     from labkit.checkpoint.rename import read_rules
