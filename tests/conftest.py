@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch: several ranks on few cores, each with a thread pool of its own, only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -111,3 +112,21 @@ def make_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNotebo
         return path
 
     return write
+
+
+@pytest.fixture(autouse=True)
+def _verified_means_verified(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a test migrates or reshards: ``verify`` finds no error in what came out, but for those that were accepted."""
+    if "checkpoint" not in request.path.name and "migration" not in request.path.name:
+        return
+    from labkit.checkpoint import engine, migration, resharding, verify
+    from labkit.checkpoint.findings import CURED
+
+    def run(*args: Any, **options: Any) -> engine.Result:
+        result = engine.run(*args, **options)
+        errors = {finding.code for finding in verify(result.path).findings if finding.severity == "error"}
+        assert errors - CURED <= {finding.code for finding in result.accepted}
+        return result
+
+    for module in (migration, resharding):
+        monkeypatch.setattr(module, "run", run)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RankDivergenceError,
         UnsafeCheckpointError,
         UnsavableStateError,
+        VerificationError,
     )
     from labkit.checkpoint.findings import Finding, Report
     from labkit.checkpoint.loading import LoadReport, load
@@ -71,6 +72,7 @@ _HOME = {
     "UnsafeCheckpointError": "errors",
     "UnsavableStateError": "errors",
     "ValueEntry": "model",
+    "VerificationError": "errors",
     "canonical_fqn": "names",
     "load": "loading",
     "migrate": "migration",
@@ -111,6 +113,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "UnsavableStateError",
     "ValueEntry",
+    "VerificationError",
     "canonical_fqn",
     "load",
     "migrate",

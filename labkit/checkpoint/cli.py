@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from labkit.checkpoint.findings import CODES
 from labkit.errors import CheckpointError
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
@@ -40,12 +41,19 @@ A pattern of --drop matches names as show lists them. Those of --rename and --dt
 layers.0.weight. A line of the file for --rename is 'old.*.weight -> new.*.weight'; each * stands for the same text on both sides.
 
 An optimizer's own state_dict() has numbers for names. With one parameter group, --model is enough to name them. Several groups,
-such as those with and without weight decay, need --order too. Where the old code has made the optimizer, this prints the file:
+such as those with and without weight decay, need --order too. Where the old code has made the optimizer, this prints the file, of
+parameters or of FSDP1's flat parameters:
 
 \b
   names = {id(p): n for n, p in model.named_parameters()}
   print(*(names[id(p)] for g in optimizer.param_groups for p in g["params"]), sep="\\n")
 """
+
+_WIDEST = max(map(len, CODES))
+VERIFY_HELP = (
+    "An error stops migrate, reshard and load, unless what they leave out has it, or --despite names it. These are the codes:"
+    "\n\n\b\n" + "\n".join(f"  {code:{_WIDEST}}  {meaning}" for code, meaning in sorted(CODES.items()))
+)
 
 RESHARD_HELP = """
 \b
@@ -56,6 +64,18 @@ Examples:
 Axes called dp, fsdp, shard, dp_shard or data shard dim 0 of everything, as fully_shard does. Other axes replicate, but for what
 --shard says.
 """
+
+
+DESPITE = click.option(
+    "--despite",
+    multiple=True,
+    metavar="CODE",
+    help="Go on although verify finds errors with this code, such as shared-moments; verify --help lists them. May be repeated.",
+)
+
+FOR_TORCH = click.option(
+    "--for-torch", metavar="VERSION", help="The torch that is to read the DCP directory, such as 2.13. Default: the one here."
+)
 
 
 @click.group()
@@ -96,7 +116,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     console.print(render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks))
 
 
-@checkpoint.command("verify", short_help="Find what is missing, damaged or does not fit a model.")
+@checkpoint.command("verify", epilog=VERIFY_HELP, short_help="Find what is missing, damaged or does not fit a model.")
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, help="Another checkpoint, of any kind and sharding, that must hold the same bits.")
 @click.option("--model", metavar="FILE.py:FUNCTION", help=f"Compare names, shapes and ties with this model. {MODEL_HELP}")
@@ -170,6 +190,8 @@ def verify_command(
     help="Where copies in the ranks' files differ: refuse, or take the first rank's.",
 )
 @click.option("--shard-bytes", type=click.IntRange(min=1), help="Largest file. Default: 512 MiB for DCP, 5 GB for safetensors.")
+@DESPITE
+@FOR_TORCH
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def migrate_command(
     source: Path,
@@ -184,12 +206,14 @@ def migrate_command(
     dtypes: tuple[str, ...],
     copies: Literal["refuse", "first"],
     shard_bytes: int | None,
+    despite: tuple[str, ...],
+    for_torch: str | None,
     workers: int,
 ) -> None:
     """Turn the checkpoint at SOURCE into one that FSDP2 loads, at DESTINATION: names canonical, optimizer state by name.
 
-    SOURCE is only read. DESTINATION appears complete and verified, or not at all. A run that was killed leaves DESTINATION.partial;
-    the same command removes that and starts over.
+    SOURCE is only read. DESTINATION appears complete and verified (verify finds no error in it), or not at all. A run that was
+    killed leaves DESTINATION.partial; the same command removes that and starts over.
     """
     from labkit.checkpoint.migration import migrate
     from labkit.checkpoint.rename import read_rules
@@ -208,6 +232,8 @@ def migrate_command(
             dtypes=dict(map(_parse_dtype, dtypes)),
             copies=copies,
             shard_bytes=shard_bytes,
+            despite=despite,
+            for_torch=for_torch,
             workers=workers,
         )
 
@@ -226,9 +252,18 @@ def migrate_command(
     metavar="AXIS:PATTERN=DIM",
     help="An axis shards this dim of the parameters of these names: 'tp:*.w1.weight=0'. May be repeated.",
 )
+@DESPITE
+@FOR_TORCH
 @click.option("--workers", type=click.IntRange(min=1), default=4, show_default=True, help="Files written at the same time.")
 def reshard_command(
-    source: Path, destination: Path, ranks: int | None, mesh: str | None, shards: tuple[str, ...], workers: int
+    source: Path,
+    destination: Path,
+    ranks: int | None,
+    mesh: str | None,
+    shards: tuple[str, ...],
+    despite: tuple[str, ...],
+    for_torch: str | None,
+    workers: int,
 ) -> None:
     """Rewrite SOURCE for another number of ranks or another mesh: what each rank loads is one file, read from end to end.
 
@@ -248,7 +283,7 @@ def reshard_command(
 
     def work() -> Result:
         rules = [parse_rule(text) for text in shards]
-        return reshard(source, destination, axes, rules=rules, workers=workers)
+        return reshard(source, destination, axes, rules=rules, despite=despite, for_torch=for_torch, workers=workers)
 
     _run_and_tell(work)
 
@@ -295,9 +330,11 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
         signal.signal(signal.SIGTERM, before)
     for note in result.notes:
         click.echo(f"note: {printable(note).plain}")
+    codes = ", ".join(sorted({finding.code for finding in result.accepted}))
+    despite = f", despite {counted(len(result.accepted), 'finding')} that you accepted ({codes})" if codes else ""
     click.echo(
         f"{result.path}: {counted(result.num_tensors, 'tensor')}, {bytes_text(result.size_bytes)}, in "
-        f"{counted(result.num_files, 'file')}, verified"
+        f"{counted(result.num_files, 'file')}, verified{despite}"
     )
 
 

@@ -250,7 +250,7 @@ def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: 
             except (IncompleteCheckpointError, CorruptCheckpointError):
                 raise  # of the file, and not of this value
             except CheckpointError as error:
-                raise CheckpointError(f"{item.key}: {error}. {drop_advice}") from None
+                raise CheckpointError(f"{item.key}: {str(error).rstrip('.')}. {drop_advice}") from None
     return result
 
 

@@ -42,6 +42,8 @@ class DcpWriter:
     """The values that are not copied byte for byte, by key."""
     tied: Ties = field(default_factory=dict)
     """Their bytes are there once, and the index names them under both keys."""
+    fields: int | None = None
+    """In each tensor's properties in ``.metadata``; None for as many as the torch here writes."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         items: list[Any] = []
@@ -99,4 +101,4 @@ class DcpWriter:
                 storage[MetadataIndex(key, chunk.offsets, number)] = storage[MetadataIndex(owner, chunk.offsets)]
         metadata = Metadata(dict(described), planner_data=paths, storage_data=storage, version=DCP_VERSION)
         metadata.storage_meta = StorageMeta()
-        return {METADATA_FILE: write_metadata(folder, metadata)}
+        return {METADATA_FILE: write_metadata(folder, metadata, self.fields)}

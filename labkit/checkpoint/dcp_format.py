@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from labkit.checkpoint import safe_pickle
+from labkit.checkpoint.dcp_versions import METADATA_MODULE, note_form
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
 from labkit.checkpoint.large_index import reading
 from labkit.checkpoint.large_index.reading import Columns
@@ -23,7 +24,6 @@ from labkit.checkpoint.pickle_records import Record
 from labkit.checkpoint.safe_pickle import Unknown
 
 METADATA_FILE = ".metadata"
-_PREFIX = "torch.distributed.checkpoint."
 
 
 def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
@@ -71,6 +71,7 @@ def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkp
     checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=columns.opaque)
     checkpoint.metadata = {"dcp_version": columns.state.get("version"), "metadata_bytes": size}
     files, state = columns.files, columns.state
+    note_form(checkpoint, state)
     # What stayed outside the columns: the first record of each kind, values, batches of one.
     rest = {key: info for key, info in (state.get("storage_data") or {}).items() if isinstance(key, Stateful)}
     storage, extra = _storage_index(rest, path)
@@ -113,12 +114,13 @@ def _note_files(checkpoint: Checkpoint, files: list[str], path: Path) -> None:
 
 
 def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Checkpoint:
+    note_form(checkpoint, state)
     storage, files = _storage_index(state.get("storage_data") or {}, path)
     paths = state.get("planner_data") or {}
     transforms: set[str] = set()
     _check_size(state["state_dict_metadata"].values(), checkpoint.metadata["metadata_bytes"], path)
     for key, described in state["state_dict_metadata"].items():
-        if described.name == _PREFIX + "metadata.BytesStorageMetadata":
+        if described.name == f"{METADATA_MODULE}.BytesStorageMetadata":
             info = storage.get((key, None))
             if info is None:
                 raise IncompleteCheckpointError(path, f"it declares {key!r} and does not say where its bytes are")

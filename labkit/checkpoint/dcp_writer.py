@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
+from labkit.checkpoint.dcp_versions import dump
 from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError, CheckpointWriteError
 from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.manifest import FileSum, check_file
@@ -220,11 +220,11 @@ def write_item(file: HashedFile, data: torch.Tensor | io.BytesIO) -> None:
         torch.save(to_cpu(data, copy=False), cast(IO[bytes], file))
 
 
-def write_metadata(directory: Path, metadata: Metadata) -> FileSum:
-    """Write ``.metadata``, by a rename after it is on disk."""
+def write_metadata(directory: Path, metadata: Metadata, fields: int | None = None) -> FileSum:
+    """Write ``.metadata``, by a rename after it is on disk; ``fields`` as for :func:`labkit.checkpoint.dcp_versions.dump`."""
     temporary = directory / (METADATA_FILE + ".tmp")
     with HashedFile(temporary) as file:
-        pickle.dump(metadata, file)
+        dump(metadata, cast(IO[bytes], file), fields)
     temporary.rename(directory / METADATA_FILE)
     return file.total()
 

@@ -12,14 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from labkit.checkpoint import manifest
-from labkit.checkpoint.catalog import open_checkpoint, open_parts, read_checkpoint
+from labkit.checkpoint import manifest, verification
 from labkit.checkpoint.coverage import coverage
-from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
+from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, CorruptCheckpointError
+from labkit.checkpoint.findings import Finding, Gate, way_on
 from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.source_files import FileState, changed, states_of
+from labkit.checkpoint.sources import origin
 from labkit.checkpoint.staging_area import StagingArea
 from labkit.checkpoint.writers import OutFile, Writer, Written
 
@@ -60,6 +61,7 @@ class Result:
         size_bytes: Tensor bytes in it.
         num_tensors, num_files: Counts.
         notes: Sentences about what was decided on the way.
+        accepted: Errors of the source or the destination that the caller accepted with ``despite``.
     """
 
     path: Path
@@ -67,6 +69,7 @@ class Result:
     num_tensors: int
     num_files: int
     notes: tuple[str, ...] = ()
+    accepted: tuple[Finding, ...] = ()
 
 
 def check_destination(source: Path, destination: Path) -> None:
@@ -79,13 +82,10 @@ def check_destination(source: Path, destination: Path) -> None:
         )
 
 
-def open_source(source: Path, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
-    """Open a checkpoint that has to stay as it is until :func:`run` has copied it.
-
-    Errors are those of :func:`open_checkpoint`, and of :func:`labkit.checkpoint.catalog.open_parts` where parts are given.
-    """
+def open_source(source: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
+    """Open a checkpoint as :func:`verification.open_source` does; it has to stay as it is until :func:`run` has copied it."""
     before = states_of(source)
-    checkpoint = open_parts(source, parts) if parts else open_checkpoint(source)
+    checkpoint = verification.open_source(source, gate, parts)
     for name in checkpoint.files:
         path = checkpoint.root / name
         if path.exists():  # a missing file is another check's finding
@@ -108,9 +108,10 @@ def run(
     *,
     workers: int,
     progress: Progress,
+    gate: Gate,
     notes: tuple[str, ...] = (),
 ) -> Result:
-    """Write everything, read it back, and let the destination appear.
+    """Check the source, write everything, verify it as :func:`labkit.checkpoint.verify` does, and let the destination appear.
 
     Args:
         writer: What to write, and how.
@@ -119,27 +120,35 @@ def run(
         options: For the manifest of a directory: what the user asked for.
         workers: Files that are written at the same time.
         progress: Called with the number of bytes just written, from any thread.
+        gate: Which errors the caller accepts.
         notes: For the result.
 
     Raises:
         CheckpointExistsError: The destination exists, or something else lies where it is to be written.
         CheckpointWriteError: Another process writes it, or what was written does not read back.
+        VerificationError: The source or what would come out has errors that the gate does not let pass.
         CheckpointError: The source cannot be read, or was changed meanwhile.
 
     An error has a note that says what is left.
 
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
+    values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
+    verification.check_source(checkpoint, gate, tensors=_sources(writer), values=values, workers=workers)
     try:
-        left = _run(writer, checkpoint, destination, options, workers, progress)
+        left = _run(writer, checkpoint, destination, options, workers, progress, gate)
+    except CorruptCheckpointError as error:
+        told = CorruptCheckpointError(error.path, f"{error.reason} {way_on(['changed-content'])}")
+        told.__notes__ = getattr(error, "__notes__", [])
+        raise told from None
     except OSError as error:
-        told = " ".join(getattr(error, "__notes__", [f"{destination} was not made."]))
-        raise CheckpointWriteError(error.filename or destination, f"{error.strerror or error}. {told}") from error
-    if left:
-        notes = (*notes, left)
+        said = " ".join(getattr(error, "__notes__", [f"{destination} was not made."]))
+        raise CheckpointWriteError(error.filename or destination, f"{error.strerror or error}. {said}") from error
     pieces = [piece for file in writer.files for piece in file.pieces]
     num_tensors = len({piece.tensor.key for piece in pieces}) + len(writer.tied)
-    return Result(destination, sum(piece.size_bytes for piece in pieces), num_tensors, len(writer.files), notes)
+    size = sum(piece.size_bytes for piece in pieces)
+    every = (*notes, *gate.notes(), *([left] if left else []))
+    return Result(destination, size, num_tensors, len(writer.files), every, tuple(gate.accepted))
 
 
 def _run(
@@ -149,11 +158,13 @@ def _run(
     options: Mapping[str, Any],
     workers: int,
     progress: Progress,
+    gate: Gate,
 ) -> str:
     area = StagingArea(destination)
+    checksums = not gate.allows("changed-content")
     try:
         try:
-            done = _write_files(writer, checkpoint, area.data, workers, progress)
+            done = _write_files(writer, checkpoint, area.data, workers, progress, checksums=checksums)
         except CheckpointError:
             _check_unchanged(checkpoint)  # the better reason for whatever was wrong with it
             raise
@@ -161,7 +172,7 @@ def _run(
         extra = writer.finish(area.data, done)
         for name, total in extra.items():
             read_back(area.data, name, total)
-        _check_result(writer, area.data)
+        _check_result(writer, area, gate)
         if writer.single is None:
             files = {name: written.total for name, written in done.items()} | extra
             manifest.publish(area.data, Manifest(files, about={"source": str(checkpoint.path), **options}))
@@ -179,6 +190,12 @@ def read_back(folder: Path, name: str, total: FileSum) -> None:
         raise CheckpointWriteError(folder / name, f"what was just written does not read back ({error})") from None
 
 
+def _sources(writer: Writer) -> set[str]:
+    """Return the keys of the source's tensors that are copied."""
+    copied = [piece.tensor for file in writer.files for piece in file.pieces] + [tensor for tensor, _ in writer.tied.values()]
+    return {origin(tensor.source) for tensor in copied}
+
+
 class _StoppedError(Exception):
     """The run has ended meanwhile."""
 
@@ -189,12 +206,14 @@ def _advance(stop: threading.Event, progress: Progress, size: int) -> None:
     progress(size)
 
 
-def _write_files(writer: Writer, checkpoint: Checkpoint, folder: Path, workers: int, progress: Progress) -> dict[str, Written]:
+def _write_files(
+    writer: Writer, checkpoint: Checkpoint, folder: Path, workers: int, progress: Progress, *, checksums: bool
+) -> dict[str, Written]:
     largest = max((piece.cost for file in writer.files for piece in file.pieces), default=0)
     budget = Budget(largest + _EXTRA_BYTES)
     todo = sorted(writer.files, key=lambda file: -file.size_bytes)
     stop = threading.Event()
-    base = Reader(checkpoint, checksums=True)
+    base = Reader(checkpoint, checksums=checksums)
 
     def work(file: OutFile) -> Written | None:
         if stop.is_set():
@@ -216,9 +235,9 @@ def _write_files(writer: Writer, checkpoint: Checkpoint, folder: Path, workers: 
     return {file.name: written for file, future in zip(todo, futures, strict=True) if (written := future.result()) is not None}
 
 
-def _check_result(writer: Writer, folder: Path) -> None:
-    """Open what was written like any checkpoint: each name is there with its shape and dtype, and covered exactly once."""
-    found = read_checkpoint(folder / writer.single if writer.single is not None else folder)
+def _check_result(writer: Writer, area: StagingArea, gate: Gate) -> None:
+    """Open what was written like any checkpoint: each name is there with its shape and dtype, and ``verify`` finds no error."""
+    found = verification.check_written(area.data, writer.single, area.destination, gate)
     expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
     expected |= {key: tensor.source for key, (tensor, _) in writer.tied.items()}
     wrong = [key for key in expected if key not in found.tensors] + [key for key in found.tensors if key not in expected]
@@ -229,4 +248,4 @@ def _check_result(writer: Writer, folder: Path) -> None:
         ):
             wrong.append(key)
     if wrong:
-        raise CheckpointWriteError(folder, f"what was written does not read back as planned: {', '.join(wrong[:8])}")
+        raise CheckpointWriteError(area.data, f"what was written does not read back as planned: {', '.join(wrong[:8])}")

@@ -22,6 +22,7 @@ __all__ = [
     "UnsafeCheckpointError",
     "UnsavableStateError",
     "UnsupportedTensorError",
+    "VerificationError",
 ]
 
 # In place of a file in an error about what was given.
@@ -125,10 +126,13 @@ class CheckpointMismatchError(CheckpointError):
         listed = [f"  - {problem}" for problem in self.problems[: self.max_listed]]
         if len(self.problems) > self.max_listed:
             listed.append(f"  - and {len(self.problems) - self.max_listed} more")
-        lines = [f"{self.path} {self.verdict}:", *listed]
+        lines = [self._headline(), *listed]
         if advice:
             lines.append(advice)
         super().__init__("\n".join(lines))
+
+    def _headline(self) -> str:
+        return f"{self.path} {self.verdict}:"
 
 
 class FQNMismatchError(CheckpointMismatchError):
@@ -168,3 +172,20 @@ class UnsavableStateError(CheckpointMismatchError):
     """A state holds something that a load would not give back as it is. Nothing was written."""
 
     verdict = "cannot be saved"
+
+
+class VerificationError(CheckpointMismatchError):
+    """A checkpoint has errors that ``verify`` reports, and the caller has not accepted them.
+
+    Attributes:
+        codes: The errors' codes, sorted.
+
+    ``problems`` are the findings, a line each.
+    """
+
+    def __init__(self, path: object, problems: Sequence[str], *, codes: Sequence[str], advice: str = "") -> None:
+        self.codes = tuple(codes)
+        super().__init__(path, problems, advice=advice)
+
+    def _headline(self) -> str:
+        return f"{self.path}: verify finds {len(self.problems)} error{'s' if len(self.problems) > 1 else ''}:"

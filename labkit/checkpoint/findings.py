@@ -1,11 +1,56 @@
-"""What verification reports: one line a finding, with what a load would do about it."""
+"""What verification reports, and what of it a caller may accept: one line a finding, with what a load would do about it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from labkit.checkpoint.errors import CheckpointError, VerificationError
+
 Severity = Literal["error", "warning"]
+
+#: Every code that a finding may have, and what it means.
+CODES: Mapping[str, str] = {
+    "bad-manifest": "the manifest cannot be read, so nothing says what the files should hold",
+    "changed-content": "bytes differ from the hash or checksum that was written with them",
+    "changed-size": "a file has another size than the manifest says",
+    "copies-differ": "the files of several ranks hold different values of one tensor",
+    "flat-parameters": "it holds flat parameters of FSDP1, which nothing can be compared with",
+    "late-file": "a data file is newer than the index, which a save writes last",
+    "missing-file": "a file that the index or the manifest names is missing",
+    "missing-rank": "the file of a rank is missing, and with it what only that rank saved",
+    "missing-key": "the model or the other checkpoint has a tensor that this one lacks",
+    "newer-python": "the Python here cannot read the index, since a Python of another version or system wrote it",
+    "newer-torch": "the torch here cannot read the index, since a torch of another version wrote it",
+    "no-state": "a parameter has no optimizer state",
+    "not-finite": "a tensor holds NaN or inf",
+    "numbered-state": "optimizer state has numbers in place of names",
+    "other-bits": "a tensor differs from the other checkpoint's",
+    "other-dtype": "a tensor has another dtype than the model's",
+    "outside": "part of a tensor lies outside its shape",
+    "overlapping": "some elements of a tensor are stored several times",
+    "partial-state": "a parameter lacks a piece of optimizer state without which its other pieces are of no use",
+    "shared-bytes": "two entries lie in the same bytes",
+    "shared-moments": "an optimizer's first and second moments are the same numbers",
+    "short-file": "a file ends before the data that the index places in it",
+    "stranger-state": "optimizer state belongs to no parameter group",
+    "stray-file": "a data file is not named by the index",
+    "tied": "two parameters of the model are one tensor here",
+    "uncovered": "some elements of a tensor are stored nowhere",
+    "uneven-state": "a parameter has fewer pieces of optimizer state than others",
+    "uneven-steps": "the step counters of one optimizer differ",
+    "unexpected-key": "it has a tensor that the model or the other checkpoint lacks",
+    "unpublished": "it is a step that its save did not finish",
+    "unreadable": "an entry, or the whole checkpoint, cannot be read",
+    "unsafe": "a pickle asks for something that torch would import and call",
+    "untied": "one parameter of the model is two different tensors here",
+    "wrapped-name": "names carry parts that wrappers put there",
+    "wrong-shape": "a tensor has another shape than the model's",
+}
+
+#: Nobody can accept these: the elements are not there, or nothing says which of them are meant.
+FINAL = frozenset({"missing-file", "short-file", "uncovered", "overlapping", "outside", "unreadable"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +119,87 @@ class Report:
             "unchecked": self.unchecked,
             "findings": [{name: getattr(finding, name) for name in fields} for finding in self.findings],
         }
+
+
+#: These stop nothing: labkit reads the index itself, and writes one for the torch here or for the torch that the caller names.
+CURED = frozenset({"newer-torch", "newer-python"})
+
+
+@dataclass
+class Gate:
+    """Lets a checkpoint pass that has no errors, or only such as are accepted.
+
+    The rule: an error stops the operation unless its code is in :data:`CURED` or the caller accepts it (``despite``). Warnings
+    stop nothing. An error in an entry that the operation leaves out is none of its business.
+
+    Attributes:
+        path: The checkpoint that is looked at, for messages.
+        despite: The codes that the caller accepts.
+        accepted: The errors that were let pass because the caller accepts them.
+    """
+
+    path: object
+    despite: frozenset[str]
+    accepted: list[Finding] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, path: object, despite: Iterable[str]) -> Gate:
+        """Return a gate for codes as a caller gives them.
+
+        Raises:
+            CheckpointError: A code is unknown, or nobody can accept it.
+        """
+        codes = [despite] if isinstance(despite, str) else list(despite)
+        known = ", ".join(sorted(CODES.keys() - FINAL))
+        for code in codes:
+            if code not in CODES:
+                raise CheckpointError(f"despite={code!r} (--despite) is no code of a finding. The codes are: {known}.")
+            if code in FINAL:
+                raise CheckpointError(
+                    f"despite={code!r} (--despite) cannot be accepted: {CODES[code]}, so there is nothing to go on with. "
+                    f"The codes are: {known}."
+                )
+        return cls(path, frozenset(codes))
+
+    def allows(self, code: str) -> bool:
+        """Whether an error with this code lets the operation go on."""
+        return code in self.despite or code in CURED
+
+    def check(self, report: Report, advice: str) -> None:
+        """Note the errors that the caller accepts.
+
+        Args:
+            report: What was found.
+            advice: The sentence that an error ends with: what has or has not happened.
+
+        Raises:
+            VerificationError: There are others.
+        """
+        errors = [finding for finding in report.findings if finding.severity == "error"]
+        refused = [finding for finding in errors if not self.allows(finding.code)]
+        if refused:
+            raise VerificationError(
+                self.path,
+                [finding.line() for finding in refused],
+                codes=sorted({finding.code for finding in refused}),
+                advice=f"{advice} {way_on({finding.code for finding in refused}, self.despite)}",
+            )
+        known = {finding.code for finding in self.accepted}
+        self.accepted += [finding for finding in errors if finding.code not in CURED and finding.code not in known]
+
+    def notes(self) -> list[str]:
+        """What the caller accepted, a sentence a finding."""
+        return [f"accepted: {finding.line()}" for finding in self.accepted]
+
+
+def way_on(codes: Iterable[str], accepted: Iterable[str] = ()) -> str:
+    """Return the sentence that says how to go on in spite of errors with these codes, where others are accepted already."""
+    final = sorted(FINAL.intersection(codes))
+    if final:
+        return (
+            f"[{'], ['.join(final)}] cannot be accepted: data are missing, or nothing says which are meant. "
+            "Use another copy of the checkpoint, or leave those entries out."
+        )
+    every = sorted({*codes, *accepted})
+    options = " ".join(f"--despite {code}" for code in every)
+    return f"If you accept that, go on with despite={every!r} ({options})."

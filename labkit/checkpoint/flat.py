@@ -122,10 +122,10 @@ def _outwards(name: str) -> Iterator[str]:
 
 def _one_unit(flat: TensorEntry, names: Sequence[str], parameters: ParameterList, num_ranks: int, path: object) -> list[Stretch]:
     total = sum(prod(parameters.shapes[name]) for name in names)
-    fitting = [_aligned(names, parameters, 1)[0]] if flat.numel == total else []
+    fitting = [aligned(names, parameters, 1)[0]] if flat.numel == total else []
     # use_orig_params=True: aligned by the dtype of the computation, then padded to a multiple of the number of ranks.
     for itemsize in dict.fromkeys((flat.dtype.itemsize, 2, 4, 8)):
-        stretches, end = _aligned(names, parameters, max(_ALIGN_BYTES // itemsize, 1))
+        stretches, end = aligned(names, parameters, max(_ALIGN_BYTES // itemsize, 1))
         if flat.numel == end + -end % num_ranks and stretches not in fitting:
             fitting.append(stretches)
     if not fitting:
@@ -143,7 +143,8 @@ def _one_unit(flat: TensorEntry, names: Sequence[str], parameters: ParameterList
     return fitting[0]
 
 
-def _aligned(names: Sequence[str], parameters: ParameterList, align: int) -> tuple[list[Stretch], int]:
+def aligned(names: Sequence[str], parameters: ParameterList, align: int) -> tuple[list[Stretch], int]:
+    """Return where parameters lie that follow each other at multiples of ``align`` elements, and where the last one ends."""
     stretches, at = [], 0
     for name in names:
         at += -at % align

@@ -47,6 +47,7 @@ class LoadPlan:
     ignore: Sequence[str]
     narrowing: bool
     comm: Comm
+    reader: Reader
     checksums: bool = False
     problems: Problems = field(default_factory=Problems)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -60,7 +61,9 @@ class LoadPlan:
     @classmethod
     def make(cls, root: Path, state: dict[str, Any], ignore: Sequence[str], narrowing: bool, comm: Comm) -> LoadPlan:
         """Compare a checkpoint with a training state; what does not fit is in ``problems``. Ranks: collective for FSDP1."""
-        plan = cls(open_checkpoint(root), state, capture(state, comm.rank, saving=False), ignore, narrowing, comm)
+        checkpoint = open_checkpoint(root)
+        captured = capture(state, comm.rank, saving=False)
+        plan = cls(checkpoint, state, captured, ignore, narrowing, comm, Reader(checkpoint))
         taken: set[str] = set()
         plan._plan_modules(taken)
         plan._plan_optimizers(taken)
@@ -132,7 +135,7 @@ class LoadPlan:
                 if not self._ignores(prefix + "state"):
                     self.problems.missing.append(prefix + "*")
                 continue
-            with Reader(self.checkpoint) as reader:
+            with self.reader.fork() as reader:
                 target = optimizer_targets(path, optimizer, self.captured.modules, reader)
             self.optimizers.append(target)
             for key, tensor in target.tensors.items():
@@ -175,7 +178,7 @@ class LoadPlan:
 
     def execute(self) -> None:
         """Read every planned box into its live tensor."""
-        with Reader(self.checkpoint, checksums=self.checksums) as reader:
+        with self.reader.fork(checksums=self.checksums) as reader:
             read = {key: reader.value(key) if key in self.checkpoint.values else reader.tensor(key) for key in self.values}
             objects = {path: self._read_object(reader, path, keys) for path, keys in self.objects.items() if keys}
             sizes = {key: sum(shard.data.nbytes for shard in local_tensor(target).shards) for key, target in self.tensors.items()}

@@ -21,8 +21,10 @@ from labkit.checkpoint.errors import (
     FQNMismatchError,
     IncompleteCheckpointError,
 )
+from labkit.checkpoint.findings import Gate
 from labkit.checkpoint.load_plan import LoadPlan, Problems
 from labkit.checkpoint.ranks import Comm
+from labkit.checkpoint.verification import check_loaded
 from labkit.progress import task
 
 Check = Literal["full", "size", "none"]
@@ -57,6 +59,7 @@ def load(
     ignore: Sequence[str] = (),
     check: Check = "full",
     narrowing: bool = False,
+    despite: Sequence[str] = (),
     group: dist.ProcessGroup | None = None,
 ) -> LoadReport:
     """Load a checkpoint into a training state, in place.
@@ -71,9 +74,11 @@ def load(
         ignore: Patterns (``optimizer.*``) of keys that may be missing or unexpected; they are left as they are.
         check: ``full`` compares every file with the manifest's hashes first, shared out over the ranks; without a manifest
             it compares torch's own checksums while reading, so then a load can stop half way. ``size`` looks at sizes
-            only; ``none`` does neither.
+            only; ``none`` does neither, and does not look for what :func:`labkit.checkpoint.verify` calls an error.
         narrowing: Allow conversions to a dtype that cannot hold every value of the saved one. Values that overflow are
             still refused.
+        despite: Codes of errors of ``verify`` to load with (:data:`labkit.checkpoint.findings.CODES`). Rank 0 looks at the index,
+            the moments and the lists of parameters of what is loaded; it does not look at NaN, nor at values one by one.
         group: The ranks that load; None for all of them.
 
     Returns:
@@ -87,12 +92,14 @@ def load(
         IncompleteCheckpointError: A file is missing or cut off, or a region of a tensor is in no file.
         CorruptCheckpointError: A file's hash is not the manifest's.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
+        VerificationError: ``verify`` would find an error, and ``despite`` does not name it.
         In all these cases nothing in the state has changed, on any rank; except overflow under ``narrowing``, and damaged
         data in a checkpoint without a manifest, which show only while reading.
 
     Ranks: collective; all ranks raise when one does. Blocks for reading the checkpoint once to check it and once to load.
     """
     comm = Comm(group)
+    gate = comm.on_first(lambda: Gate.of(path, despite), path)
     root = comm.on_first(lambda: _resolve(Path(path), step), path)
     checked = _check_files(root, check, comm)
     plans = []
@@ -102,6 +109,9 @@ def load(
     plan.checksums = check == "full" and not checked
     problems = comm.gather(plan.problems)
     _raise_problems(root, problems)
+    if check != "none":
+        gate.path = root
+        plan.notes += comm.on_first(lambda: check_loaded(plan.reader, gate, without=plan.ignored), root)
     comm.everywhere(plan.execute, root)
     comm.everywhere(plan.finish, root)
     notes = tuple(plan.notes)

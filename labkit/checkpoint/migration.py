@@ -11,9 +11,11 @@ from typing import Any, Literal, get_args
 import torch
 
 from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, left_out, read_values, top_level
+from labkit.checkpoint.dcp_versions import fields_for, form_note
 from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import DROP_ADVICE
 from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.findings import Gate
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import name_in, nest_of, nest_text
@@ -44,6 +46,8 @@ def migrate(
     copies: Copies = "refuse",
     shard_bytes: int | None = None,
     workers: int = 4,
+    despite: Sequence[str] = (),
+    for_torch: str | None = None,
 ) -> Result:
     """Migrate a checkpoint into another format, streaming.
 
@@ -71,6 +75,10 @@ def migrate(
         copies: See :func:`labkit.checkpoint.contents.contents_of`.
         shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
+        despite: Codes of errors of :func:`labkit.checkpoint.verify` to go on with (:data:`labkit.checkpoint.findings.CODES`).
+            Without them, an error in what is copied stops the migration before anything is written, and one in what would come
+            out before it appears. What a Python or torch of another version wrote is no obstacle: the copy is for those here.
+        for_torch: The version of torch, such as ``2.13``, that is to read a DCP directory; by default the one here.
 
     Returns:
         What was written.
@@ -85,6 +93,7 @@ def migrate(
         CheckpointFormatError: It is none that labkit knows, or was changed while it was read
             (:mod:`labkit.checkpoint.source_files` has the rule).
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
+        VerificationError: ``verify`` finds errors in the source or in what would come out, and ``despite`` does not name them.
         CheckpointWriteError: The destination cannot be written, or does not read back.
 
     Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB. What only moves is copied in blocks of
@@ -96,18 +105,26 @@ def migrate(
         )
     source, destination = Path(source), Path(destination)
     chosen = _format_of(destination, to)
+    if for_torch is not None and chosen != "dcp":
+        raise CheckpointError(
+            f"for_torch={for_torch!r} (--for-torch) is for DCP directories: {chosen} files have one form for all."
+        )
+    fields = None if for_torch is None else fields_for(for_torch)
+    gate = Gate.of(source, despite)
     check_destination(source, destination)
-    checkpoint = open_source(source, parts)
+    checkpoint = open_source(source, gate, parts)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, only, drop, dtypes or {}))
-    writer = _writer(contents, chosen, destination, shard_bytes)
+    writer = _writer(contents, chosen, destination, shard_bytes, fields)
+    contents.notes += form_note(fields)
     options: dict[str, Any] = {
         "to": chosen,
         "rules": [asdict(rule) for rule in rules],
         "parts": [list(part) for part in parts],
         "only": list(only),
         "drop": list(drop),
+        "for_torch": for_torch,
         "dtypes": {pattern: str(dtype) for pattern, dtype in (dtypes or {}).items()},
     }
     with task("migrate", checkpoint.size_bytes) as writing:
@@ -118,6 +135,7 @@ def migrate(
             options,
             workers=workers,
             progress=writing.advance,
+            gate=gate,
             notes=(*checkpoint.notes, *contents.notes),
         )
 
@@ -137,7 +155,7 @@ def _format_of(destination: Path, to: Format | None) -> Format:
     return meant or "dcp"
 
 
-def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int | None) -> Writer:
+def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int | None, fields: int | None) -> Writer:
     if not contents.tensors:
         raise CheckpointError(
             f"{contents.checkpoint.path}: there is no tensor to write. See what is in it with show, and what drop leaves."
@@ -152,7 +170,8 @@ def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int 
         files = bins(tensors, shard_bytes or DEFAULT_FILE_BYTES)
         outs = [OutFile(f"__0_{index}.distcp", [whole(tensor) for tensor in part]) for index, part in enumerate(files)]
         outs[0].values = list(contents.values)
-        return DcpWriter(outs, plain=read_values(contents, contents.values, drop_advice=DROP_ADVICE), tied=tied)
+        plain = read_values(contents, contents.values, drop_advice=DROP_ADVICE)
+        return DcpWriter(outs, plain=plain, tied=tied, fields=fields)
     if to == "torch":
         plain = read_values(contents, contents.values, drop_advice=DROP_ADVICE)
         file = OutFile(destination.name, [whole(tensor) for tensor in contents.tensors], list(contents.values))

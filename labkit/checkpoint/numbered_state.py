@@ -13,7 +13,7 @@ from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.flat import ParameterList, Stretch, units_of
 from labkit.checkpoint.model import Chunk, ChunkTable, TensorEntry
 from labkit.checkpoint.names import canonical_fqn
-from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order
+from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order, with_units_of
 from labkit.checkpoint.rank_shares import moment_shares
 from labkit.checkpoint.sections import is_moment_piece, name_in
 from labkit.checkpoint.sources import EntrySource, FlatSource
@@ -43,11 +43,14 @@ def name_numbers(
     if not numbered:
         return
     numbering = _numbering(contents, [ids[item.key] for item in numbered], parameters, where)
+    if order is not None and parameters is not None:
+        numbering = with_units_of(numbering, order, parameters, int(contents.checkpoint.metadata.get("ranks", 1)))
     meaning = _meaning(contents, numbering, parameters, order)
     if meaning.units:
-        members = {number: [stretch.name for stretch in where[unit]] for number, unit in meaning.units.items()}
+        held = {number: numbering.units[unit] for number, unit in meaning.units.items()}
+        members = {number: [stretch.name for stretch in stretches] for number, stretches in held.items()}
         _check_flat_moments(contents, numbering, meaning)
-        _split_flat_moments(contents, {number: where[unit] for number, unit in meaning.units.items()})
+        _split_flat_moments(contents, held)
     else:
         names = meaning.parameters
         members = {number: [name] for number, name in names.items()}
@@ -158,7 +161,7 @@ def _check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meani
     )
 
 
-def _split_flat_moments(contents: Contents, stretches: Mapping[int, list[Stretch]]) -> None:
+def _split_flat_moments(contents: Contents, stretches: Mapping[int, Sequence[Stretch]]) -> None:
     """Give each parameter its stretch of a flat moment, and its own copy of what is one per flat parameter (``step``)."""
     result: list[OutTensor] = []
     for item in contents.tensors:

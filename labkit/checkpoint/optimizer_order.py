@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from math import prod
 
 from labkit.checkpoint.errors import FQNMismatchError
-from labkit.checkpoint.flat import ParameterList, Stretch
+from labkit.checkpoint.flat import ParameterList, Stretch, aligned
 from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn
 from labkit.checkpoint.wording import counted
 
@@ -63,6 +63,40 @@ class Numbering:
         return len(units) == len(self.numbers) and all(
             self.lengths[number] in self.padded[pairs[number]] for number in self.lengths
         )
+
+
+def with_units_of(numbering: Numbering, order: Sequence[str], parameters: ParameterList, num_ranks: int) -> Numbering:
+    """Return a numbering with the flat parameters that an order names, where the checkpoint's model has none.
+
+    A SHARDED or FULL model beside the optimizer's own state_dict() is such a checkpoint: only the moments are flat. The optimizer
+    holds flat parameters with ``use_orig_params=False`` alone. FSDP1 then puts parameters into one only if all of them are
+    trainable or none is, one after the other, and pads each to a multiple of the number of ranks. So a named unit holds the
+    trainable parameters below it that no inner named unit holds; where none is trainable, all of them.
+
+    Raises:
+        FQNMismatchError: The model has no parameters in such a unit.
+    """
+    names = [canonical_fqn(name) for name in order]
+    units = [name.removesuffix(FLAT_PARAMETER).rstrip(".") for name in names if name.rpartition(".")[2] == FLAT_PARAMETER]
+    if numbering.units or not units:
+        return numbering
+    held: dict[str, list[str]] = {unit: [] for unit in units}
+    for name in parameters.shapes:
+        inside = [unit for unit in held if not unit or name.startswith(unit + ".")]
+        if inside:
+            held[max(inside, key=len)].append(name)
+    empty = [unit for unit in held if not held[unit]]
+    if empty:
+        problems = [f"order names {unit}.{FLAT_PARAMETER}, and the model has no parameters there" for unit in empty]
+        raise FQNMismatchError(numbering.path, problems=problems, advice="Correct the names in the order (--order FILE).")
+    trained = {unit: [name for name in names if name in parameters.trainable] or names for unit, names in held.items()}
+    layouts = {unit: aligned(names, parameters, 1) for unit, names in trained.items()}
+    lengths = {unit: end + -end % num_ranks for unit, (_, end) in layouts.items()}
+    return replace(
+        numbering,
+        units={unit: stretches for unit, (stretches, _) in layouts.items()},
+        padded={unit: range(length, length + 1) for unit, length in lengths.items()},
+    )
 
 
 def by_order(numbering: Numbering, order: Sequence[str], parameters: ParameterList | None) -> Meaning:

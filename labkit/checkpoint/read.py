@@ -56,9 +56,9 @@ class Reader:
         self._checking: dict[tuple[str, int], threading.Lock] = {}
         self._resolved: dict[tuple[str, int, int], tuple[RecordRange, TensorRef]] = {}
 
-    def fork(self) -> Reader:
+    def fork(self, *, checksums: bool | None = None) -> Reader:
         """Another reader for another thread, which does not repeat the checks that this one and its other forks have made."""
-        other = Reader(self.checkpoint, checksums=self._checksums)
+        other = Reader(self.checkpoint, checksums=self._checksums if checksums is None else checksums)
         other._sound, other._checking, other._resolved = self._sound, self._checking, self._resolved
         return other
 

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values, refuse_unsupported
 from labkit.checkpoint.dcp_directory import DcpWriter
+from labkit.checkpoint.dcp_versions import fields_for, form_note
 from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import split_state
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
+from labkit.checkpoint.findings import Gate
 from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.rank_shares import is_flat, moment_shares
@@ -58,6 +60,8 @@ def reshard(
     *,
     rules: Sequence[ShardRule] = (),
     workers: int = 4,
+    despite: Sequence[str] = (),
+    for_torch: str | None = None,
 ) -> Result:
     """Write a DCP checkpoint in which each rank of the next job finds what it needs in one contiguous file.
 
@@ -73,6 +77,9 @@ def reshard(
         rules: What other axes shard. A dim that a data axis and an inner axis both shard is cut by the inner axis first, as
             FSDP2 over tensor parallelism does it.
         workers: Files that are written at the same time.
+        despite: As for :func:`labkit.checkpoint.migrate`. Values are copied without being rebuilt, so ``unsafe`` lets what torch
+            would run through into the copy.
+        for_torch: As for :func:`labkit.checkpoint.migrate`.
 
     Raises:
         FQNMismatchError: There are flat parameters, or moments of which each rank's file has a share: migrate them first.
@@ -83,6 +90,8 @@ def reshard(
     """
     source, destination = Path(source), Path(destination)
     axes = _axes(mesh)
+    fields = None if for_torch is None else fields_for(for_torch)
+    gate = Gate.of(source, despite)
     check_destination(source, destination)
     strange = [rule.axis for rule in rules if rule.axis not in axes or rule.axis in DATA_AXES]
     if strange or prod(axes.values()) < 1:
@@ -91,7 +100,7 @@ def reshard(
             if strange
             else f"the mesh {axes} has no ranks. Every axis has at least 1."
         )
-    checkpoint = open_source(source)
+    checkpoint = open_source(source, gate)
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
     refuse_unsupported(contents, advice="Leave it out with labkit checkpoint migrate OLD NEW --drop. Then reshard the result.")
@@ -100,10 +109,20 @@ def reshard(
     names = {_name(tensor) for tensor in contents.tensors if tensor.section != "other"}
     patterns = {f"{rule.axis}:{rule.pattern}": rule.pattern for rule in rules}
     contents.note_idle("shard", patterns, lambda pattern: bool(fnmatch.filter(names, patterns[pattern])))
-    writer = DcpWriter(files, plain=_plain(contents), tied=tied)
-    options = {"mesh": axes, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
+    writer = DcpWriter(files, plain=_plain(contents), tied=tied, fields=fields)
+    contents.notes += form_note(fields)
+    options = {"mesh": axes, "for_torch": for_torch, "rules": [[rule.axis, rule.pattern, rule.dim] for rule in rules]}
     with task("reshard", checkpoint.size_bytes) as writing:
-        return run(writer, checkpoint, destination, options, workers=workers, progress=writing.advance, notes=tuple(contents.notes))
+        return run(
+            writer,
+            checkpoint,
+            destination,
+            options,
+            workers=workers,
+            progress=writing.advance,
+            gate=gate,
+            notes=tuple(contents.notes),
+        )
 
 
 def _refuse_shares(checkpoint: Checkpoint) -> None:

@@ -135,3 +135,10 @@ class CastSource:
 
     def cost(self, numel: int) -> int:
         return self.inner.cost(numel) + numel * self.dtype.itemsize
+
+
+def origin(source: Source) -> str:
+    """Return the key of the checkpoint's entry that a source reads."""
+    while isinstance(source, CastSource):
+        source = source.inner
+    return source.flat.key if isinstance(source, FlatSource) else source.entry.key  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.dcp_versions import is_new
 from labkit.checkpoint.describe import SECTIONS, dtype_text, matches, select, ties, totals
 from labkit.checkpoint.held import missing_files
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
@@ -140,6 +141,8 @@ def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue], rows: int | N
                 f"  {section}: {counted(part['num_tensors'], 'tensor')}, {counted(part['num_elements'], 'element')}, "
                 f"{bytes_text(part['size_bytes'])}"
             )
+    if is_new(checkpoint):
+        lines.append(f"its index is read by {checkpoint.metadata['read_by']}")
     writers = sorted({rank for file in checkpoint.files for rank in [checkpoint.writer(file)] if rank is not None})
     if writers:
         lines.append(f"written by ranks {format_ranks(writers)}" if len(writers) > 1 else f"written by rank {writers[0]}")

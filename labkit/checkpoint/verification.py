@@ -1,15 +1,23 @@
-"""Is a checkpoint complete, readable and what it should be?"""
+"""Is a checkpoint complete, readable and what it should be?
+
+:func:`verify` reads every byte and reports. :func:`check_small` makes the same checks but for the hashes and checksums of tensor
+data; what migrates, reshards or loads a checkpoint calls it first, and stops at its errors (:class:`findings.Gate`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from labkit.checkpoint import verify_against, verify_data, verify_index, verify_steps
-from labkit.checkpoint.catalog import open_checkpoint
+from labkit.checkpoint.catalog import open_checkpoint, open_parts, read_checkpoint
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
-from labkit.checkpoint.findings import Report
+from labkit.checkpoint.findings import Gate, Report
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint
+from labkit.checkpoint.read import Reader
+from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.verify_against import ModelSource
 from labkit.checkpoint.verify_data import Progress
 from labkit.progress import task
@@ -55,9 +63,9 @@ def verify(
         return report
     built = verify_against.build_model(model)
     flat = built is not None and verify_against.report_flat(checkpoint, report)
-    broken = _check_index(checkpoint, report)
+    broken = _check_index(checkpoint, checkpoint, report)
     found = verify_index.check_manifest(checkpoint, report)
-    whole = not any(finding.code in ("missing-file", "short-file") for finding in report.findings)
+    whole = _is_whole(report)
     other = None if against is None else _open_other(against, report)
     if not whole and (data or other is not None):
         report.unchecked.append("the data, since files are missing or cut off")
@@ -79,11 +87,154 @@ def verify(
     return report
 
 
-def _check_index(checkpoint: Checkpoint, report: Report) -> set[str]:
-    broken = verify_index.check_files(checkpoint, report)
-    verify_index.check_coverage(checkpoint, report)
-    verify_index.check_byte_ranges(checkpoint, report)
-    verify_index.check_names(checkpoint, report)
+def open_source(path: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
+    """Open a checkpoint that is going to be read, as far as the gate lets it pass; put together where parts are given.
+
+    Raises:
+        UnsafeCheckpointError: Its pickle names something outside the allow-list, and the caller does not accept that.
+        CheckpointError: As :func:`open_checkpoint`.
+    """
+    try:
+        unknown: Unknown = "opaque" if gate.allows("unsafe") else "refuse"
+        return open_parts(path, parts, unknown=unknown) if parts else open_checkpoint(path, unknown=unknown)
+    except UnsafeCheckpointError as error:
+        advice = "To go on, with what asks for it left out or unread, pass despite=['unsafe'] (--despite unsafe)."
+        raise UnsafeCheckpointError(error.path, error.names, advice=advice) from None
+
+
+def check_source(
+    checkpoint: Checkpoint, gate: Gate, *, tensors: Collection[str], values: Collection[str], workers: int = 2
+) -> None:
+    """Check a checkpoint that is going to be copied, before anything is written.
+
+    Files and the index are checked as a whole; entries only if they are copied, so that a fault in what is left out does not
+    stop the rest. Checksums of tensor data are compared while they are copied, so here only safetensors are hashed, where there
+    is a manifest: they have no checksums of their own. A caller who accepts changed data is told which they are: then all
+    checksums are compared here.
+
+    Args:
+        checkpoint: The opened source.
+        gate: What the caller accepts.
+        tensors: The keys of the tensors that are copied.
+        values: Those of the values.
+        workers: Threads that read.
+
+    Raises:
+        VerificationError: It has errors that the caller does not accept.
+    """
+    report = Report(str(checkpoint.path))
+    storages = gate.allows("changed-content")
+    if checkpoint.parts:
+        for part in checkpoint.parts:
+            check_small(part, report, storages=storages, workers=workers)
+        gate.check(report, "Nothing was written.")
+        return
+    check_small(_part(checkpoint, tensors, values), report, whole=checkpoint, storages=storages, workers=workers)
+    gate.check(report, "Nothing was written.")
+
+
+def check_written(folder: Path, single: str | None, destination: Path, gate: Gate) -> Checkpoint:
+    """Open what was just written and check it like any checkpoint, but for the hashes, which were compared when it was written.
+
+    Raises:
+        VerificationError: It has errors that the caller does not accept.
+    """
+    unknown = "opaque" if gate.allows("unsafe") else "refuse"
+    found = read_checkpoint(folder if single is None else folder / single, unknown=unknown)  # type: ignore[arg-type]
+    report = Report(str(destination))
+    check_small(found, report)
+    here, there = str(folder if single is None else folder / single), str(destination)
+    report.findings = [replace(finding, where=finding.where.replace(here, there)) for finding in report.findings]
+    gate.check(report, f"{destination} was not made, since it would have these errors.")
+    return found
+
+
+def check_loaded(reader: Reader, gate: Gate, *, without: Collection[str]) -> list[str]:
+    """Check what is going to be loaded: its index, its moments and its step counters. No header of a tensor's file is read.
+
+    Args:
+        reader: Of the opened checkpoint; what it learns of tensors' headers, the load need not look up again.
+        gate: What the caller accepts.
+        without: The keys that are not loaded; a fault in them stops nothing.
+
+    Returns:
+        What the caller accepted, a sentence a finding.
+
+    Raises:
+        VerificationError: It has errors that the caller does not accept.
+
+    Ranks: local.
+    """
+    checkpoint = reader.checkpoint
+    part = _part(checkpoint, checkpoint.tensors.keys() - without, checkpoint.values.keys() - without)
+    report = Report(str(checkpoint.path))
+    check_small(part, report, whole=checkpoint, headers=False, reader=reader)
+    gate.check(report, "Nothing was loaded.")
+    return gate.notes()
+
+
+def _part(checkpoint: Checkpoint, tensors: Collection[str], values: Collection[str]) -> Checkpoint:
+    return replace(
+        checkpoint,
+        tensors={key: entry for key, entry in checkpoint.tensors.items() if key in tensors},
+        values={key: entry for key, entry in checkpoint.values.items() if key in values},
+    )
+
+
+def check_small(
+    part: Checkpoint,
+    report: Report,
+    *,
+    whole: Checkpoint | None = None,
+    headers: bool = True,
+    storages: bool = False,
+    reader: Reader | None = None,
+    workers: int = 2,
+) -> None:
+    """Make every check of :func:`verify` that can find an error without reading all bytes.
+
+    Args:
+        part: An opened checkpoint, or the entries of one that matter.
+        report: Takes the findings.
+        whole: The checkpoint that ``part`` is of.
+        headers: Whether to look at each tensor's header in its file, and at each value.
+        storages: Whether to compare the checksums of tensor data after all.
+        reader: Of the same checkpoint, where there is one already.
+        workers: Threads that read.
+    """
+    whole = part if whole is None else whole
+    damaged = _check_index(whole, part, report)
+    found = verify_index.check_manifest(whole, report)
+    if _is_whole(report):
+        if headers and found is not None:
+            unsummed = [name for name in found.files if whole.kind == "safetensors" or not verify_index.holds_data(name)]
+            damaged |= verify_data.check_hashes(whole, found, report, workers, verify_data.no_progress, sorted(unsummed))
+        if headers:
+            damaged |= verify_data.check_archives(part, report, workers, verify_data.no_progress, storages=storages)
+            verify_data.check_values(part, report, workers, damaged)
+            verify_data.check_tensors(
+                part, report, finite=False, entries=[*part.tensors.values()], workers=workers, damaged=damaged
+            )
+        verify_data.check_moments(part, report, workers, reader)
+    # The optimizer's completeness shows in the whole of it only, and what is left out is no matter here.
+    optimizer = Report(report.path)
+    verify_index.check_optimizer(whole, optimizer, None, damaged)
+    keys = [*part.tensors, *part.values]
+    report.findings += [
+        finding for finding in optimizer.findings if part is whole or any(f"{key}.".startswith(f"{finding.where}.") for key in keys)
+    ]
+
+
+def _is_whole(report: Report) -> bool:
+    return not any(finding.code in ("missing-file", "short-file") for finding in report.findings)
+
+
+def _check_index(whole: Checkpoint, part: Checkpoint, report: Report) -> set[str]:
+    broken = verify_index.check_files(whole, report)
+    verify_index.check_form(whole, report)
+    verify_index.check_coverage(part, report)
+    verify_index.check_byte_ranges(part, report)
+    verify_index.check_names(whole, report)
     return broken
 
 
@@ -92,12 +243,12 @@ def _check_data(
 ) -> set[str]:
     """Read everything. Returns the files that are damaged."""
     if found is not None:
-        damaged = verify_data.check_hashes(checkpoint, found, report, workers, progress)
+        damaged = verify_data.check_hashes(checkpoint, found, report, workers, progress, sorted(found.files))
     else:
         damaged = verify_data.check_archives(checkpoint, report, workers, progress)
     verify_data.check_values(checkpoint, report, workers, damaged)
     entries = list(checkpoint.tensors.values())
-    verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers, damaged=damaged)
+    verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers, damaged=damaged, copies=True)
     verify_data.check_moments(checkpoint, report, workers)
     verify_steps.check_steps(checkpoint, report, workers)
     return damaged

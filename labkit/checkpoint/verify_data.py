@@ -34,14 +34,15 @@ def no_progress(_: int) -> None:
     """Takes the number of bytes done, and does nothing with it."""
 
 
-def each(jobs: Iterable[T], work: Callable[[T, Reader], None], checkpoint: Checkpoint, workers: int) -> None:
-    """Run a function over jobs in threads; each thread has a reader of its own."""
+def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoint | Reader, workers: int) -> None:
+    """Run a function over jobs in threads; each thread has a reader of its own, a fork of the one that is given."""
+    base = source if isinstance(source, Reader) else Reader(source)
     local = threading.local()
     readers: list[Reader] = []
 
     def run(job: T) -> None:
         if not hasattr(local, "reader"):
-            local.reader = Reader(checkpoint)
+            local.reader = base.fork()
             readers.append(local.reader)
         work(job, local.reader)
 
@@ -54,8 +55,10 @@ def each(jobs: Iterable[T], work: Callable[[T, Reader], None], checkpoint: Check
             reader.close()
 
 
-def check_hashes(checkpoint: Checkpoint, found: Manifest, report: Report, workers: int, progress: Progress) -> set[str]:
-    """Every file has the hash that the manifest gives. Returns those that have another."""
+def check_hashes(
+    checkpoint: Checkpoint, found: Manifest, report: Report, workers: int, progress: Progress, names: Iterable[str]
+) -> set[str]:
+    """Compare files with the hashes that the manifest gives. Returns those that have another."""
     changed: set[str] = set()
 
     def check(name: str, _: Reader) -> None:
@@ -67,7 +70,7 @@ def check_hashes(checkpoint: Checkpoint, found: Manifest, report: Report, worker
         report.count("hashed bytes", found.files[name].size)
         progress(found.files[name].size)
 
-    each(sorted(found.files), check, checkpoint, workers)
+    each(names, check, checkpoint, workers)
     return changed
 
 
@@ -94,8 +97,16 @@ class _Fault:
     consequence: str
 
 
-def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progress: Progress) -> set[str]:
+def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progress: Progress, *, storages: bool = True) -> set[str]:
     """Every record of every torch.save archive has the CRC-32 that torch noted when it wrote it (and never looks at again).
+
+    Args:
+        checkpoint: An opened checkpoint.
+        report: Takes the findings.
+        workers: Threads that read.
+        progress: Called with the bytes that were looked at.
+        storages: Whether to look at tensors' storages too, which are nearly all of the bytes; their values in DCP values count
+            as small.
 
     Returns:
         The files with a fault; what is wrong in one file is one finding.
@@ -106,7 +117,8 @@ def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progres
     faults: dict[str, list[_Fault]] = {}
 
     def check(archive: _Archive, reader: Reader) -> None:
-        for fault in _faults(archive, reader, report):
+        small_only = not storages and not isinstance(archive.entry, ValueEntry)
+        for fault in _faults(archive, reader, report, small_only=small_only):
             faults.setdefault(archive.file, []).append(fault)
         progress(archive.length)
 
@@ -127,14 +139,17 @@ def _archives(checkpoint: Checkpoint) -> Iterator[_Archive]:
         yield _Archive(value.file, value.start, value.length, value)
 
 
-def _faults(archive: _Archive, reader: Reader, report: Report) -> Iterator[_Fault]:
+def _faults(archive: _Archive, reader: Reader, report: Report, *, small_only: bool) -> Iterator[_Fault]:
     path = reader.checkpoint.root / archive.file
     try:
-        records = TorchArchive(reader.open(archive.file), path, archive.start, archive.length).records()
+        opened = TorchArchive(reader.open(archive.file), path, archive.start, archive.length)
+        records = opened.records()
     except CheckpointError as error:
         yield _Fault(archive, "unreadable", str(error).split(": ", 1)[-1], "a load fails")
         return
     for name, record in records.items():
+        if small_only and name.startswith(f"{opened.prefix}/data/"):
+            continue
         if record.crc != file_crc(reader.open(archive.file).fileno(), record.start, record.length):
             what = f"the record {name} does not match its checksum"
             yield _Fault(archive, "changed-content", what, "torch loads the changed values")
@@ -195,9 +210,10 @@ def check_tensors(
     entries: Sequence[TensorEntry],
     workers: int,
     damaged: Collection[str] = (),
+    copies: bool = False,
     progress: Progress = no_progress,
 ) -> None:
-    """Each chunk holds the declared dtype and shape; with ``finite``, no NaN and no inf; copies equal each other.
+    """Each chunk holds the declared dtype and shape; with ``finite``, no NaN and no inf; with ``copies``, they equal each other.
 
     ``damaged`` is as for :func:`check_values`.
     """
@@ -216,7 +232,7 @@ def check_tensors(
 
     each(((entry, chunk) for entry in entries for chunk in entry.chunks), check, checkpoint, workers)
     each(
-        [entry for entry in entries if entry.replicas and not damaged],
+        [entry for entry in entries if copies and entry.replicas and not damaged],
         lambda entry, reader: _check_replicas(entry, reader, report),
         checkpoint,
         workers,
@@ -262,7 +278,7 @@ def table_of(chunk: Chunk) -> ChunkTable:
     return ChunkTable.of([chunk], len(chunk.sizes))
 
 
-def check_moments(checkpoint: Checkpoint, report: Report, workers: int) -> None:
+def check_moments(checkpoint: Checkpoint, report: Report, workers: int, reader: Reader | None = None) -> None:
     """First and second moments are not the same bits: FSDP1's full optimizer state on the CPU shares one buffer for both."""
     pairs = []
     for key, entry in checkpoint.tensors.items():
@@ -288,7 +304,7 @@ def check_moments(checkpoint: Checkpoint, report: Report, workers: int) -> None:
                 "Adam goes on with a wrong first moment (FSDP1's full optimizer state on the CPU does this)",
             )
 
-    each(pairs, check, checkpoint, workers)
+    each(pairs, check, reader or checkpoint, workers)
 
 
 def _first_rows_equal(reader: Reader, left: TensorEntry, right: TensorEntry) -> bool:

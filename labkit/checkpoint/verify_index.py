@@ -10,6 +10,7 @@ from pathlib import Path
 from labkit.checkpoint import manifest
 from labkit.checkpoint.coverage import Coverage, coverage
 from labkit.checkpoint.dcp_format import METADATA_FILE
+from labkit.checkpoint.dcp_versions import refusals
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import held_in_files
@@ -23,6 +24,17 @@ from labkit.ranks import format_ranks, name_ranks
 
 _LATE_S = 2.0
 UNREAD = "labkit migrates and loads what is left without it"
+# What torch's optimizers keep for each parameter that they keep anything for: Adam and its kin, Adamax, Adadelta, Adagrad, ASGD,
+# Rprop, Adafactor.
+_TOGETHER = (
+    frozenset({"step", "exp_avg", "exp_avg_sq"}),
+    frozenset({"step", "exp_avg", "exp_inf"}),
+    frozenset({"step", "square_avg", "acc_delta"}),
+    frozenset({"step", "sum"}),
+    frozenset({"step", "eta", "mu", "ax"}),
+    frozenset({"step", "prev", "step_size"}),
+    frozenset({"step", "row_var", "col_var"}),
+)
 
 
 def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
@@ -77,6 +89,11 @@ def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> No
         )
 
 
+def holds_data(name: str) -> bool:
+    """Whether a file of a directory holds tensor data, and is no index."""
+    return Path(name).suffix in (".distcp", ".safetensors")
+
+
 def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
     """The checkpoint's manifest when it is a directory that has one and it can be read."""
     if not checkpoint.path.is_dir():
@@ -85,6 +102,12 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
         return manifest.read(checkpoint.path)
     except CheckpointError:
         return None
+
+
+def check_form(checkpoint: Checkpoint, report: Report) -> None:
+    """The torch and the Python here read a DCP index."""
+    for code, what in refusals(checkpoint):
+        report.error(code, checkpoint.root / METADATA_FILE, what, "DCP raises here, whatever it is to load; labkit reads it")
 
 
 def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
@@ -237,15 +260,40 @@ def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], r
         report.error(
             "stranger-state", f"{prefix}.state.{name}", "it has state and is in no parameter group", "its state is dropped on load"
         )
-    usual = set.union(*pieces.values()) if pieces else set()
+    kinds = {frozenset(found) for found in pieces.values()}
     for name, found in sorted(pieces.items()):
-        if found != usual:
+        lost = _lost_pieces(found, kinds)
+        fewer = sorted(set().union(*(kind for kind in kinds if kind > found)) - found)
+        if lost:
             report.error(
                 "partial-state",
                 f"{prefix}.state.{name}",
-                f"it lacks {', '.join(sorted(usual - found))}, which others have",
+                f"it lacks {', '.join(lost)}, which others have",
                 "the optimizer fails at its next step, or starts those anew",
             )
+        elif fewer:
+            report.warning(
+                "uneven-state",
+                f"{prefix}.state.{name}",
+                f"it lacks {', '.join(fewer)}, which others have",
+                "none, where its group's options or its shape are the reason; else the optimizer fails at its next step",
+            )
+
+
+def _lost_pieces(found: set[str], kinds: Collection[frozenset[str]]) -> list[str]:
+    """Return the pieces that a parameter must have had.
+
+    An optimizer may keep other pieces for some parameters (amsgrad in one group, factored moments of matrices), so a difference
+    alone says nothing. Pieces are lost where a parameter has one of those that torch's optimizers always keep together
+    (:data:`_TOGETHER`) and lacks another, which parameters with the first one have; or where a step counter is all it has.
+    """
+    if found == {"step"}:
+        return sorted(set().union(*kinds) - found)
+    lost: set[str] = set()
+    for family in _TOGETHER:
+        moments = found & (family - {"step"})
+        lost = lost.union(*(kind & family for kind in kinds if kind & moments))
+    return sorted(lost - found)
 
 
 def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damaged: Collection[str]) -> Iterator[str]:

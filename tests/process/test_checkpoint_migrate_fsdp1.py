@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -20,7 +24,9 @@ from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from labkit import checkpoint
 from labkit.checkpoint import migrate, verify
-from tests.process.checkpoint_models import Net, fsdp1, fsdp2, train
+from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
+from tests.process.checkpoint_models import Net, adam, fsdp1, fsdp2, train
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
 FORMS = ["full", "full_optim", "sharded", "sharded_dcp", "local", "raw"]
@@ -105,8 +111,6 @@ def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
 
 
 def test_a_local_checkpoint_without_a_rank_or_with_another_model_is_refused(launcher: Launcher, tmp_path: Path) -> None:
-    from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
-
     old = tmp_path / "saved"
     old.mkdir()
     launcher.run(save_old, 2, tmp_path, "raw", True, str(old))
@@ -117,3 +121,55 @@ def test_a_local_checkpoint_without_a_rank_or_with_another_model_is_refused(laun
     (old / "old_rank1.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="files of all ranks together"):
         migrate(old, tmp_path / "new", model=Net())
+
+
+def order_as_the_help_says(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """What the lines in ``labkit checkpoint migrate --help`` print, run as they stand there."""
+    shown = CliRunner().invoke(command, ["migrate", "--help"], terminal_width=200).output
+    lines = [line.strip() for line in shown.splitlines() if line.strip().startswith(("names = ", "print("))]
+    assert len(lines) == 2
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        exec("\n".join(lines), {"model": model, "optimizer": optimizer})
+    return out.getvalue().split()
+
+
+def save_numbered(rank: int, form: str, use_orig_params: bool, inner: bool, folder: str) -> list[str]:
+    """Train with two parameter groups, save the optimizer's own numbered state, and give the order of its parameters."""
+    net = Net()
+    if inner:
+        net.block = checkpoint_wrapper(net.block)  # type: ignore[assignment]
+    model = fsdp1(net, use_orig_params=use_orig_params)
+    optimizer = adam(model)
+    train(model, optimizer, 2)
+    order = order_as_the_help_says(model, optimizer)
+    kinds = {"full": StateDictType.FULL_STATE_DICT, "sharded": StateDictType.SHARDED_STATE_DICT}
+    options = [FullStateDictConfig(offload_to_cpu=False)] if form == "full" else []
+    with FSDP.state_dict_type(model, kinds.get(form, StateDictType.LOCAL_STATE_DICT), *options):
+        torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{folder}/old_rank{rank}.pt")
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        truth = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+    dcp.save(truth, checkpoint_id=f"{folder}/truth")
+    return order
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("form", ["sharded", "full", "local"])
+def test_p14_the_order_that_the_help_prints_names_the_numbers_of_every_form(
+    launcher: Launcher, tmp_path: Path, form: str, use_orig_params: bool, inner: bool
+) -> None:
+    old = tmp_path / "saved"
+    old.mkdir()
+    order, _ = launcher.run(save_numbered, 2, tmp_path, form, use_orig_params, inner, str(old))
+    assert any("_flat_param" in name for name in order) is not use_orig_params
+    migrate(old, tmp_path / "new", model=Net(), order=order)
+    report = verify(tmp_path / "new", against=old / "truth", model=Net())
+    tied = ("head.weight", "embed.weight")
+    assert [f.line() for f in report.findings if not (f.code in ("missing-key", "unexpected-key") and f.where in tied)] == []
+    assert report.checked["compared tensors"] >= 30
+    with pytest.raises(FQNMismatchError, match="--order"):
+        migrate(old, tmp_path / "other", model=Net(), order=order[:-1])
+    if form != "local":
+        with pytest.raises(CheckpointMismatchError, match="another order than the optimizer's"):
+            migrate(old, tmp_path / "other", model=Net(), order=order[::-1])
