@@ -8,6 +8,7 @@ from labkit.checkpoint import manifest, sections
 from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
 from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundError, IncompleteCheckpointError
 from labkit.checkpoint.model import Checkpoint, tie
+from labkit.checkpoint.plain_files import open_regular, refuse_special
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import INDEX_SUFFIX, read_safetensors
 from labkit.checkpoint.staging_area import GO_ON, is_partial, partial_folder
@@ -32,7 +33,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         CheckpointNotFoundError: Nothing is there, or the store has no complete step.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         IncompleteCheckpointError: Part of the index is missing or cut off.
-        CheckpointFormatError: The file is no checkpoint that labkit knows.
+        CheckpointFormatError: The file is no checkpoint that labkit knows, or a FIFO, socket or device.
 
     Ranks: local. Blocks for as long as reading the indices takes; data are not read.
     """
@@ -42,6 +43,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         raise CheckpointNotFoundError(
             path, "there is no such file or directory" + (f". {beside} {_UNFINISHED}" if beside.is_dir() else "")
         )
+    refuse_special(path)
     if path.is_dir() and is_partial(path):
         raise IncompleteCheckpointError(path, f"it {_UNFINISHED}")
     return read_checkpoint(path, unknown=unknown)
@@ -81,7 +83,7 @@ def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
         return read_dcp(path.parent, unknown=unknown)
     if path.name.endswith(INDEX_SUFFIX) or path.suffix == ".safetensors":
         return read_safetensors(path)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(16)
     if magic[:2] == b"PK" or magic[:1] == b"\x80" or not magic:
         return read_torch(path, unknown=unknown)

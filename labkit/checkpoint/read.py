@@ -19,6 +19,7 @@ from labkit.checkpoint.checksums import crc32, file_crc, read_into
 from labkit.checkpoint.errors import CheckpointFormatError, CorruptCheckpointError, FQNMismatchError, IncompleteCheckpointError
 from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
+from labkit.checkpoint.plain_files import open_regular
 from labkit.checkpoint.safe_pickle import TensorRef
 
 # A checkpoint may have more files than a process may open, often 1,024, and several threads have a reader each.
@@ -275,6 +276,7 @@ class Reader:
 
         Raises:
             IncompleteCheckpointError: It is missing.
+            CheckpointFormatError: It is no regular file.
         """
         found = self._files.get(file)
         if found is None:
@@ -282,7 +284,7 @@ class Reader:
             while len(self._files) >= _MOST_OPEN:
                 self._files.pop(next(iter(self._files))).close()
             try:
-                found = self._files[file] = path.open("rb")
+                found = self._files[file] = open_regular(path)
             except FileNotFoundError:
                 raise IncompleteCheckpointError(path, "the checkpoint's index names this file, and it is missing") from None
         return found

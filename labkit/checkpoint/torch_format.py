@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -17,6 +16,7 @@ from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpoint
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie, writer_rank
 from labkit.checkpoint.names import FLAT_PARAMETER
+from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
 from labkit.checkpoint.safe_pickle import Record, TensorRef, Unknown
 from labkit.checkpoint.wording import counted
 
@@ -85,11 +85,11 @@ def _indexed(root: Path) -> list[Path]:
     if not index.exists():
         return torch_files(root)
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(parse_json(read_regular(index))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise CheckpointFormatError(index, "it has no readable weight_map") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not is_inside(name):
             raise CheckpointFormatError(index, f"it points at {name!r}, outside its own directory")
         if not (root / name).exists():
             raise IncompleteCheckpointError(root / name, "the index names this file, and it is missing")
@@ -109,7 +109,7 @@ def _overlap(files: Sequence[_File]) -> bool:
 def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
     named = writer_rank(path.name)
     result = _File(path.name, index if named is None else named)
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(16)
         if magic.startswith(_LEGACY):
             raise CheckpointFormatError(
