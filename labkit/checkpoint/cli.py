@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from labkit.errors import CheckpointError
+from labkit.errors import CheckpointError, printable
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
         from labkit.checkpoint.table import DEFAULT_ROWS, render
 
         found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
-    if as_json:
-        json.dump(describe(found, patterns=patterns, chunks=chunks), sys.stdout, indent=1, default=str)
-        sys.stdout.write("\n")
-        return
-    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
-    console.print(render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks))
+        if as_json:
+            _write_json(describe(found, patterns=patterns, chunks=chunks))
+            return
+        table = render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks)
+        console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+        console.print(table)
 
 
 @checkpoint.command("verify", short_help="Find what is missing, damaged or does not fit a model.")
@@ -115,8 +115,7 @@ def verify_command(
     with _errors_told():
         report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)
     if as_json:
-        json.dump(report.as_dict(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        _write_json(report.as_dict())
     else:
         _print_report(report)
     sys.exit(0 if report.ok and not (strict and report.findings) else 1)
@@ -240,11 +239,28 @@ def reshard_command(
 
 @contextmanager
 def _errors_told() -> Iterator[None]:
-    """What is wrong with the files ends the command with one message."""
+    """End the command with one message for what is wrong with the files or the arguments."""
     try:
         yield
-    except (CheckpointError, OSError) as error:
+    except BrokenPipeError:
+        raise  # whoever read the output has gone; click ends quietly
+    except CheckpointError as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        raise click.ClickException(printable(f"{place}{error.strerror or error}")) from None
+    except MemoryError:
+        raise click.ClickException("there is not enough memory for it") from None
+
+
+def _say(text: str, *, err: bool = False) -> None:
+    """Print a line in which names from files may be."""
+    click.echo(printable(text), err=err)
+
+
+def _write_json(content: object) -> None:
+    json.dump(content, sys.stdout, indent=1, default=str)
+    sys.stdout.write("\n")
 
 
 def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
@@ -258,7 +274,6 @@ def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
 
 
 def _run_and_tell(work: Callable[[], Result]) -> None:
-    from labkit.checkpoint.table import printable
     from labkit.checkpoint.wording import bytes_text, counted
 
     # A scheduler's SIGTERM ends the work like Ctrl-C: in order.
@@ -267,29 +282,28 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
         with _errors_told():
             result = work()
     except KeyboardInterrupt as interrupt:
-        click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", ())]), err=True)
+        _say(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", ())]), err=True)
         sys.exit(INTERRUPTED_EXIT_CODE)
     finally:
         signal.signal(signal.SIGTERM, before)
     for note in result.notes:
-        click.echo(f"note: {printable(note).plain}")
+        _say(f"note: {note}")
     if result.resumed:
-        click.echo(f"took over {counted(result.resumed, 'finished file')} of an earlier run")
-    click.echo(
+        _say(f"took over {counted(result.resumed, 'finished file')} of an earlier run")
+    _say(
         f"{result.path}: {counted(result.num_tensors, 'tensor')}, {bytes_text(result.size_bytes)}, in "
         f"{counted(result.num_files, 'file')}, verified"
     )
 
 
 def _print_report(report: Report) -> None:
-    from labkit.checkpoint.table import printable
     from labkit.checkpoint.wording import counted
 
     for finding in report.findings:
-        click.echo(printable(finding.line()).plain)
+        _say(finding.line())
     for text in report.unchecked:
-        click.echo(f"not checked: {text}")
+        _say(f"not checked: {text}")
     looked = ", ".join(f"{number:,} {name.removesuffix('s') if number == 1 else name}" for name, number in report.checked.items())
     errors = sum(finding.severity == "error" for finding in report.findings)
     verdict = "ok" if report.ok else counted(errors, "error")
-    click.echo(f"{report.path}: {verdict}" + (f" ({looked})" if looked else ""))
+    _say(f"{report.path}: {verdict}" + (f" ({looked})" if looked else ""))

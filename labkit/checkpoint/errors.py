@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from labkit.errors import CheckpointError
+from labkit.errors import CheckpointError, printable
 
 __all__ = [
     "CheckpointError",
@@ -88,13 +88,15 @@ class CheckpointMismatchError(CheckpointError):
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
         self.path, self.problems = str(path), tuple(problems)
-        listed = [f"  - {problem}" for problem in self.problems[: self.max_listed]]
+        lines = [f"{self.path} does not fit:", *(f"  - {problem}" for problem in self.problems[: self.max_listed])]
         if len(self.problems) > self.max_listed:
-            listed.append(f"  - and {len(self.problems) - self.max_listed} more")
-        lines = [f"{self.path} does not fit:", *listed]
+            lines.append(f"  - and {len(self.problems) - self.max_listed} more")
         if advice:
             lines.append(advice)
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(map(printable, lines)))
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
 
 
 class FQNMismatchError(CheckpointMismatchError):

@@ -39,7 +39,7 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
     try:
         builder = find_function(model) if isinstance(model, str) else model
     except FunctionNotFoundError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(str(error)) from error
     name = model if isinstance(model, str) else getattr(model, "__qualname__", type(model).__name__)
     if not callable(builder):
         raise CheckpointError(
@@ -48,7 +48,7 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
     try:
         with torch.device("meta"):
             built = builder()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CheckpointError(
             f"{name} raised {type(error).__name__}: {error}. It is called without arguments, on torch's meta device: "
             "it should only build the model, and load no weights."
