@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -178,7 +178,7 @@ def migrate_command(
     in DESTINATION.partial, and the same command goes on from there.
     """
     from labkit.checkpoint.migration import migrate
-    from labkit.checkpoint.rename import read_rules
+    from labkit.checkpoint.rename import read_names, read_rules
 
     def work() -> Result:
         return migrate(
@@ -186,10 +186,10 @@ def migrate_command(
             destination,
             to=to,
             model=model,
-            order=None if order is None else order.read_text().split(),
+            order=None if order is None else read_names(order),
             rules=[] if rename is None else read_rules(rename),
             drop=drop,
-            dtypes=dict(map(_parse_dtype, dtypes)),
+            dtypes=_parse_dtypes(dtypes),
             copies=copies,
             shard_bytes=shard_bytes,
             workers=workers,
@@ -263,14 +263,19 @@ def _write_json(content: object) -> None:
     sys.stdout.write("\n")
 
 
-def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
+def _parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
     import torch
 
-    pattern, _, name = text.rpartition("=")
-    dtype = getattr(torch, name, None)
-    if not pattern or not isinstance(dtype, torch.dtype):
-        raise click.BadParameter(f"{text!r} is no PATTERN=DTYPE, such as '*=bfloat16'", param_hint="--dtype")
-    return pattern, dtype
+    found: dict[str, torch.dtype] = {}
+    for text in texts:
+        pattern, _, name = text.rpartition("=")
+        dtype = getattr(torch, name, None)
+        if not pattern or not isinstance(dtype, torch.dtype):
+            raise click.BadParameter(f"{text!r} is no PATTERN=DTYPE, such as '*=bfloat16'", param_hint="--dtype")
+        if pattern in found:
+            raise click.BadParameter(f"the pattern {pattern!r} is given twice", param_hint="--dtype")
+        found[pattern] = dtype
+    return found
 
 
 def _run_and_tell(work: Callable[[], Result]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from labkit.checkpoint.errors import CheckpointFormatError
 from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry
 from labkit.checkpoint.names import wrappers_in
 
@@ -58,6 +59,17 @@ def _section(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> Section:
     if isinstance(entry, ValueEntry) or str(keys[0]).lower().startswith(_OTHER_ROOTS):
         return "other"
     return "model"
+
+
+def parameters_of_group(value: object, where: object) -> list[str | int]:
+    """Return what an optimizer's group has under ``params``: the parameters' names, or their numbers.
+
+    Raises:
+        CheckpointFormatError: It is something else.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
+        raise CheckpointFormatError(where, "it is no list of an optimizer's parameters, which have names or numbers")
+    return list(value)
 
 
 def is_moment_piece(entry: TensorEntry) -> bool:

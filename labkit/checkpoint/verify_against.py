@@ -55,6 +55,13 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
         ) from error
     if not isinstance(built, nn.Module):
         raise CheckpointError(f"{name} returned {type(built).__name__}, not a torch.nn.Module")
+    try:
+        ParameterList.of(built)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} built a model whose parameters cannot be listed ({type(error).__name__}: {error}). Lazy modules need a first "
+            "forward to have shapes: build it with the sizes written out."
+        ) from error
     return built
 
 
