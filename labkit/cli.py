@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from labkit.errors import LabkitError
+from labkit.errors import LabkitError, printable
 from labkit.version import __version__
 
 if TYPE_CHECKING:
@@ -50,9 +50,15 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an interrupt that it does not handle itself ends it as the shell expects, with 130."""
+        """Run the command; an interrupt that it does not handle itself ends it as the shell expects, with 130.
+
+        Errors may hold names of files, which must not drive the terminal.
+        """
         try:
             return super().invoke(ctx)
+        except click.ClickException as error:
+            vars(error)["message"] = printable(error.message, keep="\n")  # which click calls final
+            raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(INTERRUPTED_EXIT_CODE)

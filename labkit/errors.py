@@ -251,7 +251,25 @@ class ExerciseError(LabkitError, AssertionError):
 
 
 class CheckpointError(LabkitError):
-    """A checkpoint cannot be used as asked. The root of labkit.checkpoint's errors."""
+    """A checkpoint cannot be used as asked. The root of labkit.checkpoint's errors.
+
+    Its text may hold names from a file, so what could drive a terminal or fake a line is spelled out in it.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
+
+def printable(text: str, *, keep: str = "") -> str:
+    """Return a text with all that is not plain to see spelled out: control and bidirectional characters, halves of pairs.
+
+    Args:
+        text: Any text, such as a name from a file.
+        keep: Characters that stay: a newline, in a text of several lines whose parts are printable already.
+    """
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
 
 
 def indent(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ def find_function(reference: str) -> Callable[..., Any]:
         reference: ``MODULE:FUNCTION``, looked for from the current directory too, or ``PATH/FILE.py:FUNCTION``.
 
     Raises:
-        FunctionNotFoundError: It is not written like that, or there is no such module, file or function.
+        FunctionNotFoundError: It is not written like that, there is no such module, file or function, or the module cannot be
+            imported, for whatever reason: it may end the process with SystemExit.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -32,10 +34,23 @@ def find_function(reference: str) -> Callable[..., Any]:
         module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
         found = getattr(module, name)
     except (ImportError, AttributeError, OSError) as error:
-        raise FunctionNotFoundError(f"{reference!r} names no function: {error}") from None
+        raise FunctionNotFoundError(f"{reference!r} names no function: {error}") from error
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        raise FunctionNotFoundError(f"{reference!r} cannot be imported: {described(error)}") from error
     if not callable(found):
         raise FunctionNotFoundError(f"{reference!r} is {type(found).__name__} and no function")
     return found  # type: ignore[no-any-return]
+
+
+def described(error: BaseException) -> str:
+    """Return an error in one line, with the line of code that raised it."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}{place}"
 
 
 def _load_module(name: str) -> Any:
@@ -54,6 +69,14 @@ def _load_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     # So that what the file imports from its own folder is found, as when it is run.
     sys.path.insert(0, str(path.parent.resolve()))
+    before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if before is None:
+            del sys.modules[path.stem]
+        else:
+            sys.modules[path.stem] = before
+        raise
     return module

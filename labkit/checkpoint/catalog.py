@@ -11,6 +11,7 @@ from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
 from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundError, IncompleteCheckpointError
 from labkit.checkpoint.model import Checkpoint, ChunkTable, tie
 from labkit.checkpoint.parts import INDEX_SUFFIX, format_of, is_pattern, listed_in, matching_files, only_part, parts_of
+from labkit.checkpoint.plain_files import open_regular, refuse_special
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import read_safetensors
 from labkit.checkpoint.staging_area import START_OVER, is_partial, partial_folder
@@ -37,7 +38,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         AmbiguousCheckpointError: There are several checkpoints, or files that may be one or several; the error lists them.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         IncompleteCheckpointError: Part of the index is missing or cut off.
-        CheckpointFormatError: The file is no checkpoint that labkit knows.
+        CheckpointFormatError: The file is no checkpoint that labkit knows, or a FIFO, socket or device.
 
     Ranks: local. Blocks for as long as reading the indices takes; data are not read.
     """
@@ -49,6 +50,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         raise CheckpointNotFoundError(
             path, "there is no such file or directory" + (f". {beside} {_UNFINISHED}" if is_partial(beside) else "")
         )
+    refuse_special(path)
     if path.is_dir() and is_partial(path):
         raise IncompleteCheckpointError(path, f"it {_UNFINISHED}")
     return read_checkpoint(path, unknown=unknown)
@@ -109,7 +111,7 @@ def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
 
 
 def _begins_like_torch(path: Path) -> bool:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         magic = file.read(2)
     return magic == b"PK" or magic[:1] == b"\x80"
 

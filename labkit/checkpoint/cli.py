@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from labkit.checkpoint.findings import CODES
-from labkit.errors import CheckpointError
+from labkit.errors import CheckpointError, printable
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
 if TYPE_CHECKING:
@@ -108,12 +108,12 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
         from labkit.checkpoint.table import DEFAULT_ROWS, render
 
         found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
-    if as_json:
-        json.dump(describe(found, patterns=patterns, chunks=chunks), sys.stdout, indent=1, default=str)
-        sys.stdout.write("\n")
-        return
-    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
-    console.print(render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks))
+        if as_json:
+            _write_json(describe(found, patterns=patterns, chunks=chunks))
+            return
+        table = render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks)
+        console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+        console.print(table)
 
 
 @checkpoint.command("verify", epilog=VERIFY_HELP, short_help="Find what is missing, damaged or does not fit a model.")
@@ -138,8 +138,7 @@ def verify_command(
     with _errors_told():
         report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)
     if as_json:
-        json.dump(report.as_dict(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        _write_json(report.as_dict())
     else:
         _print_report(report)
     sys.exit(0 if report.ok and not (strict and report.findings) else 1)
@@ -216,7 +215,7 @@ def migrate_command(
     killed leaves DESTINATION.partial; the same command removes that and starts over.
     """
     from labkit.checkpoint.migration import migrate
-    from labkit.checkpoint.rename import read_rules
+    from labkit.checkpoint.rename import read_names, read_rules
 
     def work() -> Result:
         return migrate(
@@ -224,12 +223,12 @@ def migrate_command(
             destination,
             to=to,
             model=model,
-            order=None if order is None else order.read_text().split(),
+            order=None if order is None else read_names(order),
             rules=[] if rename is None else read_rules(rename),
             parts=[_parse_part(text) for text in parts],
             only=only,
             drop=drop,
-            dtypes=dict(map(_parse_dtype, dtypes)),
+            dtypes=_parse_dtypes(dtypes),
             copies=copies,
             shard_bytes=shard_bytes,
             despite=despite,
@@ -290,11 +289,18 @@ def reshard_command(
 
 @contextmanager
 def _errors_told() -> Iterator[None]:
-    """What is wrong with the files ends the command with one message."""
+    """End the command with one message for what is wrong with the files or the arguments."""
     try:
         yield
-    except (CheckpointError, OSError) as error:
+    except BrokenPipeError:
+        raise  # whoever read the output has gone; click ends quietly
+    except CheckpointError as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename is not None else ""
+        raise click.ClickException(printable(f"{place}{error.strerror or error}")) from None
+    except MemoryError:
+        raise click.ClickException("there is not enough memory for it") from None
 
 
 def _parse_part(text: str) -> tuple[str, str]:
@@ -304,18 +310,32 @@ def _parse_part(text: str) -> tuple[str, str]:
     return name, path
 
 
-def _parse_dtype(text: str) -> tuple[str, torch.dtype]:
+def _say(text: str, *, err: bool = False) -> None:
+    """Print a line in which names from files may be."""
+    click.echo(printable(text), err=err)
+
+
+def _write_json(content: object) -> None:
+    json.dump(content, sys.stdout, indent=1, default=str)
+    sys.stdout.write("\n")
+
+
+def _parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
     import torch
 
-    pattern, _, name = text.rpartition("=")
-    dtype = getattr(torch, name, None)
-    if not pattern or not isinstance(dtype, torch.dtype):
-        raise click.BadParameter(f"{text!r} is no PATTERN=DTYPE, such as '*=bfloat16'", param_hint="--dtype")
-    return pattern, dtype
+    found: dict[str, torch.dtype] = {}
+    for text in texts:
+        pattern, _, name = text.rpartition("=")
+        dtype = getattr(torch, name, None)
+        if not pattern or not isinstance(dtype, torch.dtype):
+            raise click.BadParameter(f"{text!r} is no PATTERN=DTYPE, such as '*=bfloat16'", param_hint="--dtype")
+        if pattern in found:
+            raise click.BadParameter(f"the pattern {pattern!r} is given twice", param_hint="--dtype")
+        found[pattern] = dtype
+    return found
 
 
 def _run_and_tell(work: Callable[[], Result]) -> None:
-    from labkit.checkpoint.table import printable
     from labkit.checkpoint.wording import bytes_text, counted
 
     # A scheduler's SIGTERM ends the work like Ctrl-C: in order.
@@ -324,29 +344,28 @@ def _run_and_tell(work: Callable[[], Result]) -> None:
         with _errors_told():
             result = work()
     except KeyboardInterrupt as interrupt:
-        click.echo(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", ())]), err=True)
+        _say(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", ())]), err=True)
         sys.exit(INTERRUPTED_EXIT_CODE)
     finally:
         signal.signal(signal.SIGTERM, before)
     for note in result.notes:
-        click.echo(f"note: {printable(note).plain}")
+        _say(f"note: {note}")
     codes = ", ".join(sorted({finding.code for finding in result.accepted}))
     despite = f", despite {counted(len(result.accepted), 'finding')} that you accepted ({codes})" if codes else ""
-    click.echo(
+    _say(
         f"{result.path}: {counted(result.num_tensors, 'tensor')}, {bytes_text(result.size_bytes)}, in "
         f"{counted(result.num_files, 'file')}, verified{despite}"
     )
 
 
 def _print_report(report: Report) -> None:
-    from labkit.checkpoint.table import printable
     from labkit.checkpoint.wording import counted
 
     for finding in report.findings:
-        click.echo(printable(finding.line()).plain)
+        _say(finding.line())
     for text in report.unchecked:
-        click.echo(f"not checked: {text}")
+        _say(f"not checked: {text}")
     looked = ", ".join(f"{number:,} {name.removesuffix('s') if number == 1 else name}" for name, number in report.checked.items())
     errors = sum(finding.severity == "error" for finding in report.findings)
     verdict = "ok" if report.ok else counted(errors, "error")
-    click.echo(f"{report.path}: {verdict}" + (f" ({looked})" if looked else ""))
+    _say(f"{report.path}: {verdict}" + (f" ({looked})" if looked else ""))

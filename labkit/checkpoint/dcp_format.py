@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from labkit.checkpoint.large_index.reading import Columns
 from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
 from labkit.checkpoint.pickle_machine import Stateful
 from labkit.checkpoint.pickle_records import Record
+from labkit.checkpoint.plain_files import is_inside, open_regular, read_regular, regular_size
 from labkit.checkpoint.safe_pickle import Unknown
 
 METADATA_FILE = ".metadata"
@@ -38,7 +39,7 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     try:
         size = path.stat().st_size
         columns = _read_columns(path) if size >= reading.LARGE_BYTES else None
-        data = b"" if columns is not None else path.read_bytes()
+        data = b"" if columns is not None else read_regular(path)
     except FileNotFoundError:
         raise IncompleteCheckpointError(
             root, "it has no .metadata: the save into it did not finish. Use an earlier checkpoint."
@@ -63,7 +64,7 @@ def _guarded(path: Path, work: Callable[[], Checkpoint]) -> Checkpoint:
 
 
 def _read_columns(path: Path) -> Columns | None:
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         return reading.read_large(file, path.stat().st_size)
 
 
@@ -109,7 +110,7 @@ def _place_rest(columns: Columns, places: Mapping[tuple[str, tuple[int, ...] | N
 
 def _note_files(checkpoint: Checkpoint, files: list[str], path: Path) -> None:
     for name in sorted(files, key=lambda name: (writer_rank(name) or 0, name)):
-        checkpoint.files[name] = _size(checkpoint.root / name)
+        checkpoint.files[name] = regular_size(checkpoint.root / name)
     checkpoint.files[METADATA_FILE] = path.stat().st_size
 
 
@@ -149,13 +150,6 @@ def _path(paths: Mapping[str, Any], key: str) -> Path_:
     return tuple(found) if isinstance(found, tuple) and found else (key,)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return -1
-
-
 def _storage_index(
     storage_data: Mapping[Any, Any], path: Path
 ) -> tuple[dict[tuple[str, tuple[int, ...] | None], tuple[int, int, int]], list[str]]:
@@ -171,9 +165,9 @@ def _storage_index(
 
 
 def _inside(name: Any, path: Path) -> str:
-    if not isinstance(name, str) or not name or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+    if not is_inside(name, nested=True):
         raise CheckpointFormatError(path, f"it points at {name!r}, outside the checkpoint's directory")
-    return name
+    return str(name)
 
 
 def _tensor_entry(

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from labkit.checkpoint.contents import Contents, OutValue, read_values
 from labkit.checkpoint.model import Path_
+from labkit.checkpoint.sections import parameters_of_group
 
 DROP_ADVICE = "Leave it out with drop=[...] (--drop), or save it as plain data."
 
@@ -57,6 +58,8 @@ def map_group_names(contents: Contents, change: Callable[[str], str]) -> None:
     wanted = [item for item in contents.values if is_group_parameters(item)]
     values = read_values(contents, wanted, drop_advice=DROP_ADVICE)
     for index, item in enumerate(contents.values):
-        if is_group_parameters(item) and any(isinstance(name, str) for name in values[item.key]):
-            names = [change(name) for name in values[item.key]]
-            contents.values[index] = OutValue(item.path, item.section, [name for name in names if name])
+        if is_group_parameters(item):
+            parameters = parameters_of_group(values[item.key], f"{contents.checkpoint.path}: {item.key}")
+            if any(isinstance(name, str) for name in parameters):
+                names = [change(name) if isinstance(name, str) else name for name in parameters]
+                contents.values[index] = OutValue(item.path, item.section, [name for name in names if name != ""])

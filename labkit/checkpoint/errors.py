@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from labkit.errors import CheckpointError
+from labkit.errors import CheckpointError, printable
 
 __all__ = [
     "AmbiguousCheckpointError",
@@ -55,7 +55,11 @@ class AmbiguousCheckpointError(CheckpointFormatError):
 
     def __init__(self, path: object, reason: str, readings: Sequence[str], *, advice: str) -> None:
         self.readings = tuple(readings)
-        super().__init__(path, "\n".join([f"{reason}.", *(f"  - {reading}" for reading in readings), advice]))
+        super().__init__(path, reason)
+        self.args = ("\n".join(map(printable, [f"{path}: {reason}.", *(f"  - {reading}" for reading in readings), advice])),)
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
 
 
 class UnsafeCheckpointError(CheckpointFormatError):
@@ -123,13 +127,15 @@ class CheckpointMismatchError(CheckpointError):
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
         self.path, self.problems = str(path), tuple(problems)
-        listed = [f"  - {problem}" for problem in self.problems[: self.max_listed]]
+        lines = [self._headline(), *(f"  - {problem}" for problem in self.problems[: self.max_listed])]
         if len(self.problems) > self.max_listed:
-            listed.append(f"  - and {len(self.problems) - self.max_listed} more")
-        lines = [self._headline(), *listed]
+            lines.append(f"  - and {len(self.problems) - self.max_listed} more")
         if advice:
             lines.append(advice)
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(map(printable, lines)))
+
+    def __str__(self) -> str:
+        return Exception.__str__(self)
 
     def _headline(self) -> str:
         return f"{self.path} {self.verdict}:"

@@ -24,11 +24,12 @@ from labkit.checkpoint.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
 )
+from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
 
 MANIFEST_FILE = "manifest.json"
 FORMAT = "labkit-checkpoint"
 VERSION = 1
-_STEP = re.compile(r"^step_(\d{8,})$")
+_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as step_directory writes it: no second name for a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ def hash_file(path: Path, *, from_disk: bool = False) -> FileSum:
     Ranks: local. Blocks for one read of the file.
     """
     digest, size = xxhash.xxh3_128(), 0
-    with path.open("rb", buffering=0) as file:
+    with open_regular(path) as file:
         fd = file.fileno()
         direct = from_disk and direct_io.set_direct(fd, on=True)
         if from_disk and not direct and hasattr(os, "posix_fadvise"):
@@ -133,18 +134,18 @@ def sync_directory(path: Path) -> None:
 
 
 def read(directory: Path) -> Manifest | None:
-    """The manifest of a directory, or None when it has none.
+    """Return the manifest of a directory, or None when it has none.
 
     Raises:
-        CorruptCheckpointError: The manifest itself is damaged.
+        CorruptCheckpointError: The manifest itself is damaged, or lists what is no file of the directory.
         CheckpointFormatError: It is of a later version than this labkit reads.
     """
     path = directory / MANIFEST_FILE
     try:
-        body = json.loads(path.read_bytes())
+        body = parse_json(read_regular(path))
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise CorruptCheckpointError(path, "it cannot be read. Use an earlier step.") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
         return None  # some other tool's manifest.json
@@ -153,8 +154,28 @@ def read(directory: Path) -> Manifest | None:
     expected = body.pop("self", None)
     if expected != hash_bytes(_canonical(body)):
         raise CorruptCheckpointError(path, "its text does not match its own hash. Use an earlier step.")
-    files = {name: FileSum(int(total["size"]), str(total["hash"])) for name, total in body["files"].items()}
-    return Manifest(files, body["step"], body["world_size"], body["about"])
+    try:
+        files = {name: FileSum(**total) for name, total in body["files"].items()}
+        found = Manifest(files, body["step"], body["world_size"], body["about"])
+    except (KeyError, TypeError, AttributeError):
+        raise CorruptCheckpointError(path, "it has another form than labkit writes. Use an earlier step.") from None
+    _check_form(path, found)
+    return found
+
+
+def _check_form(path: Path, found: Manifest) -> None:
+    # Its own hash is no proof of who wrote it: anybody can compute one.
+    outside = [name for name in found.files if not is_inside(name) or name == MANIFEST_FILE]
+    if outside:
+        raise CorruptCheckpointError(path, f"it lists {outside[0]!r}, which is no file of this directory. Use an earlier step.")
+    numbers = [found.world_size, *([] if found.step is None else [found.step]), *(total.size for total in found.files.values())]
+    texts = [total.hash for total in found.files.values()]
+    if not (
+        all(type(number) is int and number >= 0 for number in numbers)
+        and all(isinstance(text, str) for text in texts)
+        and isinstance(found.about, dict)
+    ):
+        raise CorruptCheckpointError(path, "it has another form than labkit writes. Use an earlier step.")
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
@@ -190,7 +211,7 @@ def step_directory(store: Path, step: int) -> Path:
 
 def step_of(path: Path) -> int | None:
     """The step that a directory's name says, or None."""
-    match = _STEP.match(path.name)
+    match = _STEP.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 

@@ -15,7 +15,6 @@ are to each other, :mod:`labkit.checkpoint.rank_files` decides.
 
 from __future__ import annotations
 
-import json
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -29,6 +28,7 @@ from labkit.checkpoint.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
 )
+from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
 from labkit.checkpoint.wording import counted
 
 METADATA_FILE = ".metadata"
@@ -119,19 +119,19 @@ def listed_in(index: Path) -> list[str] | None:
         CheckpointFormatError: Its ``weight_map`` cannot be read or points out of its directory.
     """
     try:
-        content = json.loads(index.read_text())
+        content = parse_json(read_regular(index))
         names = sorted(set(content["weight_map"].values())) if isinstance(content, dict) and "weight_map" in content else None
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise CheckpointFormatError(index, "it has no readable weight_map") from None
     for name in names or ():
-        if not isinstance(name, str) or not name or Path(name).name != name:
+        if not is_inside(name):
             raise CheckpointFormatError(index, f"it points at {name!r}, outside its own directory")
     return names
 
 
 def format_of(file: Path) -> Format | None:
     """Return what wrote a file, by its first bytes, or by its suffix where these are damaged; None for other files."""
-    with file.open("rb") as data:
+    with open_regular(file) as data:
         magic = data.read(16)
     if magic[:2] == b"PK":
         return "torch" if _is_torch_archive(file) or file.suffix in TORCH_SUFFIXES else None

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 
 from labkit.checkpoint.describe import totals
 from labkit.checkpoint.model import Checkpoint, Section
-from labkit.checkpoint.table import KINDS, printable
+from labkit.checkpoint.table import KINDS
 from labkit.checkpoint.wording import bytes_text, counted
+from labkit.errors import printable
 
 # Okabe and Ito's colours; the patterns keep the parts apart in black and white.
 _COLOURS: Mapping[Section, str] = {"model": "#0072B2", "optimizer": "#E69F00", "other": "#999999"}
@@ -82,7 +83,7 @@ def _bar(name: str, share: Mapping[Section, int], largest: int, y: int) -> list[
 
 
 def _text(text: str) -> str:
-    return html.escape(printable(text).plain)
+    return html.escape(printable(text))
 
 
 def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
@@ -105,7 +106,7 @@ def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
     sizes = ", ".join(
         f"{name} {bytes_text(sum(share.values()))}" for name, share in list(file_shares(checkpoint).items())[:MAX_FILES]
     )
-    alt = html.escape(f"Bytes by file: {printable(sizes).plain}", quote=True)
+    alt = html.escape(f"Bytes by file: {printable(sizes)}", quote=True)
     image = f'<img src="data:image/svg+xml;base64,{data}" alt="{alt}" style="max-width:100%;background:white">'
     return f"<div><p>{_text(head)}</p>{image}{table}{more}</div>"
 

@@ -29,6 +29,7 @@ import torch
 from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.plain_files import open_regular
 from labkit.checkpoint.sections import classify
 from labkit.checkpoint.wording import listed
 
@@ -182,7 +183,7 @@ def _sections(file: RankFile, root: Path) -> dict[str, str]:
 def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
     """Return for each tensor of a file what is equal for equal tensors: its place in the storage, checksum and first bytes."""
     result: dict[str, Any] = {}
-    with (root / file.name).open("rb") as data:
+    with open_regular(root / file.name) as data:
         for key in keys & file.tensors.keys():
             found = file.tensors[key]
             prints: list[Any] = [found.shape, found.dtype]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.wording import bytes_text
+
+_MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -20,13 +22,36 @@ class Rule:
     replacement: str
 
     def apply(self, name: str) -> str | None:
-        """The new name, or None when the pattern does not match."""
-        expression = "(.*)".join(re.escape(part) for part in self.pattern.split("*"))
-        match = re.fullmatch(expression, name)
-        if match is None:
+        """Return the new name, or None when the pattern does not match.
+
+        Of several ways to match, the one counts in which the first ``*`` takes most, then the second, and so on.
+        """
+        head, *texts = self.pattern.split("*")
+        if not texts:
+            return self.replacement if name == head else None
+        # From the end, each text as late as it can be: no other order has to be tried.
+        taken: list[str] = []
+        end = len(name)
+        for index, text in enumerate(reversed(texts)):
+            at = name.rfind(text, len(head), end)
+            if at < 0 or (index == 0 and at + len(text) != end):
+                return None
+            taken.append(name[at + len(text) : end])
+            end = at
+        if not name.startswith(head):
             return None
-        parts = iter(match.groups())
-        return re.sub(r"\*", lambda _: next(parts, ""), self.replacement)
+        stars = [name[len(head) : end], *reversed(taken[1:])]
+        first, *rest = self.replacement.split("*")
+        return first + "".join(star + text for star, text in zip(stars, rest, strict=False))
+
+
+def read_names(path: Path) -> list[str]:
+    """Read the names of an optimizer's parameters, in its order: one a line.
+
+    Raises:
+        CheckpointError: The file cannot be read.
+    """
+    return _read(path, "order of parameters").split()
 
 
 def read_rules(path: Path) -> list[Rule]:
@@ -36,11 +61,7 @@ def read_rules(path: Path) -> list[Rule]:
         CheckpointError: The file or a line cannot be read, or its replacement has more ``*`` than its pattern.
     """
     rules = []
-    try:
-        text_lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: the rename table cannot be read ({error})") from None
-    for number, line in enumerate(text_lines, start=1):
+    for number, line in enumerate(_read(path, "rename table").splitlines(), start=1):
         text = line.split("#", 1)[0].strip()
         if not text:
             continue
@@ -49,3 +70,17 @@ def read_rules(path: Path) -> list[Rule]:
             raise CheckpointError(f"{path}, line {number}: {text!r} is no rule. Write 'old.*.weight -> new.*.weight'.")
         rules.append(Rule(pattern, replacement))
     return rules
+
+
+def _read(path: Path, what: str) -> str:
+    # A pipe is welcome, such as the shell makes of <(command); what never ends is not.
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+        if len(text) > _MOST_BYTES:
+            raise CheckpointError(f"{path}: the {what} cannot be read (it has more than {bytes_text(_MOST_BYTES)})")
+        return text.decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: the {what} cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: the {what} is no UTF-8 text (at byte {error.start})") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -23,6 +24,8 @@ from labkit.checkpoint.ties import tie_note, tied_tensors
 from labkit.checkpoint.writers import OutFile, Piece, Ties
 from labkit.progress import task
 from labkit.spmd.layouts import DATA_AXES, parse_mesh
+
+_MOST_RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def parse_rule(text: str) -> ShardRule:
     """
     axis, colon, rest = text.partition(":")
     pattern, equals, dim = rest.rpartition("=")
-    if not (axis and colon and pattern and equals and dim.lstrip("-").isdigit()):
+    if not (axis and colon and pattern and equals and re.fullmatch(r"-?[0-9]{1,3}", dim)):
         raise CheckpointError(f"cannot read the rule {text!r}. Write it like 'tp:*.w1.weight=0'.")
     return ShardRule(axis.strip(), pattern.strip(), int(dim))
 
@@ -137,11 +140,15 @@ def _refuse_shares(checkpoint: Checkpoint) -> None:
 
 def _axes(mesh: int | str | Mapping[str, int]) -> dict[str, int]:
     if isinstance(mesh, int):
-        return {"dp": mesh}
-    try:
-        return parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        axes = {"dp": mesh}
+    else:
+        try:
+            axes = parse_mesh(mesh) if isinstance(mesh, str) else dict(mesh)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+    if prod(axes.values()) > _MOST_RANKS:
+        raise CheckpointError(f"the mesh has more than {_MOST_RANKS:,} ranks, each of which would get a file of its own")
+    return axes
 
 
 def _plain(contents: Contents) -> Mapping[str, object]:

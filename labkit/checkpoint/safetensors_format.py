@@ -1,14 +1,14 @@
 """Read safetensors: one file, a directory of shards with or without index, and DCP's own sharded files.
 
 The format is an 8-byte little-endian length, a JSON header and the data, C-contiguous and without holes
-(https://github.com/huggingface/safetensors#format). Reading the header ourselves gives the byte ranges, which the
-``safetensors`` library keeps to itself. ``DCP_SHARDING_INFO`` in the metadata is what
+(https://github.com/huggingface/safetensors#format). What the ``safetensors`` library refuses is refused. Reading the header
+here too gives the byte ranges, which the library keeps to itself. ``DCP_SHARDING_INFO`` in the metadata is what
 :class:`torch.distributed.checkpoint.HuggingFaceStorageWriter` with ``save_distributed=True`` notes about a shard's place.
 """
 
 from __future__ import annotations
 
-import json
+import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
+from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
 
 INDEX_SUFFIX = ".index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+# A header that the library refuses is parsed to say why, up to this size: as Python's objects it can take 20 times its text.
+_EXPLAINED_BYTES = 1 << 20
+_LARGEST = (1 << 63) - 1  # of torch's and numpy's numbers
+_MOST_DIMS = 64  # of a tensor in torch's operations, and of numpy's arrays
 _SHARDING = "DCP_SHARDING_INFO"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -50,29 +56,65 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """The JSON header of a safetensors file and the byte at which the data begin.
+    """Return the JSON header of a safetensors file and the byte at which the data begin.
+
+    The ``safetensors`` library decides whether it is one. It says neither where tensors lie nor which file is only cut off, so
+    the header is parsed here too, more strictly: what the library accepts and another reader could read in two ways is refused.
 
     Raises:
-        IncompleteCheckpointError: The file ends inside the header.
+        IncompleteCheckpointError: The file ends inside the header, or before its data do.
         CheckpointFormatError: It is no safetensors file.
     """
-    with path.open("rb") as file:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
         raw = file.read(8)
         if len(raw) < 8:
             raise IncompleteCheckpointError(path, "it is too short for a safetensors file")
         (length,) = struct.unpack("<Q", raw)
         if length > MAX_HEADER_BYTES:
             raise CheckpointFormatError(path, f"its safetensors header claims {length} bytes; it is damaged or no safetensors file")
-        text = file.read(length)
-    if len(text) < length:
-        raise IncompleteCheckpointError(path, "it ends inside its safetensors header")
+        if 8 + length > size:
+            raise IncompleteCheckpointError(path, "it ends inside its safetensors header")
+        refusal = _refusal(path)
+        if refusal and length > _EXPLAINED_BYTES:
+            raise CheckpointFormatError(path, refusal)
+        header = _parse_header(path, file.read(length))
+    _check_entries(path, header, size - 8 - length)
+    if refusal:
+        raise CheckpointFormatError(path, refusal)
+    return header, 8 + length
+
+
+def _refusal(path: Path) -> str:
+    """Return why the library refuses a file; an empty text where it takes it."""
     try:
-        header = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointFormatError(path, f"its safetensors header is no JSON ({type(error).__name__})") from None
+        with safe_open(path, framework="np"):
+            return ""
+    except SafetensorError as error:
+        return f"the safetensors library refuses it: {error}"
+
+
+def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
+    try:
+        header = parse_json(text)
+    except ValueError as error:
+        raise CheckpointFormatError(path, f"its safetensors header is no JSON ({error})") from None
     if not isinstance(header, dict):
         raise CheckpointFormatError(path, "its safetensors header is no JSON object")
-    return header, 8 + length
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointFormatError(path, "its __metadata__ is no map of texts to texts")
+    return header
+
+
+def _check_entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> None:
+    for key, described in header.items():
+        if key != "__metadata__":
+            _, _, _, end = _described(path, key, described)
+            if end > data_bytes:
+                raise IncompleteCheckpointError(
+                    path, f"it has {data_bytes} bytes of data and {key!r} ends at byte {end} of them. The file is cut off."
+                )
 
 
 def read_safetensors(path: Path, names: Sequence[str] | None = None, root: Path | None = None) -> Checkpoint:
@@ -107,58 +149,65 @@ def read_safetensors(path: Path, names: Sequence[str] | None = None, root: Path 
 
 def _weight_map(index_file: Path) -> dict[str, str]:
     try:
-        found = json.loads(index_file.read_text())["weight_map"]
-        ok = isinstance(found, dict) and all(isinstance(k, str) and isinstance(v, str) for k, v in found.items())
-    except (ValueError, KeyError, TypeError, RecursionError):
-        ok = False
-    if not ok:
-        raise CheckpointFormatError(index_file, "it has no readable weight_map")
-    outside = [name for name in found.values() if Path(name).name != name]
+        found = parse_json(read_regular(index_file))["weight_map"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointFormatError(index_file, f"it has no readable weight_map ({type(error).__name__}: {error})") from None
+    if not isinstance(found, dict):
+        raise CheckpointFormatError(index_file, "its weight_map is no map of names to files")
+    outside = [name for name in found.values() if not is_inside(name)]
     if outside:
         raise CheckpointFormatError(index_file, f"it points at {outside[0]!r}, outside its own directory")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _read_file(checkpoint: Checkpoint, path: Path, name: str, parts: dict[str, list[tuple[Chunk, torch.dtype]]]) -> None:
     try:
         header, base = read_header(path)
-        size = path.stat().st_size
+        checkpoint.files[name] = path.stat().st_size
     except FileNotFoundError:
         raise IncompleteCheckpointError(path, "the index names this file, and it is missing") from None
     metadata = header.pop("__metadata__", {})
-    if isinstance(metadata, dict):
-        sharding = _sharding(metadata.pop(_SHARDING, None), path)
-        checkpoint.metadata.update({key: str(value) for key, value in metadata.items()})
-    checkpoint.files[name] = size
+    sharding = _sharding(metadata.pop(_SHARDING, None), path)
+    checkpoint.metadata.update(metadata)
     for key, described in header.items():
         dtype, shape, begin, end = _described(path, key, described)
-        if base + end > size:
-            raise IncompleteCheckpointError(
-                path, f"it has {size} bytes and {key!r} ends at byte {base + end}. The file is cut off."
-            )
-        offsets = tuple(sharding.get(key, (0,) * len(shape)))
+        offsets = sharding.get(key, (0,) * len(shape))
+        if len(offsets) != len(shape) or any(o + n > _LARGEST for o, n in zip(offsets, shape, strict=False)):
+            raise CheckpointFormatError(path, f"its {_SHARDING} puts {key!r} of shape {shape} at {offsets}")
         parts.setdefault(key, []).append((Chunk(offsets, shape, name, base + begin, end - begin), dtype))
 
 
-def _sharding(text: object, path: Path) -> dict[str, tuple[int, ...]]:
-    if not isinstance(text, str):
+def _sharding(text: str | None, path: Path) -> dict[str, tuple[int, ...]]:
+    if text is None:
         return {}
     try:
-        return {key: tuple(int(n) for n in place["saved_offsets"]) for key, place in json.loads(text).items()}
+        found = {key: tuple(place["saved_offsets"]) for key, place in parse_json(text.encode()).items()}
+        ok = all(_is_count(number) for offsets in found.values() for number in offsets)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointFormatError(path, f"its {_SHARDING} cannot be read") from None
+        ok = False
+    if not ok:
+        raise CheckpointFormatError(path, f"its {_SHARDING} cannot be read")
+    return found
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and 0 <= number <= _LARGEST
 
 
 def _described(path: Path, key: str, described: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     try:
-        code, shape = described["dtype"], tuple(int(n) for n in described["shape"])
-        begin, end = (int(n) for n in described["data_offsets"])
+        code, shape = described["dtype"], tuple(described["shape"])
+        begin, end = described["data_offsets"]
     except (KeyError, TypeError, ValueError):
         raise CheckpointFormatError(path, f"its header describes {key!r} in a form that safetensors does not have") from None
-    if code not in DTYPES:
+    if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointFormatError(path, f"{key!r} has the dtype {code!r}, which this version of labkit does not know")
+    if not all(map(_is_count, (*shape, begin, end))):
+        raise CheckpointFormatError(path, f"{key!r} has a shape or offsets that are not whole numbers from 0 to 2**63 - 1")
+    if len(shape) > _MOST_DIMS or prod(max(1, n) for n in shape) > _LARGEST:
+        raise CheckpointFormatError(path, f"{key!r} has {len(shape)} dims and a size that no tensor of torch can have")
     dtype = DTYPES[code]
-    if begin < 0 or any(n < 0 for n in shape) or end - begin != prod(shape) * dtype.itemsize:
+    if end - begin != prod(shape) * dtype.itemsize:
         raise CheckpointFormatError(
             path, f"{key!r} has shape {shape} and dtype {code}, and {end - begin} bytes, which do not agree"
         )

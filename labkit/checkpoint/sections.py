@@ -86,6 +86,17 @@ def _in_optimizer(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> bool:
     )
 
 
+def parameters_of_group(value: object, where: object) -> list[str | int]:
+    """Return what an optimizer's group has under ``params``: the parameters' names, or their numbers.
+
+    Raises:
+        CheckpointFormatError: It is something else.
+    """
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
+        raise CheckpointFormatError(where, "it is no list of an optimizer's parameters, which have names or numbers")
+    return list(value)
+
+
 def is_moment_piece(entry: TensorEntry) -> bool:
     """Whether each rank's file may hold another stretch of a flattened moment: 1-D, of a parameter that has only a number."""
     keys = [str(part) for part in entry.path]

@@ -17,6 +17,7 @@ from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.sections import wrappers_of
 from labkit.checkpoint.small_values import SmallValue, small_values
 from labkit.checkpoint.wording import bytes_text, counted
+from labkit.errors import printable
 from labkit.ranks import format_ranks
 
 KINDS = {
@@ -28,11 +29,6 @@ KINDS = {
 }
 DEFAULT_ROWS = 200
 _MISSING = 8  # of them one sees what is wrong
-
-
-def printable(text: str) -> Text:
-    """Text from a file, without markup and with control characters spelled out: a name cannot drive the terminal."""
-    return Text("".join(char if char.isprintable() else repr(char)[1:-1] for char in text))
 
 
 def render(
@@ -53,10 +49,10 @@ def render(
     for column in ("shape", "dtype", "size", "shards", "rows per shard", "files", "part of"):
         table.add_column(column, justify="right" if column in ("size", "shards") else "left", no_wrap=column in ("dtype", "size"))
     for entry in shown:
-        table.add_row(*map(printable, _row(entry)))
+        table.add_row(*_cells(_row(entry)))
         if chunks:
             for chunk in entry.chunks:
-                table.add_row(*map(printable, _chunk_row(chunk)), style="dim")
+                table.add_row(*_cells(_chunk_row(chunk)), style="dim")
     named = [value for value in checkpoint.values.values() if matches(value.key, patterns)]
     values = list(small_values(checkpoint, named if rows is None else named[:rows]))
     parts: list[RenderableType] = [_summary(checkpoint, values, rows)]
@@ -68,6 +64,10 @@ def render(
         parts.append(Text(f"and {counted(len(entries) - len(shown), 'more tensor')} (rows=None, --all: every one)", style="italic"))
     parts += [Text(""), *_values_table(values, len(named))] if entries and values else _values_table(values, len(named))
     return Group(*parts)
+
+
+def _cells(texts: Iterable[str]) -> list[Text]:
+    return [Text(printable(text)) for text in texts]  # a Text has no markup
 
 
 def _row(entry: TensorEntry) -> list[str]:
@@ -160,7 +160,7 @@ def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue], rows: int | N
     strange = {*checkpoint.opaque, *(name for value in values for name in value.asks_for)}
     if strange:
         lines.append("names outside the allow-list, not run: " + ", ".join(sorted(strange)))
-    return Text("\n".join(printable(line).plain for line in lines) + "\n")
+    return Text("\n".join(map(printable, lines)) + "\n")
 
 
 def _values_table(values: Sequence[SmallValue], num_values: int) -> list[RenderableType]:
@@ -170,7 +170,7 @@ def _values_table(values: Sequence[SmallValue], num_values: int) -> list[Rendera
     for column in ("value", "content", "file", "part of"):
         table.add_column(column, overflow="fold")
     for value in values:
-        table.add_row(*map(printable, (value.entry.key, value.text, value.entry.file, value.entry.section)))
+        table.add_row(*_cells((value.entry.key, value.text, value.entry.file, value.entry.section)))
     more = num_values - len(values)
     rest: list[RenderableType] = [Text(f"and {counted(more, 'more value')} (rows=None, --all: every one)", style="italic")]
     return [table, *(rest if more else [])]

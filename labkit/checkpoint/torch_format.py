@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -14,7 +13,7 @@ from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.names import FLAT_PARAMETER
 from labkit.checkpoint.pickle_records import Record, TensorRef, UnsupportedTensor, is_dtensor, is_sharded_tensor
-from labkit.checkpoint.plain_files import open_regular
+from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
 from labkit.checkpoint.rank_files import MOST_RANKS, Found, RankFile, ranks_of
 from labkit.checkpoint.safe_pickle import Unknown, Walk
 from labkit.checkpoint.wording import counted
@@ -82,11 +81,11 @@ def indexed_files(index: Path) -> list[str]:
         IncompleteCheckpointError: A file is missing.
     """
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(parse_json(read_regular(index))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointFormatError(index, "it has no readable weight_map") from None
     for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
+        if not is_inside(name):
             raise CheckpointFormatError(index, f"it points at {name!r}, outside its own directory")
         if not (index.parent / name).exists():
             raise IncompleteCheckpointError(index.parent / name, "the index names this file, and it is missing")

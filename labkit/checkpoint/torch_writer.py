@@ -90,7 +90,7 @@ def write_state(
         known, _ = storages.setdefault(piece.tensor.source.label, (_storage(piece, len(storages)), piece))
         leaves[piece.tensor.path] = _Tensor(known, piece.tensor.source.shape)
     leaves |= {value.path: plain[value.key] for value in values}
-    stem = PurePath(name).stem or "archive"
+    stem = PurePath(name).stem.encode(errors="replace").decode() or "archive"  # any name will do
     _write(out, stem, _pickled(nested(leaves)), list(storages.values()), reader, reserve, progress)
 
 

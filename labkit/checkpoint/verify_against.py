@@ -39,7 +39,7 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
     try:
         builder = find_function(model) if isinstance(model, str) else model
     except FunctionNotFoundError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(str(error)) from error
     name = model if isinstance(model, str) else getattr(model, "__qualname__", type(model).__name__)
     if not callable(builder):
         raise CheckpointError(
@@ -48,13 +48,20 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
     try:
         with torch.device("meta"):
             built = builder()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CheckpointError(
             f"{name} raised {type(error).__name__}: {error}. It is called without arguments, on torch's meta device: "
             "it should only build the model, and load no weights."
         ) from error
     if not isinstance(built, nn.Module):
         raise CheckpointError(f"{name} returned {type(built).__name__}, not a torch.nn.Module")
+    try:
+        ParameterList.of(built)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name} built a model whose parameters cannot be listed ({type(error).__name__}: {error}). Lazy modules need a first "
+            "forward to have shapes: build it with the sizes written out."
+        ) from error
     return built
 
 

@@ -18,7 +18,7 @@ from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry, unsupported
 from labkit.checkpoint.names import match_names
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.sections import optimizer_roots, parts, wrappers_of
+from labkit.checkpoint.sections import optimizer_roots, parameters_of_group, parts, wrappers_of
 from labkit.checkpoint.wording import bytes_text, counted, listed
 from labkit.ranks import format_ranks, name_ranks
 
@@ -305,7 +305,7 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
     with Reader(checkpoint) as reader:
         for key in lists:
             try:
-                yield from map(str, reader.value(key))
+                yield from map(str, parameters_of_group(reader.value(key), key))
             except CheckpointError as error:
                 report.error("unreadable", key, str(error), "the optimizer's groups cannot be restored")
     flattened = {key.removeprefix(head).rpartition(".")[0] for key in keys}

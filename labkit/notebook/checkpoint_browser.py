@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
+from labkit.errors import printable
 from labkit.notebook.explore import FreeText, explore
 from labkit.notebook.memory_bars import scale_for
 from labkit.notebook.style import rank_style, text_table
@@ -96,7 +97,7 @@ class CheckpointTree:
 
     def to_text(self) -> str:
         """One line a tensor, aligned."""
-        rows = [(_plain(entry.key), *_facts(entry), str(len(entry.chunks))) for entry in self._shown]
+        rows = [(printable(entry.key), *_facts(entry), str(len(entry.chunks))) for entry in self._shown]
         table = text_table(("tensor", "shape", "dtype", "size", "shards"), rows) if rows else []
         return "\n".join([self._summary(), *table, *self._rest()])
 
@@ -232,10 +233,5 @@ def _size(size_bytes: int) -> str:
     return f"{size_bytes:,} bytes" if scale == 1 else f"{size_bytes / scale:.1f} {unit}"
 
 
-def _plain(text: str) -> str:
-    """Text from a file with control characters spelled out."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 def _text(text: str) -> str:
-    return html.escape(_plain(text), quote=True)
+    return html.escape(printable(text), quote=True)

@@ -174,9 +174,7 @@ def _function(given: str | Callable[..., Any], what: str) -> Callable[..., Any]:
     try:
         return find_function(given)
     except FunctionNotFoundError as error:
-        raise JobError(f"{what}: {error}") from None
-    except Exception as error:  # the user's own module failed while it was imported
-        raise JobError(f"{what}: {given!r} cannot be imported: {type(error).__name__}: {error}") from error
+        raise JobError(f"{what}: {error}") from error
 
 
 def _name(given: str | Callable[..., Any]) -> str:

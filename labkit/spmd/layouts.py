@@ -83,7 +83,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     mesh: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
-        if not name or not size.isdigit() or int(size) < 1 or name in mesh:
+        if not name or not re.fullmatch("[1-9][0-9]{0,8}", size) or name in mesh:
             raise ValueError(f"cannot read the mesh {text!r} at {part!r}. Write it like dp=4,tp=2.")
         mesh[name] = int(size)
     return mesh

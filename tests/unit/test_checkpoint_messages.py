@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,11 +161,15 @@ def test_a_missing_table_is_named(saved: Path, tmp_path: Path) -> None:
 def test_a_file_that_may_not_be_read_is_one_message(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
-    def refused(self: Path, *_: object, **__: object) -> None:
-        raise PermissionError(13, "Permission denied", str(self))
+    opened = os.open
+
+    def refused(path: Any, *arguments: Any, **options: Any) -> int:
+        if path == saved:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments, **options)
 
     name, *rest = (str(tmp_path / part) if part == "out" else part for part in arguments)
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "open", refused)
+        patch.setattr(os, "open", refused)
         text = run(name, saved, *rest)
-    assert text == f"Error: [Errno 13] Permission denied: '{saved}'\n"
+    assert text == f"Error: {saved}: Permission denied\n"

@@ -17,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from labkit.checkpoint.plain_files import open_regular
+from labkit.errors import CheckpointError
 from labkit.machine import usable_cores
 
 if TYPE_CHECKING:
@@ -225,9 +227,9 @@ def reading_ahead(path: Path) -> Iterator[None]:
     key: tuple[int, ...] = ()
     started = None
     try:
-        with (path if path.name == _METADATA_FILE else path / _METADATA_FILE).open("rb", buffering=0) as file:
+        with open_regular(path if path.name == _METADATA_FILE else path / _METADATA_FILE) as file:
             key, started = _identity(file.fileno()), _processes(file.fileno())
-    except OSError:
+    except (OSError, CheckpointError):
         pass  # whoever reads it says what is wrong
     if started is None:
         yield
