@@ -372,6 +372,32 @@ def test_state_that_differs_by_options_or_shape_is_no_error(tmp_path: Path) -> N
     load(tmp_path / "factored", {"model": model, "optimizer": factored})
 
 
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Adadelta", {}),
+        ("Adagrad", {}),
+        ("Adam", {"amsgrad": True}),
+        ("Adamax", {}),
+        ("ASGD", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("RMSprop", {"centered": True, "momentum": 0.5}),
+        ("Rprop", {}),
+        ("SGD", {"momentum": 0.5}),
+    ],
+)
+def test_what_save_has_written_of_any_optimizer_is_loaded(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    model, _ = trained()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        model(torch.rand(3, 4)).pow(2).sum().backward()
+        optimizer.step()
+    save(tmp_path / "store", {"model": model, "optimizer": optimizer}, 1)
+    assert verify(tmp_path / "store").findings == []
+    assert load(tmp_path / "store", {"model": model, "optimizer": optimizer}).notes == ()
+
+
 @pytest.mark.parametrize("lost", ["step", "row_var", "col_var"])
 def test_state_that_lacks_what_belongs_to_the_rest_of_it_is_an_error(tmp_path: Path, lost: str) -> None:
     model, _ = trained()
