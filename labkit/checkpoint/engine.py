@@ -134,7 +134,11 @@ def run(
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
     values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
-    verification.check_source(checkpoint, gate, tensors=_sources(writer), values=values, workers=workers)
+    try:
+        verification.check_source(checkpoint, gate, tensors=_sources(writer), values=values, workers=workers)
+    except CheckpointError:
+        _check_unchanged(checkpoint)  # the better reason for whatever is wrong with it
+        raise
     try:
         left = _run(writer, checkpoint, destination, options, workers, progress, gate)
     except CorruptCheckpointError as error:

@@ -44,6 +44,7 @@ CODES: Mapping[str, str] = {
     "unpublished": "it is a step that its save did not finish",
     "unreadable": "an entry, or the whole checkpoint, cannot be read",
     "unsafe": "a pickle asks for something that torch would import and call",
+    "unsupported": "a tensor is of a kind that labkit does not read: quantized, jagged, sparse, or far larger than what is stored",
     "untied": "one parameter of the model is two different tensors here",
     "wrapped-name": "names carry parts that wrappers put there",
     "wrong-shape": "a tensor has another shape than the model's",

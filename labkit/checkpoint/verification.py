@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from labkit.checkpoint import verify_against, verify_data, verify_index, verify_steps
+from labkit.checkpoint import verify_against, verify_data, verify_index, verify_optimizer
 from labkit.checkpoint.catalog import open_checkpoint, open_parts, read_checkpoint
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from labkit.checkpoint.findings import Gate, Report
@@ -74,7 +74,7 @@ def verify(
         if data and whole:
             broken = _check_data(checkpoint, found, report, finite, workers, reading.advance)
         trainable = None if built is None or flat else verify_against.trainable_names(built)
-        verify_index.check_optimizer(checkpoint, report, trainable, broken)
+        verify_optimizer.check_optimizer(checkpoint, report, trainable, broken)
         if built is not None and not flat:
             verify_against.check_model(checkpoint, built, report)
             if data and whole:
@@ -215,10 +215,10 @@ def check_small(
             verify_data.check_tensors(
                 part, report, finite=False, entries=[*part.tensors.values()], workers=workers, damaged=damaged
             )
-        verify_data.check_moments(part, report, workers, reader)
+        verify_optimizer.check_moments(part, report, workers, reader)
     # The optimizer's completeness shows in the whole of it only, and what is left out is no matter here.
     optimizer = Report(report.path)
-    verify_index.check_optimizer(whole, optimizer, None, damaged)
+    verify_optimizer.check_optimizer(whole, optimizer, None, damaged)
     keys = [*part.tensors, *part.values]
     report.findings += [
         finding for finding in optimizer.findings if part is whole or any(f"{key}.".startswith(f"{finding.where}.") for key in keys)
@@ -249,8 +249,8 @@ def _check_data(
     verify_data.check_values(checkpoint, report, workers, damaged)
     entries = list(checkpoint.tensors.values())
     verify_data.check_tensors(checkpoint, report, finite=finite, entries=entries, workers=workers, damaged=damaged, copies=True)
-    verify_data.check_moments(checkpoint, report, workers)
-    verify_steps.check_steps(checkpoint, report, workers)
+    verify_optimizer.check_moments(checkpoint, report, workers)
+    verify_optimizer.check_steps(checkpoint, report, workers)
     return damaged
 
 

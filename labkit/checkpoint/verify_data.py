@@ -27,7 +27,6 @@ from labkit.checkpoint.wording import counted
 
 Progress = Callable[[int], None]
 T = TypeVar("T")
-_MOMENTS = (("exp_avg", "exp_avg_sq"), ("exp_avg_sq", "max_exp_avg_sq"))
 
 
 def no_progress(_: int) -> None:
@@ -276,38 +275,3 @@ def _check_replicas(entry: TensorEntry, reader: Reader, report: Report) -> None:
 def table_of(chunk: Chunk) -> ChunkTable:
     """A table with one chunk in it."""
     return ChunkTable.of([chunk], len(chunk.sizes))
-
-
-def check_moments(checkpoint: Checkpoint, report: Report, workers: int, reader: Reader | None = None) -> None:
-    """First and second moments are not the same bits: FSDP1's full optimizer state on the CPU shares one buffer for both."""
-    pairs = []
-    for key, entry in checkpoint.tensors.items():
-        for first, second in _MOMENTS[:1]:
-            other = checkpoint.tensors.get(key.removesuffix(first) + second) if key.endswith("." + first) else None
-            if entry.section == "optimizer" and other is not None and other.numel and other.shape == entry.shape:
-                pairs.append((entry, other))
-
-    def check(pair: tuple[TensorEntry, TensorEntry], reader: Reader) -> None:
-        left, right = pair
-        report.count("pairs of moments")
-        try:
-            if left.tied_to is None and right.tied_to is None and not _first_rows_equal(reader, left, right):
-                return
-            mean, square = reader.tensor(left.key), reader.tensor(right.key)
-        except CheckpointError:
-            return  # what cannot be read is another check's finding
-        if same_bits(mean, square) and bool(mean.any()):
-            report.error(
-                "shared-moments",
-                left.key,
-                f"it has the same bits as {right.key.rsplit('.', 1)[-1]}",
-                "Adam goes on with a wrong first moment (FSDP1's full optimizer state on the CPU does this)",
-            )
-
-    each(pairs, check, reader or checkpoint, workers)
-
-
-def _first_rows_equal(reader: Reader, left: TensorEntry, right: TensorEntry) -> bool:
-    sizes = (min(left.shape[0], 1), *left.shape[1:]) if left.shape else ()
-    zeros = (0,) * len(left.shape)
-    return same_bits(reader.box(left, zeros, sizes), reader.box(right, zeros, sizes))

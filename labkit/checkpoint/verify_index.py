@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,26 +14,13 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import held_in_files
 from labkit.checkpoint.manifest import Manifest
-from labkit.checkpoint.model import Checkpoint, TensorEntry, ValueEntry, unsupported
-from labkit.checkpoint.names import match_names
-from labkit.checkpoint.read import Reader
-from labkit.checkpoint.sections import optimizer_roots, parameters_of_group, parts, wrappers_of
+from labkit.checkpoint.model import Checkpoint, TensorEntry, unsupported
+from labkit.checkpoint.sections import wrappers_of
 from labkit.checkpoint.wording import bytes_text, counted, listed
 from labkit.ranks import format_ranks, name_ranks
 
 _LATE_S = 2.0
 UNREAD = "labkit migrates and loads what is left without it"
-# What torch's optimizers keep for each parameter that they keep anything for: Adam and its kin, Adamax, Adadelta, Adagrad, ASGD,
-# Rprop, Adafactor.
-_TOGETHER = (
-    frozenset({"step", "exp_avg", "exp_avg_sq"}),
-    frozenset({"step", "exp_avg", "exp_inf"}),
-    frozenset({"step", "square_avg", "acc_delta"}),
-    frozenset({"step", "sum"}),
-    frozenset({"step", "eta", "mu", "ax"}),
-    frozenset({"step", "prev", "step_size"}),
-    frozenset({"step", "row_var", "col_var"}),
-)
 
 
 def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
@@ -206,111 +192,6 @@ def check_names(checkpoint: Checkpoint, report: Report) -> None:
             )
     for name in checkpoint.opaque:
         report.error("unsafe", checkpoint.path, f"a pickle asks for {name}", "torch.load(weights_only=False) and DCP run it")
-
-
-def check_optimizer(
-    checkpoint: Checkpoint, report: Report, trainable: set[str] | None = None, damaged: Collection[str] = ()
-) -> None:
-    """Each optimized parameter has its state, and each state its parameter.
-
-    Args:
-        checkpoint: An opened checkpoint.
-        report: Takes the findings.
-        trainable: A model's trainable parameters by canonical name, when there is a model to compare with.
-        damaged: Files of which a finding says already that they cannot be read.
-    """
-    entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
-    for root in sorted(optimizer_roots(entries), key=str):
-        prefix = ".".join(map(str, root))
-        pieces: dict[str, set[str]] = defaultdict(set)
-        for entry in entries:
-            keys = parts(entry)
-            if keys[: len(root)] == root and len(keys) > len(root) + 2 and keys[len(root)] == "state":
-                pieces[".".join(map(str, keys[len(root) + 1 : -1]))].add(str(keys[-1]))
-        named = set(_group_parameters(checkpoint, prefix, report, damaged))
-        numbered = bool(pieces) and all(name.isdigit() for name in pieces)
-        if numbered:
-            report.warning(
-                "numbered-state",
-                prefix or checkpoint.path,
-                "its state is numbered by position",
-                "reordered parameters get each other's moments",
-            )
-        _compare_pieces(prefix, pieces, named, report)
-        if trainable is not None and not numbered:
-            # Wrappers are in the optimizer's names as in the model's.
-            for name in sorted(trainable - set(match_names(pieces, trainable).values())):
-                report.error(
-                    "no-state",
-                    f"{prefix}.state.{name}",
-                    "the parameter is trainable and has no optimizer state",
-                    "it starts again from zero moments",
-                )
-
-
-def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], report: Report) -> None:
-    for name in sorted(named - pieces.keys()) if pieces else ():
-        report.warning(
-            "no-state",
-            f"{prefix}.state.{name}",
-            "the parameter is in a group and has no state",
-            "it starts again from zero moments, unless it never had a gradient",
-        )
-    for name in sorted(pieces.keys() - named) if named else ():
-        report.error(
-            "stranger-state", f"{prefix}.state.{name}", "it has state and is in no parameter group", "its state is dropped on load"
-        )
-    kinds = {frozenset(found) for found in pieces.values()}
-    for name, found in sorted(pieces.items()):
-        lost = _lost_pieces(found, kinds)
-        fewer = sorted(set().union(*(kind for kind in kinds if kind > found)) - found)
-        if lost:
-            report.error(
-                "partial-state",
-                f"{prefix}.state.{name}",
-                f"it lacks {', '.join(lost)}, which others have",
-                "the optimizer fails at its next step, or starts those anew",
-            )
-        elif fewer:
-            report.warning(
-                "uneven-state",
-                f"{prefix}.state.{name}",
-                f"it lacks {', '.join(fewer)}, which others have",
-                "none, where its group's options or its shape are the reason; else the optimizer fails at its next step",
-            )
-
-
-def _lost_pieces(found: set[str], kinds: Collection[frozenset[str]]) -> list[str]:
-    """Return the pieces that a parameter must have had.
-
-    An optimizer may keep other pieces for some parameters (amsgrad in one group, factored moments of matrices), so a difference
-    alone says nothing. Pieces are lost where a parameter has one of those that torch's optimizers always keep together
-    (:data:`_TOGETHER`) and lacks another, which parameters with the first one have; or where a step counter is all it has.
-    """
-    if found == {"step"}:
-        return sorted(set().union(*kinds) - found)
-    lost: set[str] = set()
-    for family in _TOGETHER:
-        moments = found & (family - {"step"})
-        lost = lost.union(*(kind & family for kind in kinds if kind & moments))
-    return sorted(lost - found)
-
-
-def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damaged: Collection[str]) -> Iterator[str]:
-    head = f"{prefix}.param_groups." if prefix else "param_groups."
-    keys = [key for key in checkpoint.values if key.startswith(head)]
-    lists = [key for key in keys if key.endswith(".params")]
-    if any(checkpoint.values[key].file in damaged for key in lists):
-        return  # some names are not known, so none can be said to be strange
-    with Reader(checkpoint) as reader:
-        for key in lists:
-            try:
-                yield from map(str, parameters_of_group(reader.value(key), key))
-            except CheckpointError as error:
-                report.error("unreadable", key, str(error), "the optimizer's groups cannot be restored")
-    flattened = {key.removeprefix(head).rpartition(".")[0] for key in keys}
-    if not lists:  # flatten_optimizer_state_dict: param_groups.<fqn>.lr
-        yield from (name for name in flattened if not name.isdigit())
 
 
 def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:

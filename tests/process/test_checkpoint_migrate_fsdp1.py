@@ -173,3 +173,48 @@ def test_p14_the_order_that_the_help_prints_names_the_numbers_of_every_form(
     if form != "local":
         with pytest.raises(CheckpointMismatchError, match="another order than the optimizer's"):
             migrate(old, tmp_path / "other", model=Net(), order=order[::-1])
+
+
+def save_shared_moments(rank: int, folder: str) -> None:
+    """A FULL optimizer state with torch's defaults, which on the CPU gives both moments one buffer."""
+    model = fsdp1(Net())
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 2)
+    with FSDP.state_dict_type(
+        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=False), FullOptimStateDictConfig()
+    ):
+        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+    if rank == 0:
+        torch.save(state, f"{folder}/full.pt")
+
+
+def load_refused(rank: int, folder: str) -> tuple[str, bool, int]:
+    """What a load says, whether the model is as it was, and how many notes a load has that goes on all the same."""
+    model = fsdp2(Net(7))
+    state = {"model": model, "optim": optimizer_of(model)}
+    before = [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    try:
+        checkpoint.load(f"{folder}/new", state)
+        message = "loaded"
+    except checkpoint.VerificationError as error:
+        message = str(error)
+    same = all(torch.equal(a, b.to_local()) for a, b in zip(before, model.parameters(), strict=True))  # type: ignore[attr-defined]
+    report = checkpoint.load(f"{folder}/new", state, despite=["shared-moments"])
+    return message, same, len(report.notes)
+
+
+def test_p2_shared_moments_of_fsdp1_stop_a_migration_and_a_load_on_every_rank(launcher: Launcher, tmp_path: Path) -> None:
+    launcher.run(save_shared_moments, 2, tmp_path, str(tmp_path))
+    errors = {finding.code for finding in verify(tmp_path / "full.pt").findings if finding.severity == "error"}
+    assert errors == {"shared-moments"}
+    with pytest.raises(checkpoint.VerificationError, match="--despite shared-moments"):
+        migrate(tmp_path / "full.pt", tmp_path / "new", model=Net())
+    assert not (tmp_path / "new").exists()
+    result = migrate(tmp_path / "full.pt", tmp_path / "new", model=Net(), despite=["shared-moments"])
+    outcomes = launcher.run(load_refused, 2, tmp_path, str(tmp_path))
+    assert outcomes[0] == outcomes[1]
+    message, unchanged, notes = outcomes[0]
+    assert "Nothing was loaded" in message
+    assert "[shared-moments]" in message
+    assert unchanged
+    assert notes == len(result.accepted) > 0

@@ -144,7 +144,7 @@ def changed_pickle(folder: Path) -> Path:
 
 
 def changed_safetensors(folder: Path) -> Path:
-    migrate(plain(folder), folder / "weights", to="safetensors")
+    migrate(plain(folder), folder / "weights", to="safetensors", only=["model"])
     (file,) = (folder / "weights").glob("*.safetensors")
     data = bytearray(file.read_bytes())
     data[-3] ^= 1
@@ -162,6 +162,18 @@ def cut_file(folder: Path) -> Path:
     return folder / "source"
 
 
+def without_rank(folder: Path) -> Path:
+    for rank in (1, 2):
+        (folder / "files").mkdir(exist_ok=True)
+        torch.save(state() | {"rng": torch.tensor([rank])}, folder / f"files/state_{rank}.pt")
+    return folder / "files"
+
+
+def quantized(folder: Path) -> Path:
+    torch.save(state() | {"small": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, folder / "x.pt")
+    return folder / "x.pt"
+
+
 ACCEPTABLE = [
     ("bad-manifest", damaged_manifest),
     ("changed-content", changed_weight),
@@ -169,19 +181,33 @@ ACCEPTABLE = [
     ("changed-content", changed_pickle),
     ("changed-content", changed_safetensors),
     ("changed-size", longer_file),
+    ("missing-rank", without_rank),
     ("partial-state", edited(lose_piece)),
     ("shared-bytes", edited(share_bytes)),
     ("shared-moments", same_moments),
     ("stranger-state", strange_state),
     ("unpublished", unfinished_step),
 ]
-NOT_ACCEPTABLE = [
+NOT_def without_rank(folder: Path) -> Path:
+    for rank in (1, 2):
+        (folder / "files").mkdir(exist_ok=True)
+        torch.save(state() | {"rng": torch.tensor([rank])}, folder / f"files/state_{rank}.pt")
+    return folder / "files"
+
+
+def quantized(folder: Path) -> Path:
+    torch.save(state() | {"small": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, folder / "x.pt")
+    return folder / "x.pt"
+
+
+ACCEPTABLE = [
     ("missing-file", without_file),
     ("outside", edited(move_chunk)),
     ("overlapping", edited(double_chunk)),
     ("short-file", cut_file),
     ("uncovered", edited(drop_chunk)),
     ("unreadable", edited(wrong_dtype)),
+    ("unsupported", quantized),
 ]
 WARNINGS = {"late-file", "numbered-state", "stray-file", "tied", "uneven-state", "uneven-steps", "wrapped-name", "other-dtype"}
 ASKED_FOR = {"flat-parameters", "missing-key", "no-state", "not-finite", "other-bits", "unexpected-key", "untied", "wrong-shape"}
@@ -288,7 +314,7 @@ def test_p2_the_last_line_says_what_was_accepted_and_does_not_say_verified_alone
 def test_a_fault_in_what_is_left_out_stops_nothing(tmp_path: Path) -> None:
     source = same_moments(tmp_path)
     assert verify(source).ok is False
-    for name, options in {"weights.safetensors": {}, "model": {"drop": ["optimizer.*"]}}.items():
+    for name, options in {"weights.safetensors": {"only": ["model"]}, "model": {"drop": ["optimizer.*"]}}.items():
         result = migrate(source, tmp_path / name, **options)  # type: ignore[arg-type]
         assert result.accepted == ()
         assert verify(tmp_path / name).ok
@@ -370,6 +396,32 @@ def test_state_that_differs_by_options_or_shape_is_no_error(tmp_path: Path) -> N
     save(tmp_path / "factored", {"model": model, "optimizer": factored}, 1)
     assert verify(tmp_path / "factored").findings == []
     load(tmp_path / "factored", {"model": model, "optimizer": factored})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Adadelta", {}),
+        ("Adagrad", {}),
+        ("Adam", {"amsgrad": True}),
+        ("Adamax", {}),
+        ("ASGD", {}),
+        ("NAdam", {}),
+        ("RAdam", {}),
+        ("RMSprop", {"centered": True, "momentum": 0.5}),
+        ("Rprop", {}),
+        ("SGD", {"momentum": 0.5}),
+    ],
+)
+def test_what_save_has_written_of_any_optimizer_is_loaded(tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
+    model, _ = trained()
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1, **options)
+    for _ in range(2):
+        model(torch.rand(3, 4)).pow(2).sum().backward()
+        optimizer.step()
+    save(tmp_path / "store", {"model": model, "optimizer": optimizer}, 1)
+    assert verify(tmp_path / "store").findings == []
+    assert load(tmp_path / "store", {"model": model, "optimizer": optimizer}).notes == ()
 
 
 @pytest.mark.parametrize("lost", ["step", "row_var", "col_var"])

@@ -253,14 +253,14 @@ def test_s14_a_source_that_changes_while_it_is_copied_is_refused(
 
 def test_s14_an_index_that_changes_right_after_it_was_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, file = stored(tmp_path, "safetensors")
-    original = engine.open_checkpoint
+    original = verification.open_checkpoint
 
-    def open_and_change(path: Path) -> Any:
-        found = original(path)
+    def open_and_change(path: Path, **options: Any) -> Any:
+        found = original(path, **options)
         in_place(file)
         return found
 
-    monkeypatch.setattr(engine, "open_checkpoint", open_and_change)
+    monkeypatch.setattr(verification, "open_checkpoint", open_and_change)
     for work in (migrate, functools.partial(reshard, mesh=2)):
         with pytest.raises(CheckpointError, match="was changed while it was read"):
             work(source, tmp_path / "out")
