@@ -10,7 +10,7 @@ from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundEr
 from labkit.checkpoint.model import Checkpoint, tie
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import INDEX_SUFFIX, read_safetensors
-from labkit.checkpoint.staging_area import START_OVER, is_partial, partial_folder
+from labkit.checkpoint.staging_leftovers import START_OVER, is_partial, partial_folder
 from labkit.checkpoint.torch_format import INDEX_FILE, read_torch, torch_files
 
 _UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfinished. {START_OVER}"
