@@ -14,7 +14,7 @@ from labkit.checkpoint.parts import INDEX_SUFFIX, format_of, is_pattern, listed_
 from labkit.checkpoint.plain_files import open_regular, refuse_special
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import read_safetensors
-from labkit.checkpoint.staging_area import START_OVER, is_partial, partial_folder
+from labkit.checkpoint.staging_leftovers import START_OVER, is_partial, partial_folder
 from labkit.checkpoint.torch_format import indexed_files, read_torch
 
 _UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfinished. {START_OVER}"

@@ -51,7 +51,7 @@ CODES: Mapping[str, str] = {
 }
 
 #: Nobody can accept these: the elements are not there, or nothing says which of them are meant.
-FINAL = frozenset({"missing-file", "short-file", "uncovered", "overlapping", "outside", "unreadable"})
+FINAL = frozenset({"missing-file", "short-file", "uncovered", "overlapping", "outside", "unreadable", "unsupported"})
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Checkpoint tools against cp, against torch's own converter, and on the index of a very large checkpoint.
 
 Run with ``make bench``. Ratios are taken within one run on one disk; absolute numbers say what machine it was.
-LABKIT_BENCH_GIB sets the size (2 by default), LABKIT_BENCH_ROUNDS how often each is timed, LABKIT_BENCH_TENSORS and
-LABKIT_BENCH_RANKS the size of the large index. What was tried and did not help is in NOTES.md.
+LABKIT_BENCH_GIB sets the size (2 by default), LABKIT_BENCH_ROUNDS how often each is timed, LABKIT_BENCH_SMALL the number of small
+tensors, LABKIT_BENCH_TENSORS and LABKIT_BENCH_RANKS the size of the large index. What was tried and did not help is in NOTES.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import torch.distributed.checkpoint as dcp
 from labkit.checkpoint import migrate, reshard
 from labkit.checkpoint.manifest import hash_file
 from tests.benchmarks.checkpoint_index import write_index
+from tests.unit.test_checkpoint_many_tensors import MANY, many
 
 GIB = float(os.environ.get("LABKIT_BENCH_GIB", "2"))
 ROUNDS = int(os.environ.get("LABKIT_BENCH_ROUNDS", "5"))
+SMALL = int(os.environ.get("LABKIT_BENCH_SMALL", "50000"))
 TENSORS = int(os.environ.get("LABKIT_BENCH_TENSORS", "10000"))
 RANKS = int(os.environ.get("LABKIT_BENCH_RANKS", "1024"))
 FIXED_BYTES = 192 << 20
@@ -44,20 +46,29 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def timed(work: Callable[[], object], produced: Path) -> float:
-    """How long a run takes in seconds, until what it wrote is on disk."""
+    """How long a run takes in seconds, beginning with nothing to be written back."""
     if produced.exists():
         shutil.rmtree(produced) if produced.is_dir() else produced.unlink()
     os.sync()
     began = time.perf_counter()
     work()
-    os.sync()
     return time.perf_counter() - began
+
+
+def copy(source: Path, out: Path) -> None:
+    """What cp does, which leaves the data in the page cache."""
+    subprocess.run(["cp", "-r", str(source), str(out)], check=True)
+
+
+def copy_to_disk(source: Path, out: Path) -> None:
+    """What a copy costs that is on disk at the end, as migrate and reshard promise it."""
+    copy(source, out)
+    os.sync()
 
 
 def copy_and_read_back(source: Path, out: Path) -> None:
     """What a copy costs that is on disk and read back from there once, as migrate and reshard promise it."""
-    subprocess.run(["cp", "-r", str(source), str(out)], check=True)
-    os.sync()
+    copy_to_disk(source, out)
     for path in out.iterdir():
         hash_file(path, from_disk=True)
 
@@ -66,7 +77,8 @@ def copy_and_read_back(source: Path, out: Path) -> None:
 def test_migrate_and_reshard_against_cp(source: Path, tmp_path: Path) -> None:
     size = sum(path.stat().st_size for path in source.iterdir()) / 2**30
     works: dict[str, Callable[[], object]] = {
-        "cp": lambda: subprocess.run(["cp", "-r", str(source), str(tmp_path / "out")], check=True),
+        "cp": lambda: copy(source, tmp_path / "out"),
+        "cp, sync": lambda: copy_to_disk(source, tmp_path / "out"),
         "cp, sync, read back from the disk": lambda: copy_and_read_back(source, tmp_path / "out"),
         "migrate to dcp": lambda: migrate(source, tmp_path / "out"),
         "migrate to safetensors": lambda: migrate(source, tmp_path / "out", to="safetensors", shard_bytes=1 << 29),
@@ -80,11 +92,20 @@ def test_migrate_and_reshard_against_cp(source: Path, tmp_path: Path) -> None:
             took[name].append(timed(work, tmp_path / "out"))
     print(f"\n{size:.2f} GiB, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, {ROUNDS} rounds")
     for name, seconds in took.items():
-        ratios = sorted(theirs / ours for theirs, ours in zip(took["cp"], seconds, strict=True))
-        print(
-            f"{name}: {size / statistics.median(seconds):.2f} GiB/s, "
-            f"{statistics.median(ratios):.0%} of cp ({ratios[0]:.0%} to {ratios[-1]:.0%})"
-        )
+        told = [f"{size / statistics.median(seconds):.2f} GiB/s"]
+        for other in ("cp", "cp, sync"):
+            ratios = sorted(theirs / ours for theirs, ours in zip(took[other], seconds, strict=True))
+            told.append(f"{statistics.median(ratios):.0%} of {other} ({ratios[0]:.0%} to {ratios[-1]:.0%})")
+        print(f"{name}: {'; '.join(told)}")
+
+
+@pytest.mark.timeout(1200)
+def test_many_small_tensors(tmp_path: Path) -> None:
+    folder = many(tmp_path / "many", SMALL)
+    print(f"\n{SMALL:,} tensors of 4 elements, {os.cpu_count()} cores")
+    for name, work in MANY.items():
+        took = timed(lambda work=work: work(folder), folder / "out")  # type: ignore[misc]
+        print(f"{name}: {took:.1f} s, load {os.getloadavg()[0]:.1f}")
 
 
 PEAK = """

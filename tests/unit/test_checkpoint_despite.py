@@ -188,19 +188,7 @@ ACCEPTABLE = [
     ("stranger-state", strange_state),
     ("unpublished", unfinished_step),
 ]
-NOT_def without_rank(folder: Path) -> Path:
-    for rank in (1, 2):
-        (folder / "files").mkdir(exist_ok=True)
-        torch.save(state() | {"rng": torch.tensor([rank])}, folder / f"files/state_{rank}.pt")
-    return folder / "files"
-
-
-def quantized(folder: Path) -> Path:
-    torch.save(state() | {"small": torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)}, folder / "x.pt")
-    return folder / "x.pt"
-
-
-ACCEPTABLE = [
+NOT_ACCEPTABLE = [
     ("missing-file", without_file),
     ("outside", edited(move_chunk)),
     ("overlapping", edited(double_chunk)),

@@ -27,6 +27,7 @@ from labkit.checkpoint import (
     migration,
     read,
     reshard,
+    verification,
     verify,
     zip_writer,
 )

@@ -9,7 +9,9 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from labkit.checkpoint import engine, manifest, migrate, open_checkpoint, reshard, staging_area, verify
+from labkit.checkpoint import engine, manifest, migrate, open_checkpoint, reshard, staging_leftovers, verify
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import (
     CheckpointError,
@@ -188,6 +190,37 @@ def test_a_second_process_leaves_the_first_ones_files_alone(source: Path, tmp_pa
     assert (held.data / "file").exists()
     held.discard()
     assert os.listdir(tmp_path) == ["source"]
+
+
+def test_s2_of_runs_that_begin_at_once_one_writes_and_the_others_are_refused(tmp_path: Path) -> None:
+    writing, together, unexpected = threading.Lock(), [], []
+
+    def begin(_: int) -> int:
+        won = 0
+        for _ in range(25):
+            try:
+                area = StagingArea(tmp_path / "out")
+            except CheckpointWriteError:
+                continue
+            except BaseException as error:
+                unexpected.append(error)
+                raise
+            won += 1
+            if not writing.acquire(blocking=False):
+                together.append(area)
+            (area.data / "file").write_text("mine")
+            writing.release()
+            if won % 2:
+                assert area.discard().endswith("nothing is left of it.")
+            else:
+                os.close(area._marker_fd)  # killed
+        return won
+
+    with ThreadPoolExecutor(4) as pool:
+        won = list(pool.map(begin, range(4)))
+    assert not unexpected
+    assert not together
+    assert sum(won) >= 4
 
 
 # -- what others have put there ----------------------------------------------------------------------------------------------
@@ -389,7 +422,7 @@ def test_a_file_system_without_links_and_locks_still_takes_a_file(
 
     partial = begun(tmp_path, "out.pt")
     monkeypatch.setattr(os, "link", refuse)
-    monkeypatch.setattr(staging_area.fcntl, "flock", refuse)
+    monkeypatch.setattr(staging_leftovers.fcntl, "flock", refuse)
     with pytest.raises(CheckpointExistsError, match="no locks, so nothing says whether a run still writes there"):
         migrate(source, tmp_path / "out.pt")
     subprocess.run(["rm", "-r", str(partial)], check=True)

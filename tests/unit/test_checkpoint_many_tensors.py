@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from labkit.checkpoint import migrate, open_checkpoint, reshard, table, verify
 
-FEW = 1000
+FEW = 600
 
 
 class Many(torch.nn.Module):

@@ -1,0 +1,177 @@
+"""The folder in which a destination is written, as another run may have left it: what it looks like, and when it may go.
+
+``NEW.partial`` holds ``.labkit``, the marker, and ``data``. It is removed only when it is a real directory of this user, with
+nothing but a marker and ``data`` in it, the marker is a regular file of this user that names this destination, and nobody holds its
+lock. Two states have no marker to read and are removed too, since a kill between two system calls leaves them: an empty directory,
+and one with an empty marker only. Anything else is refused and stays as it is. Nothing is opened through a link, and of what the
+folder holds only the marker is ever read.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from labkit.checkpoint.errors import CheckpointExistsError, CheckpointWriteError
+
+MARKER, DATA = ".labkit", "data"
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+MARKER_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+START_OVER = "The same command removes it and starts over. Remove it yourself if you do not want that."
+_MARKER_BYTES = 1 << 16
+
+
+def partial_folder(destination: Path) -> Path:
+    """Return the folder in which a destination is written until it is complete."""
+    return destination.with_name(destination.name + ".partial")
+
+
+def is_partial(path: Path) -> bool:
+    """Return whether a path is a folder that a run has left unfinished, or the data in one."""
+    folders = [path, path.parent] if path.name == DATA else [path]
+    return any(_is_regular(folder / MARKER) for folder in folders)
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return False
+
+
+def remove_leftover(destination: Path, text: bytes) -> None:
+    """Remove a destination's folder where a killed run has left it; return also when another run has done that meanwhile.
+
+    Args:
+        destination: Where the result goes.
+        text: What the marker of a run for this destination holds.
+
+    Raises:
+        CheckpointExistsError: What is there was not left by a killed run for this destination.
+        CheckpointWriteError: Its run is at work.
+    """
+    folder = partial_folder(destination)
+    try:
+        folder_fd = os.open(folder, FOLDER_FLAGS)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        what = "it is a link" if folder.is_symlink() else "it is no directory of yours that can be opened"
+        raise _refusal(destination, f"{what} ({error.strerror})") from None
+    try:
+        if not _is_mine(os.fstat(folder_fd)):
+            raise _refusal(destination, "it belongs to another user")
+        if os.listdir(folder_fd):
+            _remove_begun(destination, text, folder_fd)
+        else:
+            remove_folder(folder)
+    except FileNotFoundError:
+        return  # its own run has ended meanwhile
+    finally:
+        os.close(folder_fd)
+
+
+def _remove_begun(destination: Path, text: bytes, folder_fd: int) -> None:
+    marker_fd = _open_marker(destination, folder_fd)
+    try:
+        locked = lock(marker_fd)
+        if locked is None:
+            raise _refusal(destination, "the file system has no locks, so nothing says whether a run still writes there")
+        if not locked:
+            raise being_written(destination)
+        if is_linked(marker_fd, folder_fd):
+            _check_begun(destination, text, marker_fd, folder_fd)
+            empty(folder_fd)
+            remove_folder(partial_folder(destination))
+    finally:
+        os.close(marker_fd)
+
+
+def _open_marker(destination: Path, folder_fd: int) -> int:
+    try:
+        found = os.stat(MARKER, dir_fd=folder_fd, follow_symlinks=False)
+    except FileNotFoundError:
+        if not os.listdir(folder_fd):
+            raise  # another run has removed it meanwhile
+        raise _refusal(destination, f"labkit did not begin it (there is no {MARKER} in it)") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise _refusal(destination, f"its {MARKER} is not a regular file")
+    if not _is_mine(found):
+        raise _refusal(destination, f"its {MARKER} belongs to another user")
+    return os.open(MARKER, MARKER_FLAGS, dir_fd=folder_fd)
+
+
+def _check_begun(destination: Path, text: bytes, marker_fd: int, folder_fd: int) -> None:
+    """Raise CheckpointExistsError unless labkit began this folder for this destination."""
+    names = set(os.listdir(folder_fd))
+    if foreign := sorted(names - {MARKER, DATA}):
+        raise _refusal(destination, f"it holds {foreign[0]!r}, which labkit does not put there")
+    if DATA in names:
+        data = os.stat(DATA, dir_fd=folder_fd, follow_symlinks=False)
+        if not stat.S_ISDIR(data.st_mode) or not _is_mine(data):
+            raise _refusal(destination, f"{DATA!r} in it is no directory of yours")
+    found = os.read(marker_fd, _MARKER_BYTES)
+    unwritten = not found and DATA not in names
+    if found != text and not unwritten:
+        raise _refusal(destination, f"its {MARKER} does not say that labkit began it for {destination}")
+
+
+def _refusal(destination: Path, what: str) -> CheckpointExistsError:
+    return CheckpointExistsError(
+        partial_folder(destination),
+        f"{destination.name} is to be written there, and {what}. It was left as it is. Move or remove it, or choose "
+        "another destination.",
+    )
+
+
+def being_written(destination: Path) -> CheckpointWriteError:
+    """Return the error for a destination that another run is writing."""
+    return CheckpointWriteError(destination, "another process is writing it. Wait for it, or end it.")
+
+
+# -- of a folder that is known to be labkit's -----------------------------------------------------------------------------------
+
+
+def empty(folder_fd: int) -> None:
+    """Remove what a run puts into its folder, in an order that leaves what the next run recognises after a kill."""
+    with suppress(FileNotFoundError):
+        shutil.rmtree(DATA, dir_fd=folder_fd)
+    with suppress(FileNotFoundError):
+        os.unlink(MARKER, dir_fd=folder_fd)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove an emptied folder, unless another run has begun in it meanwhile."""
+    try:
+        folder.rmdir()
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY or not is_partial(folder):
+            raise
+
+
+def lock(fd: int) -> bool | None:
+    """Return whether the lock was free, and take it; None where the file system has no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def is_linked(marker_fd: int, folder_fd: int) -> bool:
+    """Return whether an open marker is still the one in its folder."""
+    try:
+        return os.path.samestat(os.fstat(marker_fd), os.stat(MARKER, dir_fd=folder_fd, follow_symlinks=False))
+    except FileNotFoundError:
+        return False
+
+
+def _is_mine(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid()
