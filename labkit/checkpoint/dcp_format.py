@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from labkit.checkpoint.dcp_versions import METADATA_MODULE, note_form
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
 from labkit.checkpoint.large_index import reading
 from labkit.checkpoint.large_index.reading import Columns
-from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
+from labkit.checkpoint.layout import is_shape
+from labkit.checkpoint.model import Checkpoint, ChunkTable, Int64s, Path_, TensorEntry, ValueEntry, writer_rank
 from labkit.checkpoint.pickle_machine import Stateful
 from labkit.checkpoint.pickle_records import Record
 from labkit.checkpoint.plain_files import is_inside, open_regular, read_regular, regular_size
@@ -52,7 +53,7 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
         raise CheckpointFormatError(path, "it holds no DCP metadata")
     checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=opaque)
-    checkpoint.metadata = {"dcp_version": metadata.state.get("version"), "metadata_bytes": len(data)}
+    checkpoint.metadata = {"dcp_version": _version(metadata.state), "metadata_bytes": len(data)}
     return _guarded(path, lambda: _fill(checkpoint, metadata.state, path))
 
 
@@ -70,7 +71,7 @@ def _read_columns(path: Path) -> Columns | None:
 
 def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkpoint:
     checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=columns.opaque)
-    checkpoint.metadata = {"dcp_version": columns.state.get("version"), "metadata_bytes": size}
+    checkpoint.metadata = {"dcp_version": _version(columns.state), "metadata_bytes": size}
     files, state = columns.files, columns.state
     note_form(checkpoint, state)
     # What stayed outside the columns: the first record of each kind, values, batches of one.
@@ -88,7 +89,7 @@ def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkp
     _place_rest(columns, at_offset, path)
     for key, (begin, end) in columns.bounds.items():
         described = state["state_dict_metadata"][key].state
-        shape, part = tuple(described["size"]), slice(begin, end)
+        shape, part = _shape(described["size"]), slice(begin, end)
         dims = slice(0, len(shape))
         files_of, starts, lengths = columns.places[part].T
         table = ChunkTable(columns.offsets[part, dims], columns.sizes[part, dims], files_of, starts, lengths, files, archive=True)
@@ -121,6 +122,8 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Check
     transforms: set[str] = set()
     _check_size(state["state_dict_metadata"].values(), checkpoint.metadata["metadata_bytes"], path)
     for key, described in state["state_dict_metadata"].items():
+        if not isinstance(key, str):
+            raise TypeError(f"an entry with {key!r} for a name")
         if described.name == f"{METADATA_MODULE}.BytesStorageMetadata":
             info = storage.get((key, None))
             if info is None:
@@ -132,7 +135,7 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Check
     for (info,) in (state.get("storage_data") or {}).values():
         transforms.update(info.get("transform_descriptors") or ())
     if transforms:
-        checkpoint.metadata["transforms"] = sorted(transforms)
+        checkpoint.metadata["transforms"] = sorted(map(str, transforms))
     _note_files(checkpoint, files, path)
     return checkpoint
 
@@ -145,9 +148,16 @@ def _check_size(described: Iterable[Any], num_bytes: int, path: Path) -> None:
         raise CheckpointFormatError(path, f"its {num_bytes:,} bytes describe {numbers:,} chunks and dims, by repeating their parts")
 
 
+def _version(state: Mapping[str, Any]) -> str | None:
+    found = state.get("version")
+    return found if isinstance(found, str) else None  # torch 2.0 has none
+
+
 def _path(paths: Mapping[str, Any], key: str) -> Path_:
     found = paths.get(key) if isinstance(paths, dict) else None
-    return tuple(found) if isinstance(found, tuple) and found else (key,)
+    if isinstance(found, tuple) and found and all(isinstance(part, str | int) for part in found):
+        return found
+    return (key,)
 
 
 def _storage_index(
@@ -160,7 +170,10 @@ def _storage_index(
         file = files.get(name)
         if file is None:
             file = files[_inside(name, path)] = len(files)
-        index[at["fqn"], at.get("offset")] = (file, stored["offset"], stored["length"])
+        start, length = stored["offset"], stored["length"]
+        if type(start) is not int or type(length) is not int or start < 0 or length < 0 or start + length >= 1 << 63:
+            raise ValueError(f"bytes from {start!r}, {length!r} of them")
+        index[at["fqn"], at.get("offset")] = (file, start, length)
     return index, list(files)
 
 
@@ -178,7 +191,7 @@ def _tensor_entry(
     nested: Path_,
     path: Path,
 ) -> TensorEntry:
-    shape = tuple(described["size"])
+    shape = _shape(described["size"])
     chunks = described["chunks"]
     offsets = [chunk["offsets"] for (chunk,) in chunks]
     sizes = [chunk["sizes"] for (chunk,) in chunks]
@@ -189,9 +202,12 @@ def _tensor_entry(
         raise IncompleteCheckpointError(path, f"it declares a chunk of {key!r} and does not say where its bytes are") from None
     count, dims = len(chunks), len(shape)
     columns = np.array(places, dtype=np.int64).reshape(count, 3)
+    extents = _whole_numbers(sizes).reshape(count, dims)
+    if extents.prod(axis=1, dtype=np.float64).max(initial=0) >= 1 << 62:
+        raise ValueError("a chunk is larger than all tensors")
     table = ChunkTable(
-        np.array(offsets, dtype=np.int64).reshape(count, dims),
-        np.array(sizes, dtype=np.int64).reshape(count, dims),
+        _whole_numbers(offsets).reshape(count, dims),
+        extents,
         columns[:, 0],
         columns[:, 1],
         columns[:, 2],
@@ -199,6 +215,21 @@ def _tensor_entry(
         archive=True,
     )
     return TensorEntry(key, nested, shape, _dtype(described["properties"], key, path), table)
+
+
+def _shape(size: Any) -> tuple[int, ...]:
+    shape = tuple(size)
+    if not is_shape(shape):
+        raise ValueError(f"a tensor of the shape {shape!r}")
+    return shape
+
+
+def _whole_numbers(rows: Sequence[Any]) -> Int64s:
+    found = np.array(rows)  # without a dtype: with one, numpy would take 1.5 and "1"
+    # Below 2**62, so that the end of a chunk is a number of 64 bits too.
+    if found.size and (found.dtype != np.int64 or found.min() < 0 or found.max() >= 1 << 62):
+        raise ValueError("a chunk's place is not of whole numbers, or beyond all tensors")
+    return found.astype(np.int64)
 
 
 def _dtype(properties: Record, key: str, path: Path) -> torch.dtype:

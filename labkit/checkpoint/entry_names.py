@@ -50,7 +50,8 @@ def group_names(contents: Contents) -> list[str]:
     """Return the names in the lists of parameters of optimizer groups; numbers are left out."""
     wanted = [item for item in contents.values if is_group_parameters(item)]
     values = read_values(contents, wanted, drop_advice=DROP_ADVICE)
-    return [name for listed in values.values() for name in listed if isinstance(name, str)]
+    listed = [parameters_of_group(value, f"{contents.checkpoint.path}: {key}") for key, value in values.items()]
+    return [name for names in listed for name in names if isinstance(name, str)]
 
 
 def map_group_names(contents: Contents, change: Callable[[str], str]) -> None:

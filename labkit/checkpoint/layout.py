@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_MOST_DIMS = 64  # of a tensor in torch's operations, and of numpy's arrays
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -70,6 +71,18 @@ def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
         rank, at = divmod(rank, size)
         coordinate.append(at)
     return tuple(reversed(coordinate))
+
+
+def is_shape(shape: Sequence[object]) -> bool:
+    """Return whether torch can have a tensor of this shape: at most 64 sizes of at least 0, and strides of 64 bits."""
+    if len(shape) > _MOST_DIMS:
+        return False
+    step = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            return False
+        step *= max(size, 1)
+    return step < 1 << 63
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
+from labkit.checkpoint.layout import is_shape
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
 from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
 
@@ -28,7 +29,6 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 # A header that the library refuses is parsed to say why, up to this size: as Python's objects it can take 20 times its text.
 _EXPLAINED_BYTES = 1 << 20
 _LARGEST = (1 << 63) - 1  # of torch's and numpy's numbers
-_MOST_DIMS = 64  # of a tensor in torch's operations, and of numpy's arrays
 _SHARDING = "DCP_SHARDING_INFO"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -202,10 +202,8 @@ def _described(path: Path, key: str, described: Any) -> tuple[torch.dtype, tuple
         raise CheckpointFormatError(path, f"its header describes {key!r} in a form that safetensors does not have") from None
     if not isinstance(code, str) or code not in DTYPES:
         raise CheckpointFormatError(path, f"{key!r} has the dtype {code!r}, which this version of labkit does not know")
-    if not all(map(_is_count, (*shape, begin, end))):
-        raise CheckpointFormatError(path, f"{key!r} has a shape or offsets that are not whole numbers from 0 to 2**63 - 1")
-    if len(shape) > _MOST_DIMS or prod(max(1, n) for n in shape) > _LARGEST:
-        raise CheckpointFormatError(path, f"{key!r} has {len(shape)} dims and a size that no tensor of torch can have")
+    if not is_shape(shape) or not _is_count(begin) or not _is_count(end):
+        raise CheckpointFormatError(path, f"{key!r} has a shape or offsets that no tensor of torch can have")
     dtype = DTYPES[code]
     if end - begin != prod(shape) * dtype.itemsize:
         raise CheckpointFormatError(
