@@ -17,6 +17,7 @@ from typing import Any
 from labkit.checkpoint.pickle_budget import Budget
 
 _LONGEST_NAME = 200
+_SIZED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 
 class Stateful(list[dict[str, Any]]):
@@ -148,11 +149,8 @@ class PickleMachine:
             return arguments[0]
         if type(arguments) is not tuple:
             raise UnpicklingError("a call whose arguments are no tuple")
-        cost = len(arguments)
-        for item in arguments:
-            if isinstance(item, str | bytes | bytearray | list | tuple | dict | set | frozenset):
-                cost += len(item)
-        self.budget.charge(cost)
+        self.budget.charge_parts(len(arguments))
+        self.budget.charge(sum(len(item) for item in arguments if type(item) in _SIZED))
         return self.call(function, arguments)
 
     def _pop_mark(self) -> list[Any]:

@@ -45,6 +45,7 @@ Unknown = Literal["refuse", "opaque"]
 _MAX_DEPTH = 64
 _MOST_UNKNOWN = 100
 _PAUSE_BYTES = 1 << 20
+_NAMES_PER_BYTE = 8
 _DCP = "torch.distributed.checkpoint"
 # What a damaged or hostile pickle makes the machine raise.
 _DAMAGED = (UnpicklingError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
@@ -134,6 +135,7 @@ class SafeMachine(PickleMachine):
         # From a sequence only: set(range(10**9)) would be a bomb.
         if type(items) not in (list, tuple, set, frozenset):
             raise UnpicklingError(f"a set of {type(items).__name__}")
+        self.budget.charge_parts(len(items))
         found: set[Any] = set()
         self.add_items(found, list(items))
         return found
@@ -145,6 +147,7 @@ class SafeMachine(PickleMachine):
             return function.call(*arguments)
         if function is OrderedDict and len(arguments) < 2:
             made: OrderedDict[Any, Any] = OrderedDict()
+            self.budget.charge_parts(len(arguments[0]) if arguments else 0)
             for pair in arguments[0] if arguments else ():
                 if type(pair) not in (tuple, list) or len(pair) != 2:
                     raise UnpicklingError("an OrderedDict of something that is no row of pairs")
@@ -366,12 +369,12 @@ class Walk:
 
     Args:
         path: The file, for messages.
-        size: The length of the pickle in bytes. All names together may have 64 times as many characters and a million more:
+        size: The length of the pickle in bytes. All names together may have eight times as many characters and a million more:
             what occurs under several names is listed under each, and twice the dict before, fifty times over, is refused.
     """
 
     def __init__(self, path: object, size: int) -> None:
-        self._path, self._left = path, UNITS_PER_BYTE * size + FREE_UNITS
+        self._path, self._left = path, _NAMES_PER_BYTE * size + FREE_UNITS
         self._without: set[int] = set()
 
     def leaves(self, value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
