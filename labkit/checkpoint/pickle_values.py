@@ -1,0 +1,200 @@
+"""Make ordinary Python data of what a pickle gave, and list its leaves, at a cost in proportion to the pickle."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from pickle import UnpicklingError
+from typing import Any
+
+import numpy as np
+import torch
+
+from labkit.checkpoint.errors import CheckpointFormatError, UnsupportedTensorError
+from labkit.checkpoint.pickle_budget import FREE_UNITS, UNITS_PER_BYTE
+from labkit.checkpoint.pickle_records import Class, Record
+from labkit.checkpoint.pickle_tensors import TensorRef, UnsupportedTensor, is_tensor
+
+_MAX_DEPTH = 64
+_NAMES_PER_BYTE = 8
+
+
+class NumpyArray(Record):
+    """numpy's ``_reconstruct`` and the state that follows it; :func:`plain` turns it into an array."""
+
+    __slots__ = ()
+
+
+class NumpyScalar(Record):
+    """What numpy's ``scalar`` makes."""
+
+    __slots__ = ()
+
+
+def encode(text: str, encoding: str = "latin1") -> bytes:
+    """Return the bytes that protocol 2 writes as a text."""
+    if encoding not in ("latin1", "latin-1"):
+        raise UnpicklingError("bytes in an encoding other than latin1")
+    return text.encode("latin-1")
+
+
+def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
+    """Turn what :func:`labkit.checkpoint.safe_pickle.load` gave into ordinary Python data.
+
+    What occurs several times in it is one object, as it was.
+
+    Args:
+        value: A value made of plain data, records and references.
+        path: The file, for messages.
+        tensor: Reads a tensor that is referred to; None where no tensor may occur.
+
+    Raises:
+        UnsupportedTensorError: It holds a tensor that labkit does not read.
+        CheckpointFormatError: It holds something that is no plain data (a tensor, an opaque record, deep nesting).
+    """
+    return _Plain(path, tensor).turn(value, 0)
+
+
+class _Plain:
+    """What :func:`plain` has turned so far. A few bytes of pickle can say "twice the list before" sixty times over."""
+
+    def __init__(self, path: object, tensor: Callable[[TensorRef], Any] | None) -> None:
+        self._path, self._tensor = path, tensor
+        self._known: dict[int, Any] = {}
+        self._array_bytes: dict[int, int] = {}
+        self._copied = 0
+
+    def turn(self, item: Any, depth: int) -> Any:
+        kind = type(item)
+        if kind in (str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size):
+            return item
+        if depth > _MAX_DEPTH:
+            raise CheckpointFormatError(self._path, f"a value is nested deeper than {_MAX_DEPTH} levels")
+        if id(item) not in self._known:
+            self._known[id(item)] = self._make(item, depth + 1)
+        return self._known[id(item)]
+
+    def _make(self, item: Any, depth: int) -> Any:
+        if type(item) in (dict, OrderedDict, Counter):
+            pairs = {self._key(key, depth): self.turn(part, depth) for key, part in item.items()}
+            return pairs if type(item) is dict else type(item)(pairs)
+        if type(item) in (list, tuple, set, frozenset):
+            return type(item)(self.turn(part, depth) for part in item)
+        if isinstance(item, TensorRef) and self._tensor is not None:
+            return self._tensor(item)
+        if isinstance(item, NumpyArray | NumpyScalar):
+            return self._to_numpy(item)
+        if isinstance(item, UnsupportedTensor):
+            raise UnsupportedTensorError(self._path, item.what)
+        raise CheckpointFormatError(self._path, f"it holds {_short(item)}, which labkit does not turn back into an object")
+
+    def _key(self, key: Any, depth: int) -> Any:
+        turned = self.turn(key, depth)
+        if isinstance(turned, torch.Tensor):
+            raise CheckpointFormatError(self._path, "it has a tensor for a key")
+        return turned
+
+    def _to_numpy(self, value: Record) -> Any:
+        try:
+            if isinstance(value, NumpyScalar):
+                dtype, data = value.args
+                return np.frombuffer(_as_bytes(data), dtype=self._dtype(dtype))[0]
+            _, shape, dtype, fortran, data = value.state["state"]
+            self._count(data)
+            array = np.frombuffer(_as_bytes(data), dtype=self._dtype(dtype))
+            return array.reshape(shape, order="F" if fortran else "C").copy()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointFormatError(self._path, f"a numpy array that cannot be read ({str(error)[:200]})") from None
+
+    def _count(self, data: Any) -> None:
+        # Each array gets memory of its own, also where many say that they have the same bytes.
+        self._array_bytes[id(data)] = len(data)
+        self._copied += len(data)
+        if self._copied > UNITS_PER_BYTE * sum(self._array_bytes.values()) + FREE_UNITS:
+            raise CheckpointFormatError(self._path, "its numpy arrays repeat the same bytes far more often than its length allows")
+
+    def _dtype(self, record: Any) -> np.dtype[Any]:
+        if not isinstance(record, Record) or not record.args or not isinstance(record.args[0], str):
+            raise CheckpointFormatError(self._path, "a numpy dtype that cannot be read")
+        code = record.args[0]
+        state = record.state.get("state")
+        order = state[1] if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">") else ""
+        if code[:1] not in "biufc":
+            raise CheckpointFormatError(self._path, f"a numpy array of dtype {code[:20]!r}, which is no number")
+        return np.dtype(order + code)
+
+
+def _as_bytes(data: Any) -> bytes:
+    return data if isinstance(data, bytes) else encode(data)
+
+
+def _short(item: Any) -> str:
+    if isinstance(item, Record | TensorRef | UnsupportedTensor | Class):
+        return repr(item)
+    return f"a {type(item).__name__}"
+
+
+class Walk:
+    """The leaves of a nested state, each with the keys that lead to it, in stored order.
+
+    A list or tuple is a leaf unless a tensor or a dict lies in it, as in DCP's own flattening, and so is an empty dict.
+
+    Args:
+        path: The file, for messages.
+        size: The length of the pickle in bytes. All names together may have eight times as many characters and a million more:
+            what occurs under several names is listed under each, and twice the dict before, fifty times over, is refused.
+    """
+
+    def __init__(self, path: object, size: int) -> None:
+        self._path, self._left = path, _NAMES_PER_BYTE * size + FREE_UNITS
+        self._without: set[int] = set()
+
+    def leaves(self, value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        """Yield the keys and the leaf.
+
+        Raises:
+            CheckpointFormatError: A nesting that refers to itself, is deeper than 64 levels, or has far more leaves than the pickle
+                has bytes.
+        """
+        stack: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+        while stack:
+            prefix, item = stack.pop()
+            if len(prefix) > _MAX_DEPTH:
+                raise CheckpointFormatError(
+                    self._path, f"a state nested deeper than {_MAX_DEPTH} levels, or one that contains itself"
+                )
+            if type(item) in (dict, OrderedDict) and (item or not prefix):
+                self._charge(prefix, len(item))
+                stack.extend(((*prefix, self._key(key)), sub) for key, sub in reversed(item.items()))
+            elif type(item) in (list, tuple) and self._holds_tensors(item, _MAX_DEPTH):
+                self._charge(prefix, len(item))
+                stack.extend(((*prefix, index), sub) for index, sub in reversed(list(enumerate(item))))
+            else:
+                yield prefix, item
+
+    def _key(self, key: Any) -> str | int:
+        found = key if isinstance(key, int) else str(key)
+        self._charge((found,), 1)
+        return found
+
+    def _charge(self, prefix: tuple[str | int, ...], count: int) -> None:
+        self._left -= count * (1 + sum(len(part) + 1 if isinstance(part, str) else 20 for part in prefix))
+        if self._left < 0:
+            raise CheckpointFormatError(
+                self._path, "it lists far more entries than its length allows, by repeating its parts. No training state does so."
+            )
+
+    def _holds_tensors(self, items: Any, depth: int) -> bool:
+        """Whether a tensor or a dict lies in a list. Lists without, which may occur many times, are looked through once."""
+        if depth == 0:
+            return True
+        if id(items) in self._without:
+            return False
+        self._charge((), len(items))
+        for item in items:
+            if isinstance(item, dict) or is_tensor(item):
+                return True
+            if type(item) in (list, tuple) and self._holds_tensors(item, depth - 1):
+                return True
+        self._without.add(id(items))
+        return False
