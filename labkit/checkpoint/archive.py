@@ -14,7 +14,7 @@ from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.checksums import read_into
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.layout import span
-from labkit.checkpoint.pickle_tensors import TensorRef
+from labkit.checkpoint.pickle_records import TensorRef
 from labkit.checkpoint.zip_reader import ZipReader
 
 _MAX_INDEX_BYTES = 1 << 32

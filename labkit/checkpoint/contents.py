@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -19,8 +20,7 @@ from labkit.checkpoint.errors import (
 )
 from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry, unsupported
 from labkit.checkpoint.names import flat_key
-from labkit.checkpoint.pickle_tensors import QUANTIZED
-from labkit.checkpoint.pickle_values import plain
+from labkit.checkpoint.pickle_records import QUANTIZED
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.sources import EntrySource, Source
@@ -188,7 +188,7 @@ def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
 
 def _comparable(value: Any) -> str:
     try:
-        return repr(plain(value, "a value"))
+        return repr(safe_pickle.plain(value, "a value"))
     except CheckpointError:
         return repr(value)
 
@@ -211,7 +211,7 @@ def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: 
                 if item.entry.length:
                     result[item.key] = reader.value(item.entry.key)
                 else:
-                    result[item.key] = plain(item.entry.inline, path)
+                    result[item.key] = safe_pickle.plain(item.entry.inline, path)
             except (IncompleteCheckpointError, CorruptCheckpointError):
                 raise  # of the file, and not of this value
             except CheckpointError as error:

@@ -18,7 +18,8 @@ from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpoint
 from labkit.checkpoint.large_index import reading
 from labkit.checkpoint.large_index.reading import Columns
 from labkit.checkpoint.model import Checkpoint, ChunkTable, Path_, TensorEntry, ValueEntry, writer_rank
-from labkit.checkpoint.pickle_records import Record, Stateful
+from labkit.checkpoint.pickle_machine import Stateful
+from labkit.checkpoint.pickle_records import Record
 from labkit.checkpoint.safe_pickle import Unknown
 
 METADATA_FILE = ".metadata"

@@ -10,7 +10,7 @@ import torch
 
 from labkit.checkpoint.held import Held, missing_files
 from labkit.checkpoint.model import Checkpoint, Chunk, Section, TensorEntry
-from labkit.checkpoint.pickle_tensors import UnsupportedTensor
+from labkit.checkpoint.pickle_records import UnsupportedTensor
 from labkit.checkpoint.sections import wrappers_of
 from labkit.checkpoint.small_values import SmallValue, short, small_values
 

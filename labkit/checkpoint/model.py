@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from labkit.checkpoint.pickle_tensors import Lazy, UnsupportedTensor
+from labkit.checkpoint.pickle_records import Lazy, UnsupportedTensor
 
 _NOT_LAZY = Lazy()
 Kind = Literal["dcp", "torch", "torch_ranks", "safetensors"]

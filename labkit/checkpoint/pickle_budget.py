@@ -10,7 +10,8 @@ UNITS_PER_BYTE = 16
 FREE_UNITS = 1 << 20
 _PART_UNITS = 8  # for what is looked at one by one
 _MOST_KEY_DEPTH = 64
-_MOST_KEY_BITS = 64
+MOST_KEY_BITS = 512
+_OWN_HASH_BITS = 64  # up to here a hash belongs to a handful of numbers
 
 # Their hash costs the same whatever the value, and cannot be made to equal that of many others.
 _PLAIN_KEYS = frozenset({str, bytes, bool, type(None), float})
@@ -51,8 +52,9 @@ class Budget:
             return
         if kind is int:
             self._check_number(key)
-            return
-        if isinstance(key, tuple | frozenset):
+            if key.bit_length() <= _OWN_HASH_BITS:
+                return
+        elif isinstance(key, tuple | frozenset):
             self._check_parts(key)
         elif kind is not complex:
             return  # equal to nothing but itself, or not hashable
@@ -75,5 +77,5 @@ class Budget:
                     self._check_number(part)
 
     def _check_number(self, number: int) -> None:
-        if number.bit_length() > _MOST_KEY_BITS:
+        if number.bit_length() > MOST_KEY_BITS:
             raise UnpicklingError(f"a key with a number of {number.bit_length():,} bits")

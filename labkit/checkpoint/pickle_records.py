@@ -1,18 +1,120 @@
-"""What stands for objects in a pickle that is read without running it."""
+"""What stands for objects in a pickle that is read without running it: records of classes, and tensors that are described only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
 from pickle import UnpicklingError
 from typing import Any
 
+import torch
 
-class Stateful(list[dict[str, Any]]):
-    """A record of a class that occurs by the million: a list whose one item is the state."""
+DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+    "ComplexFloatStorage": torch.complex64,
+    "ComplexDoubleStorage": torch.complex128,
+    "UntypedStorage": None,
+}
+QUANTIZED_STORAGES = {
+    "QInt8Storage": torch.qint8,
+    "QUInt8Storage": torch.quint8,
+    "QInt32Storage": torch.qint32,
+    "QUInt4x2Storage": torch.quint4x2,
+    "QUInt2x4Storage": torch.quint2x4,
+}
+QUANTIZED = frozenset(QUANTIZED_STORAGES.values())
 
-    __slots__ = ()
-    __hash__ = object.__hash__  # type: ignore[assignment]
-    __eq__ = object.__eq__
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StorageRef:
+    """A storage that a torch.save archive keeps in a record of its own.
+
+    Attributes:
+        key: The record's name under ``data/``.
+        dtype: The element type, or None for an untyped storage.
+        numel: Elements, or bytes for an untyped storage.
+    """
+
+    key: str
+    dtype: torch.dtype | None
+    numel: int
+
+    def fits(self, length: int) -> bool:
+        """Whether a record of so many bytes is the whole storage. A few bytes may be left over at its end."""
+        item = 1 if self.dtype is None else self.dtype.itemsize
+        return 0 <= length - self.numel * item < item
+
+
+@dataclass(frozen=True, slots=True)
+class Lazy:
+    """What is still to be done to a tensor's bytes: torch saves a view as the bytes of its base and these two bits.
+
+    Attributes:
+        conj: The values are the complex conjugates of what is stored.
+        neg: They are the negatives.
+    """
+
+    conj: bool = False
+    neg: bool = False
+
+    def __bool__(self) -> bool:
+        return self.conj or self.neg
+
+    def resolve(self, stored: torch.Tensor) -> torch.Tensor:
+        """Return the values of a tensor that is stored so."""
+        if self.conj:
+            stored = stored.conj().resolve_conj()
+        return stored.neg() if self.neg else stored
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorRef:
+    """A tensor described and not built: a view of a storage."""
+
+    storage: StorageRef
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    lazy: Lazy = Lazy()
+
+    @property
+    def size_bytes(self) -> int:
+        """The bytes of its values, which may be far more than those of its storage: strides may be 0."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def view(self) -> tuple[Any, ...]:
+        """What two references to the same values have in common."""
+        return self.storage.key, self.dtype, self.shape, self.strides, self.offset, self.lazy
+
+    def __repr__(self) -> str:
+        return f"<tensor {sizes_text(self.shape)} {name_text(self.dtype)}>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnsupportedTensor:
+    """A tensor that labkit describes and does not read.
+
+    Attributes:
+        what: What it is: ``quantized tensor 3x4 qint8``.
+    """
+
+    what: str
+
+    def __repr__(self) -> str:
+        return f"<{self.what}, not supported>"
 
 
 class Class:
@@ -70,3 +172,28 @@ class Function:
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self.call = call
+
+
+def is_tensor(item: Any) -> bool:
+    """Whether something read from a pickle is a tensor, also one that is not supported."""
+    return isinstance(item, TensorRef | UnsupportedTensor) or is_dtensor(item) or is_sharded_tensor(item)
+
+
+def is_dtensor(item: Any) -> bool:
+    """Whether something read from a pickle is a DTensor."""
+    return isinstance(item, Record) and isinstance(item.state.get("_local_tensor"), TensorRef)
+
+
+def is_sharded_tensor(item: Any) -> bool:
+    """Whether something read from a pickle is one of FSDP1's sharded tensors."""
+    return isinstance(item, Record) and item.name == "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
+
+
+def sizes_text(shape: tuple[int, ...]) -> str:
+    """``2x3`` for (2, 3)."""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def name_text(dtype: object) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")

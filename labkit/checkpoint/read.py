@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.archive import RecordRange, TorchArchive, expanded_bytes
 from labkit.checkpoint.checksums import crc32, file_crc, read_into
 from labkit.checkpoint.errors import (
@@ -24,8 +25,7 @@ from labkit.checkpoint.errors import (
 )
 from labkit.checkpoint.layout import is_contiguous, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
-from labkit.checkpoint.pickle_tensors import Lazy, TensorRef, UnsupportedTensor
-from labkit.checkpoint.pickle_values import plain
+from labkit.checkpoint.pickle_records import Lazy, TensorRef, UnsupportedTensor
 from labkit.checkpoint.plain_files import open_regular
 
 # A checkpoint may have more files than a process may open, often 1,024, and several threads have a reader each.
@@ -137,7 +137,7 @@ class Reader:
 
     def _value(self, entry: ValueEntry, path: Path) -> Any:
         if not entry.length:
-            return plain(entry.inline, path)
+            return safe_pickle.plain(entry.inline, path)
         archive = self._archive(entry.file, entry.start, entry.length)
         raw, _ = archive.load()
         left = expanded_bytes(entry.length)
@@ -149,7 +149,7 @@ class Reader:
                 raise UnsupportedTensorError(path, "tensors that are expanded to far more bytes than are stored")
             return self._referenced(archive, ref, entry)
 
-        return plain(raw, path, tensor=read)
+        return safe_pickle.plain(raw, path, tensor=read)
 
     def stored(self, entry: ValueEntry) -> tuple[Any, tuple[str, ...]]:
         """A value to look at: records and references stand for what is no plain data; and names outside the allow-list.

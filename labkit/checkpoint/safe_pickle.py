@@ -15,170 +15,25 @@ from __future__ import annotations
 import gc
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
-from labkit.checkpoint.allow_list import RECORD_NAMES
-from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
-from labkit.checkpoint.pickle_machine import PickleMachine
-from labkit.checkpoint.pickle_records import Class, Function, Record, Stateful
-from labkit.checkpoint.pickle_tensors import DTYPES, REBUILDERS, StorageRef, storage, storage_kind
-from labkit.checkpoint.pickle_values import NumpyArray, NumpyScalar, encode
+from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError, UnsupportedTensorError
+from labkit.checkpoint.pickle_budget import FREE_UNITS, UNITS_PER_BYTE
+from labkit.checkpoint.pickle_records import Class, Record, TensorRef, UnsupportedTensor, is_tensor
+from labkit.checkpoint.safe_machine import NumpyArray, NumpyScalar, SafeMachine, encode
 
 Unknown = Literal["refuse", "opaque"]
-_MOST_UNKNOWN = 100
 _PAUSE_BYTES = 1 << 20
-_DCP = "torch.distributed.checkpoint"
+_MAX_DEPTH = 64
+_NAMES_PER_BYTE = 8
 # What a damaged or hostile pickle makes the machine raise.
 _DAMAGED = (UnpicklingError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
-_NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
-
-# The types themselves, which nothing can change: sizes and the three classes are most of a large .metadata file.
-_TYPES: dict[tuple[str, str], type] = {
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"): Stateful,
-    (f"{_DCP}.metadata", "MetadataIndex"): Stateful,
-    (f"{_DCP}.filesystem", "_StorageInfo"): Stateful,
-    ("collections", "OrderedDict"): OrderedDict,
-}
-
-
-class SafeMachine(PickleMachine):
-    """The machine that turns names into records. The stream decides which records are made, never which code is run.
-
-    Args:
-        data: The pickle.
-        storages: Whether it is of a torch.save archive, in which tensors with storages elsewhere may occur. In DCP's index
-            there are none, and a torch.Size is a plain tuple.
-
-    Attributes:
-        unknown: The names outside the allow-list that it asks for, the first hundred of them.
-    """
-
-    def __init__(self, data: bytes, storages: bool = False) -> None:
-        super().__init__(data)
-        self._storages = storages
-        self._classes: dict[tuple[str, str], Class] = {}
-        self.unknown: set[str] = set()
-        self._own: dict[tuple[str, str], Function] = {
-            ("builtins", "getattr"): Function(self._member),
-            ("builtins", "set"): Function(lambda items=(): self._set(items)),
-            ("builtins", "frozenset"): Function(lambda items=(): frozenset(self._set(items))),
-            ("builtins", "bytearray"): Function(lambda items=b"": bytearray(_bytes(items))),
-            ("builtins", "bytes"): Function(lambda items=b"": _bytes(items)),
-            ("collections", "Counter"): Function(_counter),
-            ("builtins", "complex"): Function(lambda real, imag=0.0: complex(float(real), float(imag))),
-            ("_codecs", "encode"): Function(encode),
-            ("torch", "device"): Function(_device),
-            ("torch", "Size"): Function(_size),
-        }
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Protocols up to 2, torch.save's among them, write the Python 2 name of this module.
-        pair = ("builtins" if module == "__builtin__" else module, name)
-        if pair == ("torch", "Size") and not self._storages:
-            return tuple
-        found = _TYPES.get(pair) or REBUILDERS.get(pair) or self._own.get(pair)
-        if found is not None:
-            return found
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if module in _NUMPY_CORES and name in ("_reconstruct", "scalar"):
-            made = NumpyArray if name == "_reconstruct" else NumpyScalar
-            kind = Class(module, name, opaque=False)
-            return Function(lambda *arguments: made(kind, arguments))
-        return storage_kind(module, name) or self._class(*pair)
-
-    def _class(self, module: str, name: str) -> Class:
-        made = self._classes.get((module, name))
-        if made is None:
-            made = self._classes[module, name] = Class(module, name, opaque=(module, name) not in RECORD_NAMES)
-            if made.opaque and len(self.unknown) < _MOST_UNKNOWN:
-                self.unknown.add(made.name)
-        return made
-
-    def _member(self, kind: Any, name: Any) -> Class:
-        # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Of any other class it is a
-        # method, which torch would call.
-        if not isinstance(kind, Class) or not isinstance(name, str) or len(name) > 100:
-            raise UnpicklingError("an attribute of something that is no class")
-        return kind if kind.opaque else self._class(kind.module, f"{kind.qualname}.{name}")
-
-    def _set(self, items: Any) -> set[Any]:
-        # From a sequence only: set(range(10**9)) would be a bomb.
-        if type(items) not in (list, tuple, set, frozenset):
-            raise UnpicklingError(f"a set of {type(items).__name__}")
-        self.budget.charge_parts(len(items))
-        found: set[Any] = set()
-        self.add_items(found, list(items))
-        return found
-
-    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        if type(function) is Class:
-            return Record(function, arguments)
-        if type(function) is Function:
-            return function.call(*arguments)
-        if function is OrderedDict and len(arguments) < 2:
-            made: OrderedDict[Any, Any] = OrderedDict()
-            self.budget.charge_parts(len(arguments[0]) if arguments else 0)
-            for pair in arguments[0] if arguments else ():
-                if type(pair) not in (tuple, list) or len(pair) != 2:
-                    raise UnpicklingError("an OrderedDict of something that is no row of pairs")
-                self.set_items(made, list(pair))
-            return made
-        if function is tuple:
-            return tuple(_size(*arguments))
-        raise UnpicklingError("a call of something that is no function")
-
-    def put_items(self, target: Any, items: list[Any]) -> None:
-        if not isinstance(target, Record):
-            raise UnpicklingError("items of something that takes none")
-        target.items += items
-
-    def build(self, target: Any, state: Any) -> None:
-        if isinstance(target, Record):
-            self.budget.charge(sum(len(part) for part in state if isinstance(part, dict)) if isinstance(state, tuple) else 0)
-            target.set_state(state)
-        elif type(target) is OrderedDict:
-            # A module's state dict has _metadata so. It is left out, and so is no part of what is listed.
-            if type(state) is not dict or any(not isinstance(key, str) or hasattr(OrderedDict, key) for key in state):
-                raise UnpicklingError("it replaces a method of an OrderedDict")
-        else:
-            raise UnpicklingError("it sets the state of something that has none")
-
-    def persistent_load(self, reference: Any) -> StorageRef:
-        if not (self._storages and isinstance(reference, tuple) and len(reference) >= 5 and reference[0] == "storage"):
-            raise UnpicklingError("a persistent id that is no storage")
-        _, kind, key, _location, numel = reference[:5]
-        return storage(kind, key, numel)
-
-
-def _bytes(items: Any) -> bytes:
-    if not isinstance(items, bytes | bytearray | list | tuple):  # bytes(10**12) would be a bomb
-        raise UnpicklingError(f"bytes of {type(items).__name__}")
-    return bytes(items)
-
-
-def _counter(counts: Any = None) -> Counter[Any]:
-    # What is in a dict already has keys that were looked at.
-    if counts is not None and type(counts) is not dict:
-        raise UnpicklingError(f"a Counter of {type(counts).__name__}")
-    return Counter(counts)
-
-
-def _size(sizes: Any = ()) -> torch.Size:
-    if not isinstance(sizes, list | tuple):
-        raise UnpicklingError(f"a size of {type(sizes).__name__}")
-    return torch.Size(sizes)
-
-
-def _device(*arguments: Any) -> torch.device:
-    if not all((isinstance(item, str) and len(item) < 40) or (type(item) is int and item < 1 << 16) for item in arguments):
-        raise UnpicklingError("a device that cannot be read")
-    return torch.device(*arguments)
 
 
 def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bool = False) -> tuple[Any, tuple[str, ...]]:
@@ -231,3 +86,165 @@ def _collector_paused(pause: bool) -> Iterator[None]:
     finally:
         if pause:
             gc.enable()
+
+
+def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
+    """Turn what :func:`load` gave into ordinary Python data.
+
+    What occurs several times in it is one object, as it was.
+
+    Args:
+        value: A value made of plain data, records and references.
+        path: The file, for messages.
+        tensor: Reads a tensor that is referred to; None where no tensor may occur.
+
+    Raises:
+        UnsupportedTensorError: It holds a tensor that labkit does not read.
+        CheckpointFormatError: It holds something that is no plain data (a tensor, an opaque record, deep nesting).
+    """
+    return _Plain(path, tensor).turn(value, 0)
+
+
+class _Plain:
+    """What :func:`plain` has turned so far. A few bytes of pickle can say "twice the list before" sixty times over."""
+
+    def __init__(self, path: object, tensor: Callable[[TensorRef], Any] | None) -> None:
+        self._path, self._tensor = path, tensor
+        self._known: dict[int, Any] = {}
+        self._array_bytes: dict[int, int] = {}
+        self._copied = 0
+
+    def turn(self, item: Any, depth: int) -> Any:
+        kind = type(item)
+        if kind in (str, int, float, bool, type(None), bytes, bytearray, complex, torch.dtype, torch.device, torch.Size):
+            return item
+        if depth > _MAX_DEPTH:
+            raise CheckpointFormatError(self._path, f"a value is nested deeper than {_MAX_DEPTH} levels")
+        if id(item) not in self._known:
+            self._known[id(item)] = self._make(item, depth + 1)
+        return self._known[id(item)]
+
+    def _make(self, item: Any, depth: int) -> Any:
+        if type(item) in (dict, OrderedDict, Counter):
+            pairs = {self._key(key, depth): self.turn(part, depth) for key, part in item.items()}
+            return pairs if type(item) is dict else type(item)(pairs)
+        if type(item) in (list, tuple, set, frozenset):
+            return type(item)(self.turn(part, depth) for part in item)
+        if isinstance(item, TensorRef) and self._tensor is not None:
+            return self._tensor(item)
+        if isinstance(item, NumpyArray | NumpyScalar):
+            return self._to_numpy(item)
+        if isinstance(item, UnsupportedTensor):
+            raise UnsupportedTensorError(self._path, item.what)
+        raise CheckpointFormatError(self._path, f"it holds {_short(item)}, which labkit does not turn back into an object")
+
+    def _key(self, key: Any, depth: int) -> Any:
+        turned = self.turn(key, depth)
+        if isinstance(turned, torch.Tensor):
+            raise CheckpointFormatError(self._path, "it has a tensor for a key")
+        return turned
+
+    def _to_numpy(self, value: Record) -> Any:
+        try:
+            if isinstance(value, NumpyScalar):
+                dtype, data = value.args
+                return np.frombuffer(_as_bytes(data), dtype=self._dtype(dtype))[0]
+            _, shape, dtype, fortran, data = value.state["state"]
+            self._count(data)
+            array = np.frombuffer(_as_bytes(data), dtype=self._dtype(dtype))
+            return array.reshape(shape, order="F" if fortran else "C").copy()
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise CheckpointFormatError(self._path, f"a numpy array that cannot be read ({str(error)[:200]})") from None
+
+    def _count(self, data: Any) -> None:
+        # Each array gets memory of its own, also where many say that they have the same bytes.
+        self._array_bytes[id(data)] = len(data)
+        self._copied += len(data)
+        if self._copied > UNITS_PER_BYTE * sum(self._array_bytes.values()) + FREE_UNITS:
+            raise CheckpointFormatError(self._path, "its numpy arrays repeat the same bytes far more often than its length allows")
+
+    def _dtype(self, record: Any) -> np.dtype[Any]:
+        if not isinstance(record, Record) or not record.args or not isinstance(record.args[0], str):
+            raise CheckpointFormatError(self._path, "a numpy dtype that cannot be read")
+        code = record.args[0]
+        state = record.state.get("state")
+        order = state[1] if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">") else ""
+        if code[:1] not in "biufc":
+            raise CheckpointFormatError(self._path, f"a numpy array of dtype {code[:20]!r}, which is no number")
+        return np.dtype(order + code)
+
+
+def _as_bytes(data: Any) -> bytes:
+    return data if isinstance(data, bytes) else encode(data)
+
+
+def _short(item: Any) -> str:
+    if isinstance(item, Record | TensorRef | UnsupportedTensor | Class):
+        return repr(item)
+    return f"a {type(item).__name__}"
+
+
+class Walk:
+    """The leaves of a nested state, each with the keys that lead to it, in stored order.
+
+    A list or tuple is a leaf unless a tensor or a dict lies in it, as in DCP's own flattening, and so is an empty dict.
+
+    Args:
+        path: The file, for messages.
+        size: The length of the pickle in bytes. All names together may have eight times as many characters and a million more:
+            what occurs under several names is listed under each, and twice the dict before, fifty times over, is refused.
+    """
+
+    def __init__(self, path: object, size: int) -> None:
+        self._path, self._left = path, _NAMES_PER_BYTE * size + FREE_UNITS
+        self._without: set[int] = set()
+
+    def leaves(self, value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        """Yield the keys and the leaf.
+
+        Raises:
+            CheckpointFormatError: A nesting that refers to itself, is deeper than 64 levels, or has far more leaves than the pickle
+                has bytes.
+        """
+        stack: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
+        while stack:
+            prefix, item = stack.pop()
+            if len(prefix) > _MAX_DEPTH:
+                raise CheckpointFormatError(
+                    self._path, f"a state nested deeper than {_MAX_DEPTH} levels, or one that contains itself"
+                )
+            if type(item) in (dict, OrderedDict) and (item or not prefix):
+                self._charge(prefix, len(item))
+                stack.extend(((*prefix, self._key(key)), sub) for key, sub in reversed(item.items()))
+            elif type(item) in (list, tuple) and self._holds_tensors(item, _MAX_DEPTH):
+                self._charge(prefix, len(item))
+                stack.extend(((*prefix, index), sub) for index, sub in reversed(list(enumerate(item))))
+            else:
+                yield prefix, item
+
+    def _key(self, key: Any) -> str | int:
+        found = key if isinstance(key, int) else str(key)
+        self._charge((found,), 1)
+        return found
+
+    def _charge(self, prefix: tuple[str | int, ...], count: int) -> None:
+        self._left -= count * (1 + sum(len(part) + 1 if isinstance(part, str) else 20 for part in prefix))
+        if self._left < 0:
+            raise CheckpointFormatError(
+                self._path, "it lists far more entries than its length allows, by repeating its parts. No training state does so."
+            )
+
+    def _holds_tensors(self, items: Any, depth: int) -> bool:
+        """Whether a tensor or a dict lies in a list. Lists without, which may occur many times, are looked through once."""
+        if depth == 0:
+            return True
+        if id(items) in self._without:
+            return False
+        self._charge((), len(items))
+        for item in items:
+            if isinstance(item, dict) or is_tensor(item):
+                return True
+            if type(item) in (list, tuple) and self._holds_tensors(item, depth - 1):
+                return True
+        self._without.add(id(items))
+        return False

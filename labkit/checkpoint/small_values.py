@@ -7,10 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.checkpoint import safe_pickle
 from labkit.checkpoint.errors import CheckpointFormatError
 from labkit.checkpoint.model import Checkpoint, ValueEntry
-from labkit.checkpoint.pickle_tensors import UnsupportedTensor
-from labkit.checkpoint.pickle_values import plain
+from labkit.checkpoint.pickle_records import UnsupportedTensor
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.wording import counted
 
@@ -58,7 +58,7 @@ def small_values(checkpoint: Checkpoint, entries: Iterable[ValueEntry]) -> Itera
                 yield SmallValue(entry, unread=error.reason.removesuffix("."))
                 continue
             try:
-                content = plain(content, checkpoint.root / entry.file, tensor=lambda reference: reference)
+                content = safe_pickle.plain(content, checkpoint.root / entry.file, tensor=lambda reference: reference)
             except CheckpointFormatError:
                 pass  # what it holds is shown as the records that they are
             yield SmallValue(entry, content, asks_for)

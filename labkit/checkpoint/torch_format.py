@@ -16,11 +16,9 @@ from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpoint
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie, writer_rank
 from labkit.checkpoint.names import FLAT_PARAMETER
-from labkit.checkpoint.pickle_records import Record
-from labkit.checkpoint.pickle_tensors import TensorRef, UnsupportedTensor, is_dtensor, is_sharded_tensor
-from labkit.checkpoint.pickle_values import Walk
+from labkit.checkpoint.pickle_records import Record, TensorRef, UnsupportedTensor, is_dtensor, is_sharded_tensor
 from labkit.checkpoint.plain_files import open_regular
-from labkit.checkpoint.safe_pickle import Unknown
+from labkit.checkpoint.safe_pickle import Unknown, Walk
 from labkit.checkpoint.wording import counted
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".distcp.pt")
@@ -189,9 +187,8 @@ def _tensor(nested: Path_, leaf: Any, places: _Places) -> Any:
     except UnsupportedTensorError as error:
         return UnsupportedTensor(error.what)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError) as error:
-        raise CheckpointFormatError(
-            places.path, f"{'.'.join(map(str, nested))}: its shards cannot be read ({str(error)[:300]})"
-        ) from None
+        name = ".".join(map(str, nested))
+        raise CheckpointFormatError(places.path, f"{name}: its shards cannot be read ({str(error)[:300]})") from None
 
 
 def _sharded_tensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
@@ -211,7 +208,8 @@ def _dtensor(nested: Path_, leaf: Record, places: _Places) -> _Found:
     ref: TensorRef = leaf.state["_local_tensor"]
     spec = leaf.state["_spec"].state
     shape = tuple(leaf.args[1])
-    mesh, mesh_shape = spec["mesh"].state, _mesh_shape(spec["mesh"].state)
+    mesh = spec["mesh"].state
+    mesh_shape = _mesh_shape(mesh)
     placements = [_placement(placement, places.path) for placement in spec["placements"]]
     coordinate = mesh.get("_coordinate_on_dim")
     if coordinate is None:

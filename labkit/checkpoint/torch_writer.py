@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from labkit.checkpoint.hashed_file import HashedFile
-from labkit.checkpoint.pickle_tensors import STORAGES
+from labkit.checkpoint.pickle_records import STORAGES
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.zip_writer import StoredZip
 

@@ -19,7 +19,7 @@ from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import Held
 from labkit.checkpoint.manifest import Manifest
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
-from labkit.checkpoint.pickle_tensors import UnsupportedTensor
+from labkit.checkpoint.pickle_records import UnsupportedTensor
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.verify_index import UNREAD
