@@ -48,19 +48,21 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     if columns is not None:
         if columns.opaque and unknown == "refuse":
             raise UnsafeCheckpointError(path, columns.opaque)
-        return _guarded(path, lambda: _from_columns(root, path, size, columns))
+        return _guarded(path, columns.opaque, lambda: _from_columns(root, path, size, columns))
     metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
     if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
-        raise CheckpointFormatError(path, "it holds no DCP metadata")
+        raise UnsafeCheckpointError(path, opaque) if opaque else CheckpointFormatError(path, "it holds no DCP metadata")
     checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=opaque)
     checkpoint.metadata = {"dcp_version": _version(metadata.state), "metadata_bytes": len(data)}
-    return _guarded(path, lambda: _fill(checkpoint, metadata.state, path))
+    return _guarded(path, opaque, lambda: _fill(checkpoint, metadata.state, path))
 
 
-def _guarded(path: Path, work: Callable[[], Checkpoint]) -> Checkpoint:
+def _guarded(path: Path, opaque: tuple[str, ...], work: Callable[[], Checkpoint]) -> Checkpoint:
     try:
         return work()
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        if opaque:
+            raise UnsafeCheckpointError(path, opaque) from None
         raise CheckpointFormatError(path, f"its metadata has an unexpected form ({type(error).__name__}: {error})") from None
 
 

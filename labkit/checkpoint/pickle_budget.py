@@ -6,19 +6,22 @@ from collections import Counter
 from pickle import UnpicklingError
 from typing import Any
 
-UNITS_PER_BYTE = 64
+UNITS_PER_BYTE = 16
 FREE_UNITS = 1 << 20
+_PART_UNITS = 8  # for what is looked at one by one
 _MOST_KEY_DEPTH = 64
 MOST_KEY_BITS = 512
+_OWN_HASH_BITS = 64  # up to here a hash belongs to a handful of numbers
 
 # Their hash costs the same whatever the value, and cannot be made to equal that of many others.
 _PLAIN_KEYS = frozenset({str, bytes, bool, type(None), float})
 
 
 class Budget:
-    """The work that is left for a pickle: 64 units a byte, and a million for small ones.
+    """The work that is left for a pickle: 16 units a byte, and a million for small ones.
 
-    What is paid: items that are copied, arguments of calls, parts of nested keys. All else costs about the same for each opcode.
+    What is paid: an item or byte that is copied with one unit, an argument of a call, an item of a called set and a part of a
+    nested key with eight. All else costs about the same for each opcode.
 
     Args:
         size: The length of the pickle in bytes.
@@ -34,6 +37,10 @@ class Budget:
         if self._left < 0:
             raise UnpicklingError("it asks for far more work than its length allows, by repeating its parts")
 
+    def charge_parts(self, count: int) -> None:
+        """Pay for things that are looked at one by one."""
+        self.charge(_PART_UNITS * count)
+
     def check_key(self, key: Any, target: Any) -> None:
         """Pay for the hash of a key of a dict or set. Nothing can interrupt a hash once it is computed.
 
@@ -45,21 +52,22 @@ class Budget:
             return
         if kind is int:
             self._check_number(key)
-            return
-        if isinstance(key, tuple | frozenset):
+            if key.bit_length() <= _OWN_HASH_BITS:
+                return
+        elif isinstance(key, tuple | frozenset):
             self._check_parts(key)
         elif kind is not complex:
             return  # equal to nothing but itself, or not hashable
         # These hashes can be chosen, unlike those of texts, and each key is compared with all before it that have the same.
         same = id(target), hash(key)
-        self.charge(1 + self._same_hash[same])
+        self.charge_parts(1 + self._same_hash[same])
         self._same_hash[same] += 1
 
     def _check_parts(self, key: Any) -> None:
         pending = [(key, 1)]
         while pending:
             item, depth = pending.pop()
-            self.charge(1 + len(item))
+            self.charge_parts(1 + len(item))
             if depth > _MOST_KEY_DEPTH:
                 raise UnpicklingError(f"a key that is nested deeper than {_MOST_KEY_DEPTH} levels")
             for part in item:

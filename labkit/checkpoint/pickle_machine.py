@@ -17,6 +17,7 @@ from typing import Any
 from labkit.checkpoint.pickle_budget import Budget
 
 _LONGEST_NAME = 200
+_SIZED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 
 class Stateful(list[dict[str, Any]]):
@@ -57,11 +58,7 @@ class PickleMachine:
         raise NotImplementedError
 
     def put_items(self, target: Any, items: list[Any]) -> None:
-        """Append items to a record of a class."""
-        raise NotImplementedError
-
-    def put_pairs(self, target: Any, items: list[Any]) -> None:
-        """Set entries of a record of a class; keys and values alternate."""
+        """Add items, or keys and values in turn, to a record of a class."""
         raise NotImplementedError
 
     def build(self, target: Any, state: Any) -> None:
@@ -148,11 +145,8 @@ class PickleMachine:
             return arguments[0]
         if type(arguments) is not tuple:
             raise UnpicklingError("a call whose arguments are no tuple")
-        cost = len(arguments)
-        for item in arguments:
-            if isinstance(item, str | bytes | bytearray | list | tuple | dict | set | frozenset):
-                cost += len(item)
-        self.budget.charge(cost)
+        self.budget.charge_parts(len(arguments))
+        self.budget.charge(sum(len(item) for item in arguments if type(item) in _SIZED))
         return self.call(function, arguments)
 
     def _pop_mark(self) -> list[Any]:
@@ -181,7 +175,7 @@ class PickleMachine:
         if len(items) & 1:
             raise UnpicklingError("a key without a value")
         if type(target) is not dict and type(target) is not OrderedDict:
-            self.put_pairs(target, items)
+            self.put_items(target, items)
             return
         for index in range(0, len(items), 2):
             key = items[index]
@@ -191,6 +185,9 @@ class PickleMachine:
 
     def _push(self, value: Any, at: int) -> int:
         self.stack.append(value)
+        return at
+
+    def _dropped(self, _: Any, at: int) -> int:
         return at
 
     def _put(self, at: int, width: int) -> int:
@@ -207,9 +204,6 @@ class PickleMachine:
         if end > len(self._data):
             raise UnpicklingError("it ends inside a text, bytes or a number")
         return self._push(make(self._data[begin:end]), end)
-
-    def _tuple(self, at: int) -> int:
-        return self._push(tuple(self._pop_mark()), at)
 
     def _tuple3(self, at: int) -> int:
         third, second = self.stack.pop(), self.stack.pop()
@@ -241,14 +235,6 @@ class PickleMachine:
         self.set_items(self.stack[-1], [key, value])
         return at
 
-    def _drop_mark(self, at: int) -> int:
-        self._pop_mark()
-        return at
-
-    def _drop(self, at: int) -> int:
-        self.stack.pop()
-        return at
-
     def _stack_global(self, at: int) -> int:
         name, module = self.stack.pop(), self.stack.pop()
         return self._push(self._global(module, name), at)
@@ -265,15 +251,6 @@ class PickleMachine:
         if len(module) + len(name) > _LONGEST_NAME:
             raise UnpicklingError(f"a name of {len(module) + len(name):,} characters")
         return self.find_class(module, name)
-
-    def _reference(self, at: int) -> int:
-        return self._push(self.persistent_load(self.stack.pop()), at)
-
-    def _float(self, at: int) -> int:
-        return self._push(struct.unpack_from(">d", self._data, at)[0], at + 8)
-
-    def _int(self, at: int) -> int:
-        return self._push(int.from_bytes(self._data[at : at + 4], "little", signed=True), at + 4)
 
     def _protocol(self, at: int) -> int:
         if self._data[at] > 5:
@@ -299,8 +276,8 @@ _RARE: dict[int, Callable[[PickleMachine, int], int]] = {
     0x96: lambda machine, at: machine._counted(at, 8, bytearray),  # BYTEARRAY8
     0x8A: lambda machine, at: machine._counted(at, 1, _number),  # LONG1
     0x8B: lambda machine, at: machine._counted(at, 4, _number),  # LONG4
-    0x4A: PickleMachine._int,  # BININT
-    0x47: PickleMachine._float,  # BINFLOAT
+    0x4A: lambda machine, at: machine._push(_number(machine._data[at : at + 4]), at + 4),  # BININT
+    0x47: lambda machine, at: machine._push(struct.unpack_from(">d", machine._data, at)[0], at + 8),  # BINFLOAT
     0x4E: lambda machine, at: machine._push(None, at),  # NONE
     0x88: lambda machine, at: machine._push(True, at),  # NEWTRUE
     0x89: lambda machine, at: machine._push(False, at),  # NEWFALSE
@@ -308,18 +285,18 @@ _RARE: dict[int, Callable[[PickleMachine, int], int]] = {
     0x8F: lambda machine, at: machine._push(set(), at),  # EMPTY_SET
     0x71: lambda machine, at: machine._put(at, 1),  # BINPUT
     0x72: lambda machine, at: machine._put(at, 4),  # LONG_BINPUT
-    0x74: PickleMachine._tuple,  # TUPLE
+    0x74: lambda machine, at: machine._push(tuple(machine._pop_mark()), at),  # TUPLE
     0x87: PickleMachine._tuple3,  # TUPLE3
     0x65: PickleMachine._appends,  # APPENDS
     0x61: PickleMachine._append,  # APPEND
     0x90: PickleMachine._additems,  # ADDITEMS
     0x91: PickleMachine._frozenset,  # FROZENSET
     0x73: PickleMachine._setitem,  # SETITEM
-    0x31: PickleMachine._drop_mark,  # POP_MARK
-    0x30: PickleMachine._drop,  # POP
+    0x31: lambda machine, at: machine._dropped(machine._pop_mark(), at),  # POP_MARK
+    0x30: lambda machine, at: machine._dropped(machine.stack.pop(), at),  # POP
     0x93: PickleMachine._stack_global,  # STACK_GLOBAL
     0x63: PickleMachine._line_global,  # GLOBAL
-    0x51: PickleMachine._reference,  # BINPERSID
+    0x51: lambda machine, at: machine._push(machine.persistent_load(machine.stack.pop()), at),  # BINPERSID
     0x80: PickleMachine._protocol,  # PROTO
     0x95: lambda machine, at: at + 8,  # FRAME: where frames end changes nothing about what is read
 }

@@ -7,7 +7,7 @@ opaque record when the caller wants to look on). See the warning in :mod:`pickle
 sharded tensors.
 
 What reading may cost is in proportion to the pickle: :mod:`labkit.checkpoint.pickle_machine` sees to it for the reading itself,
-:class:`Walk` and :func:`plain` for what is made of it.
+:mod:`labkit.checkpoint.pickle_values` for what is made of it.
 """
 
 from __future__ import annotations
@@ -23,194 +23,17 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from labkit.checkpoint.allow_list import RECORD_NAMES
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.pickle_budget import FREE_UNITS, UNITS_PER_BYTE
-from labkit.checkpoint.pickle_machine import PickleMachine, Stateful
-from labkit.checkpoint.pickle_records import (
-    DTYPES,
-    REBUILDERS,
-    Class,
-    Function,
-    Record,
-    StorageRef,
-    TensorRef,
-    UnsupportedTensor,
-    is_tensor,
-    storage,
-    storage_kind,
-)
+from labkit.checkpoint.pickle_records import Class, Record, TensorRef, UnsupportedTensor, is_tensor
+from labkit.checkpoint.safe_machine import NumpyArray, NumpyScalar, SafeMachine, encode
 
 Unknown = Literal["refuse", "opaque"]
-_MAX_DEPTH = 64
-_MOST_UNKNOWN = 100
 _PAUSE_BYTES = 1 << 20
-_DCP = "torch.distributed.checkpoint"
+_MAX_DEPTH = 64
+_NAMES_PER_BYTE = 8
 # What a damaged or hostile pickle makes the machine raise.
 _DAMAGED = (UnpicklingError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
-_NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
-
-# The types themselves, which nothing can change: sizes and the three classes are most of a large .metadata file.
-_TYPES: dict[tuple[str, str], type] = {
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"): Stateful,
-    (f"{_DCP}.metadata", "MetadataIndex"): Stateful,
-    (f"{_DCP}.filesystem", "_StorageInfo"): Stateful,
-    ("collections", "OrderedDict"): OrderedDict,
-}
-
-
-class _NumpyArray(Record):
-    """numpy's ``_reconstruct`` and the state that follows it; :func:`plain` turns it into an array."""
-
-    __slots__ = ()
-
-
-class _NumpyScalar(Record):
-    __slots__ = ()
-
-
-class SafeMachine(PickleMachine):
-    """The machine that turns names into records. The stream decides which records are made, never which code is run.
-
-    Args:
-        data: The pickle.
-        storages: Whether it is of a torch.save archive, in which tensors with storages elsewhere may occur. In DCP's index
-            there are none, and a torch.Size is a plain tuple.
-
-    Attributes:
-        unknown: The names outside the allow-list that it asks for, the first hundred of them.
-    """
-
-    def __init__(self, data: bytes, storages: bool = False) -> None:
-        super().__init__(data)
-        self._storages = storages
-        self._classes: dict[tuple[str, str], Class] = {}
-        self.unknown: set[str] = set()
-        self._own: dict[tuple[str, str], Function] = {
-            ("builtins", "getattr"): Function(self._member),
-            ("builtins", "set"): Function(lambda items=(): self._set(items)),
-            ("builtins", "frozenset"): Function(lambda items=(): frozenset(self._set(items))),
-            ("builtins", "bytearray"): Function(lambda items=b"": bytearray(_bytes(items))),
-            ("builtins", "bytes"): Function(lambda items=b"": _bytes(items)),
-            ("collections", "Counter"): Function(_counter),
-            ("builtins", "complex"): Function(lambda real, imag=0.0: complex(float(real), float(imag))),
-            ("_codecs", "encode"): Function(_encode),
-            ("torch", "device"): Function(_device),
-            ("torch", "Size"): Function(_size),
-        }
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Protocols up to 2, torch.save's among them, write the Python 2 name of this module.
-        pair = ("builtins" if module == "__builtin__" else module, name)
-        if pair == ("torch", "Size") and not self._storages:
-            return tuple
-        found = _TYPES.get(pair) or REBUILDERS.get(pair) or self._own.get(pair)
-        if found is not None:
-            return found
-        if module == "torch" and name in DTYPES:
-            return DTYPES[name]
-        if module in _NUMPY_CORES and name in ("_reconstruct", "scalar"):
-            made = _NumpyArray if name == "_reconstruct" else _NumpyScalar
-            kind = Class(module, name, opaque=False)
-            return Function(lambda *arguments: made(kind, arguments))
-        return storage_kind(module, name) or self._class(*pair)
-
-    def _class(self, module: str, name: str) -> Class:
-        made = self._classes.get((module, name))
-        if made is None:
-            made = self._classes[module, name] = Class(module, name, opaque=(module, name) not in RECORD_NAMES)
-            if made.opaque and len(self.unknown) < _MOST_UNKNOWN:
-                self.unknown.add(made.name)
-        return made
-
-    def _member(self, kind: Any, name: Any) -> Class:
-        # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Of any other class it is a
-        # method, which torch would call.
-        if not isinstance(kind, Class) or not isinstance(name, str) or len(name) > 100:
-            raise UnpicklingError("an attribute of something that is no class")
-        return kind if kind.opaque else self._class(kind.module, f"{kind.qualname}.{name}")
-
-    def _set(self, items: Any) -> set[Any]:
-        # From a sequence only: set(range(10**9)) would be a bomb.
-        if type(items) not in (list, tuple, set, frozenset):
-            raise UnpicklingError(f"a set of {type(items).__name__}")
-        found: set[Any] = set()
-        self.add_items(found, list(items))
-        return found
-
-    def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        if type(function) is Class:
-            return Record(function, arguments)
-        if type(function) is Function:
-            return function.call(*arguments)
-        if function is OrderedDict and len(arguments) < 2:
-            made: OrderedDict[Any, Any] = OrderedDict()
-            for pair in arguments[0] if arguments else ():
-                if type(pair) not in (tuple, list) or len(pair) != 2:
-                    raise UnpicklingError("an OrderedDict of something that is no row of pairs")
-                self.set_items(made, list(pair))
-            return made
-        if function is tuple:
-            return tuple(_size(*arguments))
-        raise UnpicklingError("a call of something that is no function")
-
-    def put_items(self, target: Any, items: list[Any]) -> None:
-        if not isinstance(target, Record):
-            raise UnpicklingError("items of something that takes none")
-        target.items += items
-
-    def put_pairs(self, target: Any, items: list[Any]) -> None:
-        if not isinstance(target, Record):
-            raise UnpicklingError("entries of something that takes none")
-        target.entries += items
-
-    def build(self, target: Any, state: Any) -> None:
-        if isinstance(target, Record):
-            self.budget.charge(sum(len(part) for part in state if isinstance(part, dict)) if isinstance(state, tuple) else 0)
-            target.set_state(state)
-        elif type(target) is OrderedDict:
-            # A module's state dict has _metadata so. It is left out, and so is no part of what is listed.
-            if type(state) is not dict or any(not isinstance(key, str) or hasattr(OrderedDict, key) for key in state):
-                raise UnpicklingError("it replaces a method of an OrderedDict")
-        else:
-            raise UnpicklingError("it sets the state of something that has none")
-
-    def persistent_load(self, reference: Any) -> StorageRef:
-        if not (self._storages and isinstance(reference, tuple) and len(reference) >= 5 and reference[0] == "storage"):
-            raise UnpicklingError("a persistent id that is no storage")
-        _, kind, key, _location, numel = reference[:5]
-        return storage(kind, key, numel)
-
-
-def _bytes(items: Any) -> bytes:
-    if not isinstance(items, bytes | bytearray | list | tuple):  # bytes(10**12) would be a bomb
-        raise UnpicklingError(f"bytes of {type(items).__name__}")
-    return bytes(items)
-
-
-def _counter(counts: Any = None) -> Counter[Any]:
-    # What is in a dict already has keys that were looked at.
-    if counts is not None and type(counts) is not dict:
-        raise UnpicklingError(f"a Counter of {type(counts).__name__}")
-    return Counter(counts)
-
-
-def _size(sizes: Any = ()) -> torch.Size:
-    if not isinstance(sizes, list | tuple):
-        raise UnpicklingError(f"a size of {type(sizes).__name__}")
-    return torch.Size(sizes)
-
-
-def _encode(text: str, encoding: str = "latin1") -> bytes:
-    if encoding not in ("latin1", "latin-1"):
-        raise UnpicklingError("bytes in an encoding other than latin1")
-    return text.encode("latin-1")
-
-
-def _device(*arguments: Any) -> torch.device:
-    if not all((isinstance(item, str) and len(item) < 40) or (type(item) is int and item < 1 << 16) for item in arguments):
-        raise UnpicklingError("a device that cannot be read")
-    return torch.device(*arguments)
 
 
 def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bool = False) -> tuple[Any, tuple[str, ...]]:
@@ -266,7 +89,9 @@ def _collector_paused(pause: bool) -> Iterator[None]:
 
 
 def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
-    """Turn what :func:`load` gave into ordinary Python data. What occurs several times in it is one object, as it was.
+    """Turn what :func:`load` gave into ordinary Python data.
+
+    What occurs several times in it is one object, as it was.
 
     Args:
         value: A value made of plain data, records and references.
@@ -307,7 +132,7 @@ class _Plain:
             return type(item)(self.turn(part, depth) for part in item)
         if isinstance(item, TensorRef) and self._tensor is not None:
             return self._tensor(item)
-        if isinstance(item, _NumpyArray | _NumpyScalar):
+        if isinstance(item, NumpyArray | NumpyScalar):
             return self._to_numpy(item)
         if isinstance(item, UnsupportedTensor):
             raise UnsupportedTensorError(self._path, item.what)
@@ -321,7 +146,7 @@ class _Plain:
 
     def _to_numpy(self, value: Record) -> Any:
         try:
-            if isinstance(value, _NumpyScalar):
+            if isinstance(value, NumpyScalar):
                 dtype, data = value.args
                 return np.frombuffer(_as_bytes(data), dtype=self._dtype(dtype))[0]
             _, shape, dtype, fortran, data = value.state["state"]
@@ -350,7 +175,7 @@ class _Plain:
 
 
 def _as_bytes(data: Any) -> bytes:
-    return data if isinstance(data, bytes) else _encode(data)
+    return data if isinstance(data, bytes) else encode(data)
 
 
 def _short(item: Any) -> str:
@@ -366,12 +191,12 @@ class Walk:
 
     Args:
         path: The file, for messages.
-        size: The length of the pickle in bytes. All names together may have 64 times as many characters and a million more:
+        size: The length of the pickle in bytes. All names together may have eight times as many characters and a million more:
             what occurs under several names is listed under each, and twice the dict before, fifty times over, is refused.
     """
 
     def __init__(self, path: object, size: int) -> None:
-        self._path, self._left = path, UNITS_PER_BYTE * size + FREE_UNITS
+        self._path, self._left = path, _NAMES_PER_BYTE * size + FREE_UNITS
         self._without: set[int] = set()
 
     def leaves(self, value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:

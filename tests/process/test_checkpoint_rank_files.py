@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
 from labkit.checkpoint import Reader, open_checkpoint, verify
-from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
+from labkit.checkpoint.errors import IncompleteCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.read import same_bits
 from tests.process.checkpoint_models import Net, fsdp1, fsdp2, plain_state, two_d
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
@@ -109,5 +109,7 @@ def partial(rank: int, folder: str) -> None:
 
 def test_an_unreduced_dtensor_is_refused_by_name(launcher: Launcher, tmp_path: Path) -> None:
     launcher.run(partial, 2, tmp_path, str(tmp_path))
-    with pytest.raises(CheckpointFormatError, match="Partial"):
-        open_checkpoint(tmp_path)
+    checkpoint = open_checkpoint(tmp_path)
+    assert [(finding.code, finding.where) for finding in verify(tmp_path).findings] == [("unsupported", "p")]
+    with Reader(checkpoint) as reader, pytest.raises(UnsupportedTensorError, match=r"not supported: p: DTensor .* Partial"):
+        reader.value("p")

@@ -17,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 
 from labkit.checkpoint import open_checkpoint, safe_pickle, verify
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
-from labkit.checkpoint.pickle_records import REBUILDERS, Record
+from labkit.checkpoint.pickle_rebuilders import REBUILDERS
+from labkit.checkpoint.pickle_records import Record
 
 
 class Attack:

@@ -23,7 +23,7 @@ from labkit.checkpoint.large_index.records import BulkRecords
 from labkit.checkpoint.model import writer_rank
 from labkit.checkpoint.pickle_machine import Stateful
 from labkit.checkpoint.pickle_records import Record
-from labkit.checkpoint.safe_pickle import SafeMachine
+from labkit.checkpoint.safe_machine import SafeMachine
 
 LARGE_BYTES = 1 << 24
 _RUN = b"\xff"  # no opcode of pickle
