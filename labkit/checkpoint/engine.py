@@ -105,11 +105,12 @@ def run(
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
     values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
-    check_source(checkpoint, gate, tensors=_sources(writer), values=values, workers=workers)
+    reader = Reader(checkpoint, checksums=not gate.allows("changed-content"))
+    check_source(checkpoint, gate, tensors=_sources(writer), values=values, reader=reader, workers=workers)
     tied = {key: owner for key, (_, owner) in writer.tied.items()}
     plan = {"source": _identity(checkpoint), "options": dict(options), "files": _layout(writer), "tied": tied}
     try:
-        resumed = _run(writer, checkpoint, destination, plan, workers, progress, gate)
+        resumed = _run(writer, reader, destination, plan, workers, progress, gate)
     except CorruptCheckpointError as error:
         told = CorruptCheckpointError(error.path, f"{error.reason} {way_on(['changed-content'])}")
         told.__notes__ = getattr(error, "__notes__", [])
@@ -126,7 +127,7 @@ def run(
 
 def _run(
     writer: Writer,
-    checkpoint: Checkpoint,
+    source: Reader,
     destination: Path,
     plan: Mapping[str, Any],
     workers: int,
@@ -136,10 +137,10 @@ def _run(
     area = StagingArea(destination, plan)
     try:
         resumed = area.resumed
-        _write_files(writer, checkpoint, area, workers, progress, checksums=not gate.allows("changed-content"))
+        _write_files(writer, source, area, workers, progress)
         extra = writer.finish(area.folder, area.done)
         _check_result(writer, area, gate)
-        area.publish(extra, {"source": str(checkpoint.path), **plan["options"]}, as_file=writer.single)
+        area.publish(extra, {"source": str(source.checkpoint.path), **plan["options"]}, as_file=writer.single)
     except BaseException as error:
         # What was refused is refused again, with whatever files; a full disk or an interrupt may be over.
         error.add_note(area.stop(resumable=isinstance(error, CheckpointWriteError) or not isinstance(error, CheckpointError)))
@@ -163,9 +164,7 @@ def _advance(stop: threading.Event, progress: Progress, size: int) -> None:
     progress(size)
 
 
-def _write_files(
-    writer: Writer, checkpoint: Checkpoint, area: StagingArea, workers: int, progress: Progress, *, checksums: bool
-) -> None:
+def _write_files(writer: Writer, source: Reader, area: StagingArea, workers: int, progress: Progress) -> None:
     largest = max((piece.cost for file in writer.files for piece in file.pieces), default=0)
     budget = Budget(largest + _EXTRA_BYTES)
     for file in writer.files:
@@ -173,14 +172,13 @@ def _write_files(
             progress(file.size_bytes)
     todo = sorted((file for file in writer.files if file.name not in area.done), key=lambda file: -file.size_bytes)
     stop = threading.Event()
-    base = Reader(checkpoint, checksums=checksums)
 
     def work(file: OutFile) -> None:
         if stop.is_set():
             return
         temporary = area.temporary(file.name)
         temporary.unlink(missing_ok=True)
-        with base.fork() as reader, suppress(_StoppedError):
+        with source.fork() as reader, suppress(_StoppedError):
             advance = partial(_advance, stop, progress)
             area.finish_file(file.name, writer.write(file, temporary, reader, budget.reserve, advance))
 
