@@ -271,10 +271,8 @@ class Reader:
         archive = TorchArchive(self.open(file), self.checkpoint.root / file, start, length)
         name = f"{archive.prefix}/data.pkl"
         if self._checksums and crc32(archive.read(name)) != archive.record(name).crc:
-            raise CorruptCheckpointError(
-                self.checkpoint.root / file,
-                f"the record {name} at byte {start} does not match the checksum that was written with it.",
-            )
+            what = f"the record {name} at byte {start} does not match the checksum that was written with it."
+            raise CorruptCheckpointError(self.checkpoint.root / file, what)
         return archive
 
     def open(self, file: str) -> Any:
