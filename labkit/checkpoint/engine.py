@@ -135,12 +135,13 @@ def run(
     """
     values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
     try:
-        verification.check_source(checkpoint, gate, tensors=_sources(writer), values=values, workers=workers)
-    except CheckpointError:
-        _check_unchanged(checkpoint)  # the better reason for whatever is wrong with it
-        raise
-    try:
-        left = _run(writer, checkpoint, destination, options, workers, progress, gate)
+        with Reader(checkpoint, checksums=not gate.allows("changed-content")) as reader:
+            try:
+                verification.check_source(checkpoint, gate, tensors=_sources(writer), values=values, reader=reader, workers=workers)
+            except CheckpointError:
+                _check_unchanged(checkpoint)  # the better reason for whatever is wrong with it
+                raise
+            left = _run(writer, reader, destination, options, workers, progress, gate)
     except CorruptCheckpointError as error:
         told = CorruptCheckpointError(error.path, f"{error.reason} {way_on(['changed-content'])}")
         told.__notes__ = getattr(error, "__notes__", [])
@@ -157,7 +158,7 @@ def run(
 
 def _run(
     writer: Writer,
-    checkpoint: Checkpoint,
+    source: Reader,
     destination: Path,
     options: Mapping[str, Any],
     workers: int,
@@ -165,21 +166,20 @@ def _run(
     gate: Gate,
 ) -> str:
     area = StagingArea(destination)
-    checksums = not gate.allows("changed-content")
     try:
         try:
-            done = _write_files(writer, checkpoint, area.data, workers, progress, checksums=checksums)
+            done = _write_files(writer, source, area.data, workers, progress)
         except CheckpointError:
-            _check_unchanged(checkpoint)  # the better reason for whatever was wrong with it
+            _check_unchanged(source.checkpoint)  # the better reason for whatever was wrong with it
             raise
-        _check_unchanged(checkpoint)
+        _check_unchanged(source.checkpoint)
         extra = writer.finish(area.data, done)
         for name, total in extra.items():
             read_back(area.data, name, total)
         _check_result(writer, area, gate)
         if writer.single is None:
             files = {name: written.total for name, written in done.items()} | extra
-            manifest.publish(area.data, Manifest(files, about={"source": str(checkpoint.path), **options}))
+            manifest.publish(area.data, Manifest(files, about={"source": str(source.checkpoint.path), **options}))
         return area.publish(writer.single)
     except BaseException as error:
         error.add_note(area.discard())
@@ -210,19 +210,16 @@ def _advance(stop: threading.Event, progress: Progress, size: int) -> None:
     progress(size)
 
 
-def _write_files(
-    writer: Writer, checkpoint: Checkpoint, folder: Path, workers: int, progress: Progress, *, checksums: bool
-) -> dict[str, Written]:
+def _write_files(writer: Writer, source: Reader, folder: Path, workers: int, progress: Progress) -> dict[str, Written]:
     largest = max((piece.cost for file in writer.files for piece in file.pieces), default=0)
     budget = Budget(largest + _EXTRA_BYTES)
     todo = sorted(writer.files, key=lambda file: -file.size_bytes)
     stop = threading.Event()
-    base = Reader(checkpoint, checksums=checksums)
 
     def work(file: OutFile) -> Written | None:
         if stop.is_set():
             return None
-        with base.fork() as reader, suppress(_StoppedError):
+        with source.fork() as reader, suppress(_StoppedError):
             written = writer.write(file, folder / file.name, reader, budget.reserve, partial(_advance, stop, progress))
             read_back(folder, file.name, written.total)
             return written

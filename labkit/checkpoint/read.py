@@ -42,7 +42,7 @@ class Reader:
 
     Args:
         checkpoint: An opened checkpoint.
-        checksums: Compare the CRC-32 that torch notes for each storage, before anything of the storage is handed out. DCP
+        checksums: Compare the CRC-32 that torch notes for each record, before anything of the record is handed out. DCP
             and ``torch.load`` never look at it. A storage that is read in parts is read once more for that.
 
     Ranks: local. One thread at a time.
@@ -300,7 +300,12 @@ class Reader:
             raise CheckpointFormatError(
                 self.checkpoint.path, f"it was written through stream transforms ({names}), which labkit does not undo"
             )
-        return TorchArchive(self.open(file), self.checkpoint.root / file, start, length)
+        archive = TorchArchive(self.open(file), self.checkpoint.root / file, start, length)
+        name = f"{archive.prefix}/data.pkl"
+        if self._checksums and crc32(archive.read(name)) != archive.record(name).crc:
+            what = f"the record {name} at byte {start} does not match the checksum that was written with it."
+            raise CorruptCheckpointError(self.checkpoint.root / file, what)
+        return archive
 
     def open(self, file: str) -> Any:
         """An open binary file of the checkpoint, for use at once: :meth:`close` closes it, and so may opening others.

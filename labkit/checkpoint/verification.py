@@ -103,7 +103,13 @@ def open_source(path: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -
 
 
 def check_source(
-    checkpoint: Checkpoint, gate: Gate, *, tensors: Collection[str], values: Collection[str], workers: int = 2
+    checkpoint: Checkpoint,
+    gate: Gate,
+    *,
+    tensors: Collection[str],
+    values: Collection[str],
+    reader: Reader | None = None,
+    workers: int = 2,
 ) -> None:
     """Check a checkpoint that is going to be copied, before anything is written.
 
@@ -117,6 +123,7 @@ def check_source(
         gate: What the caller accepts.
         tensors: The keys of the tensors that are copied.
         values: Those of the values.
+        reader: Of the source; what it learns of tensors' headers need not be looked up again.
         workers: Threads that read.
 
     Raises:
@@ -125,16 +132,19 @@ def check_source(
     report = Report(str(checkpoint.path))
     storages = gate.allows("changed-content")
     if checkpoint.parts:
-        for part in checkpoint.parts:
-            check_small(part, report, storages=storages, workers=workers)
+        for one in checkpoint.parts:
+            check_small(one, report, storages=storages, workers=workers)
         gate.check(report, "Nothing was written.")
         return
-    check_small(_part(checkpoint, tensors, values), report, whole=checkpoint, storages=storages, workers=workers)
+    part = _part(checkpoint, tensors, values)
+    check_small(part, report, whole=checkpoint, storages=storages, reader=reader, workers=workers)
     gate.check(report, "Nothing was written.")
 
 
 def check_written(folder: Path, single: str | None, destination: Path, gate: Gate) -> Checkpoint:
-    """Open what was just written and check it like any checkpoint, but for the hashes, which were compared when it was written.
+    """Open what was just written and check it like any checkpoint.
+
+    Its hashes were compared when it was written, and with them the headers of its tensors.
 
     Raises:
         VerificationError: It has errors that the caller does not accept.
@@ -142,7 +152,7 @@ def check_written(folder: Path, single: str | None, destination: Path, gate: Gat
     unknown = "opaque" if gate.allows("unsafe") else "refuse"
     found = read_checkpoint(folder if single is None else folder / single, unknown=unknown)  # type: ignore[arg-type]
     report = Report(str(destination))
-    check_small(found, report)
+    check_small(found, report, headers=False)
     here, there = str(folder if single is None else folder / single), str(destination)
     report.findings = [replace(finding, where=finding.where.replace(here, there)) for finding in report.findings]
     gate.check(report, f"{destination} was not made, since it would have these errors.")
@@ -168,7 +178,7 @@ def check_loaded(reader: Reader, gate: Gate, *, without: Collection[str]) -> lis
     checkpoint = reader.checkpoint
     part = _part(checkpoint, checkpoint.tensors.keys() - without, checkpoint.values.keys() - without)
     report = Report(str(checkpoint.path))
-    check_small(part, report, whole=checkpoint, headers=False, reader=reader)
+    check_small(part, report, whole=checkpoint, headers=False, values=False, reader=reader)
     gate.check(report, "Nothing was loaded.")
     return gate.notes()
 
@@ -187,6 +197,7 @@ def check_small(
     *,
     whole: Checkpoint | None = None,
     headers: bool = True,
+    values: bool = True,
     storages: bool = False,
     reader: Reader | None = None,
     workers: int = 2,
@@ -197,25 +208,29 @@ def check_small(
         part: An opened checkpoint, or the entries of one that matter.
         report: Takes the findings.
         whole: The checkpoint that ``part`` is of.
-        headers: Whether to look at each tensor's header in its file, and at each value.
+        headers: Whether to look at each tensor's header in its file.
+        values: Whether to look at each value.
         storages: Whether to compare the checksums of tensor data after all.
         reader: Of the same checkpoint, where there is one already.
         workers: Threads that read.
     """
     whole = part if whole is None else whole
+    reader = reader or Reader(whole)
     damaged = _check_index(whole, part, report)
     found = verify_index.check_manifest(whole, report)
     if _is_whole(report):
         if headers and found is not None:
             unsummed = [name for name in found.files if whole.kind == "safetensors" or not verify_index.holds_data(name)]
             damaged |= verify_data.check_hashes(whole, found, report, workers, verify_data.no_progress, sorted(unsummed))
-        if headers:
-            damaged |= verify_data.check_archives(part, report, workers, verify_data.no_progress, storages=storages)
+        if values:
+            # Of a DCP directory's tensors the reader compares the headers' checksums itself.
+            summed = part if storages or part.kind != "dcp" else replace(part, tensors={})
+            damaged |= verify_data.check_archives(summed, report, workers, verify_data.no_progress, storages=storages)
             verify_data.check_values(part, report, workers, damaged)
-            verify_data.check_tensors(
-                part, report, finite=False, entries=[*part.tensors.values()], workers=workers, damaged=damaged
-            )
-        verify_optimizer.check_moments(part, report, workers, reader)
+        if headers:
+            entries, looking = list(part.tensors.values()), reader.fork(checksums=not storages)
+            verify_data.check_tensors(part, report, finite=False, entries=entries, workers=workers, damaged=damaged, reader=looking)
+        verify_optimizer.check_moments(part, report, workers, reader.fork(checksums=False))
     # The optimizer's completeness shows in the whole of it only, and what is left out is no matter here.
     optimizer = Report(report.path)
     verify_optimizer.check_optimizer(whole, optimizer, None, damaged)

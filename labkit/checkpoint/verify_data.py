@@ -14,7 +14,7 @@ import torch
 from labkit.checkpoint import manifest
 from labkit.checkpoint.archive import TorchArchive
 from labkit.checkpoint.checksums import file_crc
-from labkit.checkpoint.errors import CheckpointError, UnsafeCheckpointError, UnsupportedTensorError
+from labkit.checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.held import Held
 from labkit.checkpoint.manifest import Manifest
@@ -211,10 +211,11 @@ def check_tensors(
     damaged: Collection[str] = (),
     copies: bool = False,
     progress: Progress = no_progress,
+    reader: Reader | None = None,
 ) -> None:
     """Each chunk holds the declared dtype and shape; with ``finite``, no NaN and no inf; with ``copies``, they equal each other.
 
-    ``damaged`` is as for :func:`check_values`.
+    ``damaged`` is as for :func:`check_values`. A ``reader`` that looks at checksums compares those of the headers.
     """
 
     def check(job: tuple[TensorEntry, Chunk], reader: Reader) -> None:
@@ -224,12 +225,14 @@ def check_tensors(
                 _check_finite(entry, reader.chunk(entry, chunk), report)
             else:
                 reader.data_start(entry, chunk)
+        except CorruptCheckpointError as error:
+            report.error("changed-content", f"{entry.key} in {chunk.file}", error.reason, "torch loads the changed values")
         except CheckpointError as error:
             if chunk.file not in damaged:
                 report.error(_code(error), entry.key, str(error), "a load fails, or casts to the declared dtype")
         progress(chunk.length)
 
-    each(((entry, chunk) for entry in entries for chunk in entry.chunks), check, checkpoint, workers)
+    each(((entry, chunk) for entry in entries for chunk in entry.chunks), check, reader or checkpoint, workers)
     each(
         [entry for entry in entries if copies and entry.replicas and not damaged],
         lambda entry, reader: _check_replicas(entry, reader, report),

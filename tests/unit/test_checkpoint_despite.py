@@ -127,6 +127,16 @@ def changed_weight(folder: Path) -> Path:
     return folder / "source"
 
 
+def changed_header(folder: Path) -> Path:
+    """The strides of a weight, which keep its shape and dtype."""
+    file = plain(folder) / "__0_0.distcp"
+    strides, others = b"K\x04K\x01\x86", b"K\x01K\x06\x86"
+    data = file.read_bytes()
+    assert strides in data
+    file.write_bytes(data.replace(strides, others, 1))
+    return folder / "source"
+
+
 def changed_value(folder: Path) -> Path:
     """A bit of a value's pickle, which copying byte for byte does not notice."""
     plain(folder, scheduler={"name": "cosine"})
@@ -177,6 +187,7 @@ def quantized(folder: Path) -> Path:
 ACCEPTABLE = [
     ("bad-manifest", damaged_manifest),
     ("changed-content", changed_weight),
+    ("changed-content", changed_header),
     ("changed-content", changed_value),
     ("changed-content", changed_pickle),
     ("changed-content", changed_safetensors),
