@@ -27,7 +27,7 @@ from typing import Any
 
 from labkit.wire.pipes import Kept, make_pipes, redirect, take_rest
 from labkit.wire.spec import WorkerSpec
-from labkit.worker.environment import INLINE_FIGURES, enter
+from labkit.worker.environment import INLINE_FIGURES, draw_anew, enter
 from labkit.worker.lifeline import die_with_parent, ending_with_controller
 
 # What every worker needs; forking waits for these.
@@ -170,6 +170,7 @@ class Server:
                 sibling.kept.close()
             redirect(write_fds)
             enter(spec)
+            draw_anew()
             from labkit.worker.loop import main
 
             main(spec, read_fds, kept)

@@ -97,7 +97,7 @@ class ProcessGroups:
             torch.cuda.set_device(self.device)
             bound["device_id"] = self.device
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo",
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=self._store,
             rank=self._spec.rank,
             world_size=self._spec.world_size,
