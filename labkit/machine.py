@@ -35,6 +35,23 @@ class Gpu:
     driver: str
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryAtDeath:
+    """A machine's memory when a process on it was found dead.
+
+    Attributes:
+        peak_bytes: The most that the process had resident; 0 where nobody counted.
+        free_bytes: What the machine had free.
+        total_bytes: What the machine has.
+        ran_out: The system killed the process for want of memory.
+    """
+
+    peak_bytes: int
+    free_bytes: int
+    total_bytes: int
+    ran_out: bool = False
+
+
 def usable_cores() -> int:
     """The cores this process may use, at least 1: its CPU affinity, and the quota of its container if that is less."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

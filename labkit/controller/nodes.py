@@ -198,7 +198,7 @@ class Nodes:
             elif isinstance(tag, Exited):
                 on_exit = self.nodes[node_rank].running.pop(tag.handle, None)
                 if on_exit is not None:
-                    on_exit(WorkerExit(tag.handle, tag.exitcode, tag.stdout, tag.stderr, tag.peak_bytes))
+                    on_exit(WorkerExit(tag.handle, tag.exitcode, tag.stdout, tag.stderr, tag.memory))
             elif isinstance(tag, NodeFailed):
                 self.nodes[node_rank].fault = tag.reason
         self._probe()

@@ -26,6 +26,7 @@ from typing import Any
 
 import zmq
 
+from labkit.machine import MemoryAtDeath
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
 from labkit.wire.node_messages import (
@@ -136,13 +137,13 @@ class Agent:
                 self._exited(*args)
         return None
 
-    def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], peak: int) -> None:
+    def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], memory: MemoryAtDeath) -> None:
         handle = next((handle for handle, other in self._pids.items() if other == pid), None)
         if handle is not None:
             del self._pids[handle]
             self._busy.discard(rank)
             self._hear_ranks()  # what it sent before it died comes first
-            self._tell(Exited(handle, code, *rests, peak))
+            self._tell(Exited(handle, code, *rests, memory))
 
     def _hear_hub(self) -> str | None:
         if self._link.look():

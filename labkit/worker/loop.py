@@ -23,6 +23,9 @@ from labkit.worker.recovery import Recovery
 from labkit.worker.run_state import RunState
 from labkit.worker.step_board import StepBoard
 
+# What runs no code of the reader's.
+_OWN_KINDS = ("rebuild", "ask")
+
 
 class Worker:
     """One rank.
@@ -86,14 +89,14 @@ class Worker:
         failure: RankFailure | None = None
         cut_off = False
         try:
-            value = self._mend(message) if message.kind == "rebuild" else self._run_user_code(message, frames)
+            value = self._serve_pool(message) if message.kind in _OWN_KINDS else self._run_user_code(message, frames)
             if value is not _NOTHING:
                 packed = pack(value, share_memory=True)
         except BaseException as error:
             failure = self._failure(error)
             cut_off = backends.is_cut_off(error)
             tracebacks.release_frames(error)
-        if message.kind != "rebuild":
+        if message.kind not in _OWN_KINDS:
             self._recovery.end(cut=cut_off or self._state.interrupt_requested)
         self._state.end()
         self._capture.flush()
@@ -103,7 +106,9 @@ class Worker:
         else:
             self._answer(message.run_id, packed)
 
-    def _mend(self, message: Execute) -> Any:
+    def _serve_pool(self, message: Execute) -> Any:
+        if message.kind == "ask":
+            return self._groups.obstacle
         assert message.group is not None
         return self._recovery.mend(message.group, message.run_id)
 

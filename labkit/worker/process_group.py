@@ -129,6 +129,13 @@ class ProcessGroups:
         """Whether a cell has made a default group of its own in the place of labkit's."""
         return dist.is_initialized() and dist.group.WORLD is not self._default
 
+    @property
+    def obstacle(self) -> str:
+        """What keeps a new rank from taking its place in labkit's default group; empty where nothing does."""
+        if not dist.is_initialized():
+            return "destroyed"
+        return "made anew" if self.foreign else ""
+
     def finish_device_work(self) -> None:
         """Wait for the accelerator. A cell that has ended has really ended: its hangs and errors show in it, not in the next."""
         if self.device.type == "cuda":
