@@ -14,6 +14,7 @@ transport is shared by all replacements.) What NCCL leaves is not measured.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -241,6 +242,10 @@ def break_group(group: Any, reason: str) -> None:
     stand_in.reason = reason
     _native._unregister_process_group(name)
     _native._register_process_group(name, stand_in)
+    # A new group with its tag and ranks would be this one; torch's own destroy allows for its absence here.
+    for tagged in c10d._world.tags_to_pg.values():
+        with contextlib.suppress(ValueError):
+            tagged.remove(group)
     if c10d._rank_not_in_group is not _check_group:
         c10d._rank_not_in_group = _check_group
 

@@ -116,6 +116,20 @@ def test_groups_with_the_replaced_rank_are_named_and_refused_and_others_go_on(
     pool.run_cell("if rank < 2: dist.barrier(group=sound)", timeout_s=60)
 
 
+def test_p20_group_with_a_tag_is_made_again_after_its_ranks_were_replaced(pool: WorkerPool) -> None:
+    make = f"{IMPORTS}\nfrom torch.distributed.distributed_c10d import _new_group_with_tag\n"
+    make += "tagged = _new_group_with_tag([0, 1, 2], pg_tag='mine')\n"
+    make += "ones = torch.ones(1)\ndist.all_reduce(ones, group=tagged)\nones.item()"
+    assert pool.run_cell(make, want_value=True).same() == 3.0  # type: ignore[union-attr]
+    pool.run_cell("old = tagged")
+    pool.restart([0, 2])
+    assert pool.run_cell(make, want_value=True, timeout_s=60).same() == 3.0  # type: ignore[union-attr]
+    with pytest.raises(labkit.RankFailedError, match="has lost ranks 0, 2"):
+        pool.run_cell("dist.barrier(group=old)", ranks=1, timeout_s=60)
+    pool.run_cell("dist.destroy_process_group(old)", ranks=1)
+    pool.run_cell("dist.barrier(group=tagged)", timeout_s=60)
+
+
 def test_many_groups_with_the_replaced_rank_are_told_in_one_line(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     pool.run_cell("groups = [dist.new_group([1, 2]) for _ in range(5)]")
     kill(pool, 2)
