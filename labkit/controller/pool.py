@@ -129,19 +129,20 @@ class WorkerPool:
         return pool
 
     def _attach(self, site: AttachedSite, start_timeout_s: float, world_size: int | None = None) -> None:
-        with held_sigint() as stop_if_asked:
-            site.prepare(start_timeout_s, stop_if_asked)
-        nodes, meeting = site.nodes, site.meeting
         try:
+            with held_sigint() as stop_if_asked:
+                site.prepare(start_timeout_s, stop_if_asked)
+            nodes, meeting = site.nodes, site.meeting
             if meeting.num_nodes == 1:
                 self._plan = plan.make_plan(world_size or meeting.workers_per_node or None, meeting.device, lambda: nodes.num_gpus)
                 site.settle(self._plan.world_size)
             else:
                 self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
+            self._begin(site, start_timeout_s)
         except BaseException:
-            site.leave()
+            if self._closed:  # else the interrupt came when all was done
+                site.leave()
             raise
-        self._begin(site, start_timeout_s)
 
     @classmethod
     def reattach(
@@ -174,30 +175,40 @@ class WorkerPool:
         if path.exists() and KeyFile.read(path).in_use:
             raise InvalidPoolError(f"the notebook of the pool behind {path} still runs. Close it, or restart its kernel.")
         try:
-            with held_sigint() as stop_if_asked:
-                site.prepare(start_timeout_s, stop_if_asked)
+            pool._come_back(site, start_timeout_s)
         except WorkerStartError as error:
             raise PoolStateError(
                 f"not every machine came back in {start_timeout_s:g} s. Ranks wait {site.meeting.linger_s:g} s for a notebook and "
                 f"then end; attach anew: WorkerPool.attach(...). ({error.reason})"
             ) from None
-        left = site.nodes.left()
-        if not left:
-            site.leave()
-            raise PoolStateError("no rank is left of the earlier pool on its machines. Attach anew: WorkerPool.attach(...)")
-        if (other := open_pool()) is not None:
-            other.close()
-        pool._site, pool._start_timeout_s = site, start_timeout_s
-        meeting, nodes = site.meeting, site.nodes
-        pool._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
-        world = NodesWorld(pool._plan, nodes, next(iter(left.values())).world)
-        nodes.adopt_world(world.name)
-        pool._members = Members(pool.world_size, world)
-        pool._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
-        pool._open()
-        busy = tuple(sorted(rank for found in left.values() for rank in found.busy))
-        pool._runner.resume(max(found.run_id for found in left.values()), busy)
+        left = site.nodes.left().values()
+        busy = tuple(sorted(rank for found in left for rank in found.busy))
+        pool._runner.resume(max(found.run_id for found in left), busy)
         return pool
+
+    def _come_back(self, site: AttachedSite, start_timeout_s: float) -> None:
+        """Take over the ranks that wait at a site; where something is in the way, they wait on for another notebook."""
+        with held_sigint() as stop_if_asked:
+            site.prepare(start_timeout_s, stop_if_asked)
+            try:
+                left = site.nodes.left()
+                if not left:
+                    site.leave()
+                    raise PoolStateError("no rank is left of the earlier pool on its machines. Attach anew: WorkerPool.attach(...)")
+                if (other := open_pool()) is not None:
+                    other.close()
+                stop_if_asked()
+                self._site, self._start_timeout_s = site, start_timeout_s
+                meeting, nodes = site.meeting, site.nodes
+                self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
+                world = NodesWorld(self._plan, nodes, next(iter(left.values())).world)
+                nodes.adopt_world(world.name)
+                self._members = Members(self.world_size, world)
+                self._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
+                self._open()
+            except BaseException:
+                site.abandon()
+                raise
 
     def _begin(self, site: Site, start_timeout_s: float) -> None:
         # Not before this: nobody loses a pool for one that cannot run.
@@ -212,10 +223,10 @@ class WorkerPool:
             try:
                 self._members = Members(self.world_size, self._site.open_world(self._plan))
                 self._members.start(self._start_timeout_s, stop_if_asked)
+                self._open()
             except BaseException:
                 self._site.leave()
                 raise
-            self._open()
 
     def _open(self) -> None:
         self._runner = Runner(self._members, self.world_size)
@@ -453,8 +464,15 @@ class WorkerPool:
             elif not was_closed:  # else ranks would be ended for others that cannot be started
                 with held_sigint() as stop_if_asked:
                     self._site.prepare(self._start_timeout_s, stop_if_asked)
-            self._end_ranks()
-            self._start()
+            with held_sigint() as stop_if_asked:
+                self._end_ranks()
+                try:
+                    stop_if_asked()
+                    self._start()
+                except BaseException:
+                    if self._closed:
+                        self._site.leave()
+                    raise
             again = "the pool was closed and is open again; " if was_closed else ""
             have = "is fresh and has" if self.world_size == 1 else "are fresh and have"
             text = f"{again}{name_ranks(range(self.world_size))} {have} no variables.\n"
@@ -476,14 +494,16 @@ class WorkerPool:
 
         Raises:
             PoolStateError: A run is in progress in another thread.
+            KeyboardInterrupt: An interrupt came meanwhile. The pool is closed.
         """
-        self._end_ranks()
-        self._site.leave()
+        with held_sigint():
+            self._end_ranks()
+            self._site.leave()
 
     def _end_ranks(self) -> None:
         if self._closed:
             return
-        with self._runner.alone(), held_sigint():
+        with self._runner.alone():
             self._closed = True
             atexit.unregister(self._at_exit)
             self._members.close()
