@@ -20,7 +20,7 @@ from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
-from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
+from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, raises_here
 from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
 from labkit.wire.key_file import KeyFile
 
@@ -52,6 +52,7 @@ class WorkerPool:
         WorkerStartError: A rank did not come up; nothing is left running.
     """
 
+    @raises_here
     def __init__(
         self,
         world_size: int | None = None,
@@ -73,6 +74,7 @@ class WorkerPool:
         self._begin(LocalSite(), start_timeout_s)
 
     @classmethod
+    @raises_here
     def attach(
         cls,
         num_nodes: int,
@@ -145,6 +147,7 @@ class WorkerPool:
             raise
 
     @classmethod
+    @raises_here
     def reattach(
         cls, key_file: str | os.PathLike[str] = "labkit.key", *, start_timeout_s: float = 60.0, replace: bool = False
     ) -> WorkerPool:
@@ -288,6 +291,7 @@ class WorkerPool:
 
     # ---- running -------------------------------------------------------------------------------------------------
 
+    @raises_here
     def run(
         self, function: Callable[..., T], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
     ) -> RankResults[T]:
@@ -320,6 +324,7 @@ class WorkerPool:
         packed = sending.pack_call(function, args, kwargs, share_memory=self._members.share_memory)
         return self._runner.values(self._runner.execute("call", chosen, timeout_s, packed=packed))
 
+    @raises_here
     def run_cell(
         self,
         source: str,
@@ -355,6 +360,7 @@ class WorkerPool:
         run = self._runner.execute("cell", chosen, timeout_s, screen=screen, **fields)
         return self._runner.values(run) if want_value else None
 
+    @raises_here
     def push(self, *, ranks: RankSpec = None, timeout_s: float | None = None, **variables: Any) -> None:
         """Set variables in the ranks' namespaces.
 
@@ -375,6 +381,7 @@ class WorkerPool:
         packed = sending.pack_variables(variables, share_memory=self._members.share_memory)
         self._runner.execute("push", chosen, timeout_s, packed=packed)
 
+    @raises_here
     def pull(self, name: str, *, ranks: RankSpec = None, timeout_s: float | None = None) -> RankResults[Any]:
         """Read a variable, or any expression, from the ranks' namespaces.
 
@@ -437,6 +444,7 @@ class WorkerPool:
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
+    @raises_here
     def restart(self, ranks: RankSpec = None) -> None:
         """Replace workers by fresh ones. Blocks as long as a start: fractions of a second on CPU.
 
@@ -487,6 +495,7 @@ class WorkerPool:
         for note in self._runner.replace(chosen, self._start_timeout_s):
             present_screen().text("stderr", note + "\n")
 
+    @raises_here
     def close(self) -> None:
         """End every worker and all they started. Blocks for at most about 3 s, 10 s where torchrun has to end.
 
