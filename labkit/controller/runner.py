@@ -13,7 +13,8 @@ from labkit.controller.deaths import LOST
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import caught_sigint
 from labkit.controller.members import Members
-from labkit.controller.output import RankOutput, Screen, present_screen
+from labkit.controller.output import Screen, present_screen
+from labkit.controller.rank_output import RankOutput
 from labkit.controller.reports import raise_for
 from labkit.controller.run import Run, RunWait
 from labkit.controller.verdict import judge
