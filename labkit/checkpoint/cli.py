@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import click
 
 from labkit.errors import CheckpointError
+from labkit.machine import ends_lines
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
 if TYPE_CHECKING:
@@ -89,7 +90,9 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
         json.dump(describe(found, patterns=patterns, chunks=chunks), sys.stdout, indent=1, default=str)
         sys.stdout.write("\n")
         return
-    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+    # Where nothing ends the line, a name stays on it.
+    width = None if ends_lines(sys.stdout) else 10_000
+    console = Console(file=sys.stdout, soft_wrap=width is not None, width=width)
     console.print(render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks))
 
 

@@ -33,10 +33,13 @@ def enter(spec: WorkerSpec) -> None:
     matplotlib = sys.modules.get("matplotlib")
     if matplotlib is not None:
         matplotlib.rcParams["backend"] = os.environ["MPLBACKEND"]
-    # So do these: where temporary files go, and the time zone.
+    # So do these: where temporary files go, the time zone, and torch with TORCH_DISTRIBUTED_DEBUG.
     tempfile.tempdir = None
     if hasattr(time, "tzset"):
         time.tzset()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None:
+        distributed.set_debug_level_from_env()
 
 
 def draw_anew() -> None:

@@ -25,6 +25,8 @@ from labkit.worker.step_board import StepBoard
 
 # What runs no code of the reader's.
 _OWN_KINDS = ("rebuild", "ask")
+# What torch says of a script that is pasted into a cell.
+_TWICE = "trying to initialize the default process group twice"
 
 
 class Worker:
@@ -172,6 +174,7 @@ class Worker:
         return value
 
     def _call(self, message: Execute, frames: list[bytes]) -> Any:
+        self._shell.prepare_call()  # before the function is found, in a module that may have changed
         function, args, kwargs = self._unpack(message, frames)
         lend_namespace(function, self._shell.user_ns)
         try:
@@ -183,6 +186,8 @@ class Worker:
         interrupted = isinstance(error, KeyboardInterrupt) or self._state.interrupt_requested
         kind: FailureKind = "interrupted" if interrupted else "exited" if isinstance(error, SystemExit) else "exception"
         message = _text(error)
+        if _TWICE in message:
+            error.add_note("Every rank of a pool has its default process group: leave out init_process_group here.")
         if kind == "exited":
             message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"
         # Nobody reads where an interrupted rank was interrupted (the diagnosis says it), and its interrupter waits.

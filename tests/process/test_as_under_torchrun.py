@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from labkit import RankFailedError, RunTimeoutError, WorkerPool
@@ -106,3 +108,59 @@ def test_p13_monitored_barrier_names_the_rank_that_does_not_come(pool: WorkerPoo
         pool.run_cell("if rank != 2: dist.monitored_barrier(timeout=timedelta(seconds=0.5))", timeout_s=60)
     assert "Rank 2 failed to pass monitoredBarrier" in caught.value.failures[0].message
     assert value(pool, BARRIERS, timeout_s=60).same() == ("gloo", "gloo")
+
+
+def test_p16_script_that_makes_the_default_group_is_told_that_it_exists(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailedError) as caught:
+        pool.run_cell("dist.init_process_group('gloo')")
+    told = "Every rank of a pool has its default process group: leave out init_process_group here."
+    assert caught.value.failures[0].traceback.splitlines()[-1] == told
+    assert value(pool, BARRIERS).same() == ("gloo", "gloo")
+
+
+# ---- as in a notebook and a terminal ---------------------------------------------------------------------------------
+
+
+def test_p16_underscore_is_the_last_value_until_a_cell_sets_it(pool: WorkerPool) -> None:
+    pool.run_cell("rank * 10")
+    pool.run_cell("x = 1")
+    pool.run_cell("rank;")
+    assert value(pool, "_ + 1") == {0: 1, 1: 11, 2: 21}
+    pool.run_cell("for _ in range(3): pass\n'shown'")
+    assert value(pool, "_").same() == 2
+    pool.run_cell("del _\nNone")
+
+
+def sleepers(marker: str) -> list[psutil.Process]:
+    return [item for item in psutil.process_iter(["cmdline"]) if marker in (item.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("command", ["sleep {0}; true", "(sleep {0}; sleep {0}); true", "exec sleep {0}"])
+def test_p16_command_of_a_shell_ends_with_the_stopped_cell(pool: WorkerPool, command: str) -> None:
+    marker = f"78.{os.getpid()}"
+    pool.run_cell(f"import subprocess\nbackground = subprocess.Popen(['sleep', '{marker}1'])")
+    with pytest.raises(RunTimeoutError):
+        pool.run_cell(f"subprocess.run({command.format(marker)!r}, shell=True)", timeout_s=0.7)
+    assert sleepers(marker) == []
+    ended = "running = background.poll() is None\nbackground.kill(), background.wait(), subprocess.run('true')\nrunning"
+    assert value(pool, ended).same() is True  # a cell's own child in the background is its own affair
+
+
+# ---- the environment -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["DETAIL", "INFO", None])
+def test_p16_debug_level_that_is_set_in_the_notebook_holds_in_the_next_pool(
+    monkeypatch: pytest.MonkeyPatch, level: str | None
+) -> None:
+    if level is None:
+        monkeypatch.delenv("TORCH_DISTRIBUTED_DEBUG", raising=False)
+    else:
+        monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    with WorkerPool(2, "cpu", replace=True) as pool:
+        pool.run_cell("import torch, torch.distributed as dist")
+        assert value(pool, "dist.get_debug_level().name").same() == (level or "OFF")
+        if level == "DETAIL":
+            with pytest.raises(RankFailedError, match="Detected mismatch between collectives on ranks"):
+                pool.run_cell("dist.all_reduce(torch.ones(1 + rank))", timeout_s=60)
+        assert value(pool, "ones = torch.ones(1)\ndist.all_reduce(ones)\nones.item()", timeout_s=60).same() == 2.0
