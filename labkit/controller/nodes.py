@@ -51,7 +51,7 @@ class Nodes:
     def __init__(self, num_nodes: int, workers_per_node: int, address: str, keys: Keys, way_back: Callable[[], str]) -> None:
         self.workers_per_node, self._way_back = workers_per_node, way_back
         try:
-            self._hub = Hub(address, keys)
+            self._hub = Hub(address, keys, num_nodes)
         except OSError as error:
             raise InvalidPoolError(
                 f"this machine cannot listen on {address}: {error.strerror}. Another notebook may hold that port, or the interface "

@@ -52,6 +52,8 @@ class WorkerPool:
         WorkerStartError: A rank did not come up; nothing is left running.
     """
 
+    _site: Site
+
     @raises_here
     def __init__(
         self,

@@ -63,6 +63,7 @@ class RankDisplayHook(DisplayHook):
 
     def _keep_as_underscore(self, result: Any) -> None:
         """Set ``_``, unless a cell has set it, as IPython does. Not ``__`` and ``_7``: they would keep large values alive."""
+        assert self.shell is not None
         names = self.shell.user_ns
         if names.get("_") is self._:
             names["_"] = self._ = result
