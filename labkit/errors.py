@@ -6,9 +6,13 @@ the message. The message says what happened, on which ranks, and what to do next
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Jupyter and terminals show these; nbconvert turns them into colours of the page.
 _BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[1;31m", "\x1b[0m"
@@ -30,6 +34,20 @@ class LabkitError(Exception):
 
         compiled = get_ipython().compile
         return [format_error(self, compiled._filename_map.get, own_lines_only=True)]
+
+
+def raises_here(function: Callable[P, T]) -> Callable[P, T]:
+    """Let labkit's errors seem to come from this function: what is below it tells a reader nothing."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # pytest leaves out this frame too
+        try:
+            return function(*args, **kwargs)
+        except (LabkitError, RunReport) as error:
+            raise error.with_traceback(None)  # noqa: B904 (it is the same error)
+
+    return call
 
 
 def _reduce(error: BaseException) -> tuple[Any, ...]:
@@ -134,6 +152,9 @@ class RunReport(BaseException):
         self.notes = tuple(notes)
         self.diagnosis = diagnosis
         super().__init__(self._message())
+        # Outside a notebook nobody calls _render_traceback_; Python, pytest and loggers show notes.
+        for ranks, told in self._told():
+            self.add_note(f"{_name_ranks(ranks)}:\n{told}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
@@ -180,17 +201,16 @@ class RunReport(BaseException):
         ordered = sorted(groups.values(), key=lambda group: (group[0].kind == "interrupted", group[0].rank))
         return [([failure.rank for failure in group], group[0]) for group in ordered]
 
+    def _told(self) -> Iterator[tuple[list[int], str]]:
+        """Each different failure once: its traceback on the ranks, or how they died and what they wrote last."""
+        for ranks, failure in self.grouped():
+            if failure.kind != "interrupted":
+                last = f"\nIts last output in this run:\n{indent(failure.last_output)}" if failure.last_output else ""
+                yield ranks, (failure.traceback or failure.headline()) + last
+
     def _render_traceback_(self) -> list[str]:
         """What IPython shows instead of the kernel's own frames: each different remote traceback once."""
-        lines: list[str] = []
-        for ranks, failure in self.grouped():
-            if failure.kind == "interrupted":
-                continue
-            lines.append(f"{_BOLD}{_name_ranks(ranks)}{_PLAIN}")
-            lines.append(failure.traceback or failure.headline())
-            if failure.last_output:
-                lines.append("Its last output in this run:\n" + indent(failure.last_output))
-            lines.append("")
+        lines = [line for ranks, told in self._told() for line in (f"{_BOLD}{_name_ranks(ranks)}{_PLAIN}", told, "")]
         lines.append(f"{_RED}{type(self).__name__}{_PLAIN}: {self}")
         return lines
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import psutil
 
@@ -33,6 +34,23 @@ class Gpu:
     memory_bytes: int
     free_bytes: int
     driver: str
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryAtDeath:
+    """A machine's memory when a process on it was found dead.
+
+    Attributes:
+        peak_bytes: The most that the process had resident; 0 where nobody counted.
+        free_bytes: What the machine had free.
+        total_bytes: What the machine has.
+        ran_out: The system killed the process for want of memory.
+    """
+
+    peak_bytes: int
+    free_bytes: int
+    total_bytes: int
+    ran_out: bool = False
 
 
 def usable_cores() -> int:
@@ -74,6 +92,11 @@ def _parse_gpu(line: str) -> Gpu | None:
     # A GPU with unified memory reports "[N/A]" here.
     total, free = (int(field) * 2**20 if field.isdigit() else 0 for field in fields[2:4])
     return Gpu(int(fields[0]), fields[1], total, free, fields[4])
+
+
+def ends_lines(stream: TextIO) -> bool:
+    """Whether what shows this stream breaks lines at some width: a person's terminal. A notebook's ``!`` only plays one."""
+    return stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def find_chromium() -> str | None:

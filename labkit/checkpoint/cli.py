@@ -14,6 +14,7 @@ import click
 
 from labkit.checkpoint.findings import CODES
 from labkit.errors import CheckpointError, printable
+from labkit.machine import ends_lines
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
             _write_json(describe(found, patterns=patterns, chunks=chunks))
             return
         table = render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks)
-        console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+        # Where nothing ends the line, a name stays on it.
+        width = None if ends_lines(sys.stdout) else 10_000
+        console = Console(file=sys.stdout, soft_wrap=width is not None, width=width)
         console.print(table)
 
 

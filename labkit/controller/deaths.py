@@ -14,6 +14,7 @@ LAST_LINES = 20
 LOST = "lost"
 _PIECES = 64
 _PIECE_CHARS = 4096
+_GIB = 2**30
 
 
 class LastWords:
@@ -56,10 +57,11 @@ class LastWords:
         return tuple(found), lost
 
 
-def describe_exit(code: int, cause: str = "") -> tuple[str, str]:
+def describe_exit(event: WorkerExit) -> tuple[str, str]:
     """A process's end in words: (signal or exit code, what that usually means); LOST and the cause where its machine is."""
-    if cause:
-        return LOST, cause
+    code = event.exitcode
+    if event.cause:
+        return LOST, event.cause
     if code >= 0:
         meaning = "it ended itself, for example by os._exit" if code else "it ended itself"
         return f"exit code {code}", meaning
@@ -68,7 +70,7 @@ def describe_exit(code: int, cause: str = "") -> tuple[str, str]:
     except ValueError:
         return f"signal {-code}", "a signal ended it"
     meanings = {
-        "SIGKILL": "killed from outside, by the system when memory ran out or by hand",
+        "SIGKILL": "killed from outside",
         "SIGSEGV": "native code touched memory that is not its own",
         "SIGABRT": "native code gave up, often a failed check in C++; its last output says which",
         "SIGBUS": "bad memory access, often a full /dev/shm",
@@ -76,4 +78,11 @@ def describe_exit(code: int, cause: str = "") -> tuple[str, str]:
         "SIGFPE": "an arithmetic error in native code",
         "SIGILL": "an instruction that this processor does not have",
     }
-    return name, meanings.get(name, "a signal ended it")
+    meaning = meanings.get(name, "a signal ended it")
+    if name == "SIGKILL" and (memory := event.memory) is not None:
+        killer = "the system killed it because memory ran out" if memory.ran_out else meaning
+        peak = f"its memory had reached {memory.peak_bytes / _GIB:.2f} GiB, and " if memory.peak_bytes else ""
+        meaning = (
+            f"{killer}; {peak}{memory.free_bytes / _GIB:.1f} of the machine's {memory.total_bytes / _GIB:.1f} GiB are free now"
+        )
+    return name, meaning

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from labkit.controller import memory
 from labkit.controller.deaths import LastWords, describe_exit
 from labkit.controller.launchers.launcher import WorkerExit
 from labkit.controller.nodes_world import NodesWorld
@@ -58,9 +57,8 @@ class Members:
         self._running: dict[int, int] = {}
         self._handles: dict[int, int] = {}
         self._last_words = LastWords()
-        self._killed: set[int] = set()
+        self._ended: dict[int, str] = {}  # why labkit itself has ended a rank
         self._unready: set[tuple[int, Channel]] = set()
-        self._oom_kills = memory.oom_kills()
         self._run: Run | None = None
         self._left: set[int] = set()
         self.pids: dict[int, int] = {}
@@ -148,10 +146,16 @@ class Members:
             raise
         for rank in started:
             self.deaths.pop(rank, None)
-            self._killed.discard(rank)
+            self._ended.pop(rank, None)
 
-    def give_up(self, ranks: Iterable[int]) -> None:
-        """Kill ranks that did not find their place among the others; they count as dead. Blocks for at most END_S."""
+    def give_up(self, ranks: Sequence[int], why: str) -> None:
+        """Kill new ranks that did not find their place among the others; they count as dead. Blocks for at most END_S.
+
+        Args:
+            ranks: The ranks.
+            why: What to say of their deaths.
+        """
+        self._ended |= dict.fromkeys(ranks, why)
         deadline = time.monotonic() + END_S
         self._kill(ranks)
         while not self._running.keys().isdisjoint(ranks) and time.monotonic() < deadline:
@@ -259,7 +263,7 @@ class Members:
 
     def kill(self, rank: int) -> None:
         """Kill a rank that does not answer, with all that it started."""
-        self._killed.add(rank)
+        self._ended[rank] = "labkit killed it because it did not answer"
         self._kill((rank,))
 
     def wake(self) -> None:
@@ -303,12 +307,8 @@ class Members:
         return told
 
     def _death(self, rank: int, event: WorkerExit, lost_bytes: int) -> RankFailure:
-        name, message = describe_exit(event.exitcode, event.cause)
-        if rank in self._killed:
-            message = "labkit killed it because it did not answer"
-        elif name == "SIGKILL":
-            cause = "the system killed it because memory ran out" if memory.oom_kills() > self._oom_kills else message
-            message = f"{cause}; {memory.describe(event.peak_bytes)}"
+        name, message = describe_exit(event)
+        message = self._ended.get(rank, message)
         if lost_bytes:
             message += f"; {lost_bytes:,} bytes of its output are lost with it"
         code = None if event.cause else event.exitcode

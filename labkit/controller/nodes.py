@@ -51,7 +51,7 @@ class Nodes:
     def __init__(self, num_nodes: int, workers_per_node: int, address: str, keys: Keys, way_back: Callable[[], str]) -> None:
         self.workers_per_node, self._way_back = workers_per_node, way_back
         try:
-            self._hub = Hub(address, keys)
+            self._hub = Hub(address, keys, num_nodes)
         except OSError as error:
             raise InvalidPoolError(
                 f"this machine cannot listen on {address}: {error.strerror}. Another notebook may hold that port, or the interface "
@@ -198,7 +198,7 @@ class Nodes:
             elif isinstance(tag, Exited):
                 on_exit = self.nodes[node_rank].running.pop(tag.handle, None)
                 if on_exit is not None:
-                    on_exit(WorkerExit(tag.handle, tag.exitcode, tag.stdout, tag.stderr, tag.peak_bytes))
+                    on_exit(WorkerExit(tag.handle, tag.exitcode, tag.stdout, tag.stderr, tag.memory))
             elif isinstance(tag, NodeFailed):
                 self.nodes[node_rank].fault = tag.reason
         self._probe()

@@ -20,7 +20,7 @@ from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
-from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
+from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, raises_here
 from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
 from labkit.wire.key_file import KeyFile
 
@@ -52,6 +52,9 @@ class WorkerPool:
         WorkerStartError: A rank did not come up; nothing is left running.
     """
 
+    _site: Site
+
+    @raises_here
     def __init__(
         self,
         world_size: int | None = None,
@@ -73,6 +76,7 @@ class WorkerPool:
         self._begin(LocalSite(), start_timeout_s)
 
     @classmethod
+    @raises_here
     def attach(
         cls,
         num_nodes: int,
@@ -129,21 +133,23 @@ class WorkerPool:
         return pool
 
     def _attach(self, site: AttachedSite, start_timeout_s: float, world_size: int | None = None) -> None:
-        with held_sigint() as stop_if_asked:
-            site.prepare(start_timeout_s, stop_if_asked)
-        nodes, meeting = site.nodes, site.meeting
         try:
+            with held_sigint() as stop_if_asked:
+                site.prepare(start_timeout_s, stop_if_asked)
+            nodes, meeting = site.nodes, site.meeting
             if meeting.num_nodes == 1:
                 self._plan = plan.make_plan(world_size or meeting.workers_per_node or None, meeting.device, lambda: nodes.num_gpus)
                 site.settle(self._plan.world_size)
             else:
                 self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
+            self._begin(site, start_timeout_s)
         except BaseException:
-            site.leave()
+            if self._closed:  # else the interrupt came when all was done
+                site.leave()
             raise
-        self._begin(site, start_timeout_s)
 
     @classmethod
+    @raises_here
     def reattach(
         cls, key_file: str | os.PathLike[str] = "labkit.key", *, start_timeout_s: float = 60.0, replace: bool = False
     ) -> WorkerPool:
@@ -174,30 +180,40 @@ class WorkerPool:
         if path.exists() and KeyFile.read(path).in_use:
             raise InvalidPoolError(f"the notebook of the pool behind {path} still runs. Close it, or restart its kernel.")
         try:
-            with held_sigint() as stop_if_asked:
-                site.prepare(start_timeout_s, stop_if_asked)
+            pool._come_back(site, start_timeout_s)
         except WorkerStartError as error:
             raise PoolStateError(
                 f"not every machine came back in {start_timeout_s:g} s. Ranks wait {site.meeting.linger_s:g} s for a notebook and "
                 f"then end; attach anew: WorkerPool.attach(...). ({error.reason})"
             ) from None
-        left = site.nodes.left()
-        if not left:
-            site.leave()
-            raise PoolStateError("no rank is left of the earlier pool on its machines. Attach anew: WorkerPool.attach(...)")
-        if (other := open_pool()) is not None:
-            other.close()
-        pool._site, pool._start_timeout_s = site, start_timeout_s
-        meeting, nodes = site.meeting, site.nodes
-        pool._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
-        world = NodesWorld(pool._plan, nodes, next(iter(left.values())).world)
-        nodes.adopt_world(world.name)
-        pool._members = Members(pool.world_size, world)
-        pool._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
-        pool._open()
-        busy = tuple(sorted(rank for found in left.values() for rank in found.busy))
-        pool._runner.resume(max(found.run_id for found in left.values()), busy)
+        left = site.nodes.left().values()
+        busy = tuple(sorted(rank for found in left for rank in found.busy))
+        pool._runner.resume(max(found.run_id for found in left), busy)
         return pool
+
+    def _come_back(self, site: AttachedSite, start_timeout_s: float) -> None:
+        """Take over the ranks that wait at a site; where something is in the way, they wait on for another notebook."""
+        with held_sigint() as stop_if_asked:
+            site.prepare(start_timeout_s, stop_if_asked)
+            try:
+                left = site.nodes.left()
+                if not left:
+                    site.leave()
+                    raise PoolStateError("no rank is left of the earlier pool on its machines. Attach anew: WorkerPool.attach(...)")
+                if (other := open_pool()) is not None:
+                    other.close()
+                stop_if_asked()
+                self._site, self._start_timeout_s = site, start_timeout_s
+                meeting, nodes = site.meeting, site.nodes
+                self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
+                world = NodesWorld(self._plan, nodes, next(iter(left.values())).world)
+                nodes.adopt_world(world.name)
+                self._members = Members(self.world_size, world)
+                self._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
+                self._open()
+            except BaseException:
+                site.abandon()
+                raise
 
     def _begin(self, site: Site, start_timeout_s: float) -> None:
         # Not before this: nobody loses a pool for one that cannot run.
@@ -212,10 +228,10 @@ class WorkerPool:
             try:
                 self._members = Members(self.world_size, self._site.open_world(self._plan))
                 self._members.start(self._start_timeout_s, stop_if_asked)
+                self._open()
             except BaseException:
                 self._site.leave()
                 raise
-            self._open()
 
     def _open(self) -> None:
         self._runner = Runner(self._members, self.world_size)
@@ -277,6 +293,7 @@ class WorkerPool:
 
     # ---- running -------------------------------------------------------------------------------------------------
 
+    @raises_here
     def run(
         self, function: Callable[..., T], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
     ) -> RankResults[T]:
@@ -309,6 +326,7 @@ class WorkerPool:
         packed = sending.pack_call(function, args, kwargs, share_memory=self._members.share_memory)
         return self._runner.values(self._runner.execute("call", chosen, timeout_s, packed=packed))
 
+    @raises_here
     def run_cell(
         self,
         source: str,
@@ -344,6 +362,7 @@ class WorkerPool:
         run = self._runner.execute("cell", chosen, timeout_s, screen=screen, **fields)
         return self._runner.values(run) if want_value else None
 
+    @raises_here
     def push(self, *, ranks: RankSpec = None, timeout_s: float | None = None, **variables: Any) -> None:
         """Set variables in the ranks' namespaces.
 
@@ -364,6 +383,7 @@ class WorkerPool:
         packed = sending.pack_variables(variables, share_memory=self._members.share_memory)
         self._runner.execute("push", chosen, timeout_s, packed=packed)
 
+    @raises_here
     def pull(self, name: str, *, ranks: RankSpec = None, timeout_s: float | None = None) -> RankResults[Any]:
         """Read a variable, or any expression, from the ranks' namespaces.
 
@@ -426,6 +446,7 @@ class WorkerPool:
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
+    @raises_here
     def restart(self, ranks: RankSpec = None) -> None:
         """Replace workers by fresh ones. Blocks as long as a start: fractions of a second on CPU.
 
@@ -453,8 +474,15 @@ class WorkerPool:
             elif not was_closed:  # else ranks would be ended for others that cannot be started
                 with held_sigint() as stop_if_asked:
                     self._site.prepare(self._start_timeout_s, stop_if_asked)
-            self._end_ranks()
-            self._start()
+            with held_sigint() as stop_if_asked:
+                self._end_ranks()
+                try:
+                    stop_if_asked()
+                    self._start()
+                except BaseException:
+                    if self._closed:
+                        self._site.leave()
+                    raise
             again = "the pool was closed and is open again; " if was_closed else ""
             have = "is fresh and has" if self.world_size == 1 else "are fresh and have"
             text = f"{again}{name_ranks(range(self.world_size))} {have} no variables.\n"
@@ -469,6 +497,7 @@ class WorkerPool:
         for note in self._runner.replace(chosen, self._start_timeout_s):
             present_screen().text("stderr", note + "\n")
 
+    @raises_here
     def close(self) -> None:
         """End every worker and all they started. Blocks for at most about 3 s, 10 s where torchrun has to end.
 
@@ -476,14 +505,16 @@ class WorkerPool:
 
         Raises:
             PoolStateError: A run is in progress in another thread.
+            KeyboardInterrupt: An interrupt came meanwhile. The pool is closed.
         """
-        self._end_ranks()
-        self._site.leave()
+        with held_sigint():
+            self._end_ranks()
+            self._site.leave()
 
     def _end_ranks(self) -> None:
         if self._closed:
             return
-        with self._runner.alone(), held_sigint():
+        with self._runner.alone():
             self._closed = True
             atexit.unregister(self._at_exit)
             self._members.close()

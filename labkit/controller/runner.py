@@ -13,13 +13,14 @@ from labkit.controller.deaths import LOST
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import caught_sigint
 from labkit.controller.members import Members
-from labkit.controller.output import RankOutput, Screen, present_screen
+from labkit.controller.output import Screen, present_screen
+from labkit.controller.rank_output import RankOutput
 from labkit.controller.reports import raise_for
 from labkit.controller.run import Run, RunWait
 from labkit.controller.verdict import judge
 from labkit.errors import PoolStateError, WireError
 from labkit.ranks import RankResults, format_ranks, name_ranks
-from labkit.wire.messages import Execute, Output, RankReport, Release, Result
+from labkit.wire.messages import Execute, GroupSpec, Output, RankReport, Release, Result
 from labkit.wire.payload import Packed, unpack
 
 # Making new groups takes some 0.03 s on gloo and 1.3 s on NCCL.
@@ -45,6 +46,7 @@ class Runner:
         self._waiting: RunWait | None = None
         self._sigint = False
         self._to_release: list[tuple[int, int]] = []
+        self._obstacle = ""  # why a rank cannot be replaced by itself
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -88,7 +90,12 @@ class Runner:
             are = "is" if len(dead) == 1 else "are"
             cause = self._members.deaths[dead[0]].message
             living = tuple(rank for rank in range(self._world_size) if rank not in dead)
-            look = f" What {name_ranks(living)} hold can be read before: --ranks {format_ranks(living)}." if living else ""
+            self._ask_for_obstacle()
+            look = ""
+            if living:
+                verb, their = ("is", "its") if len(living) == 1 else ("are", "their")
+                first = f"read {their} variables first with %%spmd --ranks {format_ranks(living).replace(' ', '')}"
+                look = f" {name_ranks(living).capitalize()} {verb} alive; {first}."
             raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). {self._ways_back(dead)}{look}")
 
     def execute(
@@ -186,7 +193,10 @@ class Runner:
 
     def _mend(self, run: Run) -> None:
         """Bring back what the run has broken, if every rank still lives: process groups, then what stands on them."""
-        if not (run.failures or run.group_lost) or self._members.deaths:
+        if self._members.deaths:
+            self._find_obstacle()
+            return
+        if not (run.failures or run.group_lost):
             return
         began = time.monotonic()
         for _ in range(REBUILD_ATTEMPTS):
@@ -195,7 +205,8 @@ class Runner:
                 break
         if rebuild.failures:
             first = next(iter(rebuild.failures.values()))
-            run.steps.append(f"The process groups could not be rebuilt ({first.headline()}); pool.restart() gives fresh ranks.")
+            self._obstacle = first.headline()
+            run.steps.append(f"The process groups could not be rebuilt ({self._obstacle}); pool.restart() gives fresh ranks.")
             return
         mended = self.values(rebuild)
         if any(item["renewed"] for item in mended.values()):
@@ -216,14 +227,36 @@ class Runner:
         stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
         if replaced:
             self._members.start_again(replaced, group)
+        return self._serve("rebuild", stay, group)
+
+    def _serve(self, kind: Literal["rebuild", "ask"], ranks: tuple[int, ...], group: GroupSpec | None = None) -> Run:
+        """Let ranks do something for the pool itself; a second Ctrl-C or too much time stops it."""
         self._count += 1
-        rebuild = Run(self._count, stay)
-        message = Execute(rebuild.run_id, rebuild.ranks, "rebuild", group=group)
-        self._members.begin(rebuild)
-        self._members.send_work(rebuild.ranks, message)
-        wait = RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
+        run = Run(self._count, ranks)
+        self._members.begin(run)
+        self._members.send_work(ranks, Execute(run.run_id, ranks, kind, group=group))
+        wait = RunWait(run, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
         with caught_sigint(wait.on_sigint):
             return wait.wait()
+
+    def _find_obstacle(self, replaced: tuple[int, ...] = ()) -> str:
+        """Ask the ranks that stay what keeps new ones from joining them; empty where nothing does. Later errors say it too."""
+        stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
+        if not stay:
+            return ""
+        answers = self._serve("ask", stay)
+        found: dict[str, list[int]] = {}
+        for rank, what in self.values(answers).items():
+            if what:
+                found.setdefault(what, []).append(rank)
+        self._obstacle = " and ".join(
+            f"the default process group was {what} on {name_ranks(tuple(ranks))}" for what, ranks in found.items()
+        )
+        return self._obstacle
+
+    def _ask_for_obstacle(self) -> None:
+        with contextlib.suppress(PoolStateError), self.alone():
+            self._find_obstacle()
 
     def replace(self, ranks: tuple[int, ...], timeout_s: float) -> tuple[str, ...]:
         """Put new processes in the place of some ranks; the others keep their variables.
@@ -240,11 +273,17 @@ class Runner:
             PoolStateError: A run is in progress, or the ranks could not form their groups.
         """
         with self.alone():
+            if obstacle := self._find_obstacle(ranks):
+                raise PoolStateError(
+                    f"{name_ranks(ranks)} cannot be replaced: {obstacle}, and new ranks join the one that labkit made. "
+                    "Nothing was changed; pool.restart() gives fresh ranks and groups."
+                )
             rebuild = self._rebuild(ranks)
             if rebuild.failures:
-                self._members.give_up(ranks)
                 # The joiner dies of what the others say.
                 first = min(rebuild.failures.values(), key=lambda failure: failure.kind == "died")
+                self._obstacle = first.headline()
+                self._members.give_up(ranks, f"labkit ended its new process: no groups could be formed ({first.message})")
                 raise PoolStateError(
                     f"the ranks could not form their groups ({first.message}). "
                     f"{name_ranks(rebuild.ranks)} {'keeps its' if len(rebuild.ranks) == 1 else 'keep their'} variables; "
@@ -258,8 +297,8 @@ class Runner:
         """What to do when ranks have died, in a sentence."""
         lost = any(self._members.deaths[rank].type_name == LOST for rank in dead)
         when, fresh = "When the machine is back: " if lost else "", "pool.restart() gives fresh ranks."
-        if len(dead) == self._world_size:
-            return when + fresh
+        if len(dead) == self._world_size or self._obstacle:
+            return when + fresh + (f" The dead alone cannot be replaced: {self._obstacle}." if self._obstacle else "")
         return f"{when}pool.restart({list(dead)}) replaces {name_ranks(dead)}, the others keep their variables; {fresh}"
 
     def values(self, run: Run) -> RankResults[Any]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, needs_local_scope
 
-from labkit.controller.current import current_pool
+from labkit.controller.current import current_pool, refuse_second_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.pool import WorkerPool
 from labkit.errors import LabkitError, PoolStateError, RankFailedError
@@ -72,12 +72,15 @@ def _spmd_parser() -> _Parser:
 
 
 @functools.cache
-def _pool_parser() -> _Parser:
-    parser = _Parser(prog="%pool", add_help=False, description="Show or steer the pool.")
-    parser.add_argument("action", nargs="?", choices=["status", "follow", "start", "restart", "close"], default="status")
-    parser.add_argument("world_size", nargs="?", type=int)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    return parser
+def _pool_parsers() -> dict[str, _Parser]:
+    """One for each action, so that it refuses what it does not take and says what it does."""
+    parsers = {name: _Parser(prog=f"%pool {name}", add_help=False) for name in ("status", "follow", "start", "restart", "close")}
+    start = parsers["start"]
+    start.add_argument("world_size", nargs="?", type=int, metavar="N", help="how many ranks")
+    start.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    start.add_argument("--replace", action="store_true", help="close the open pool first")
+    parsers["restart"].add_argument("ranks", nargs="*", metavar="RANKS", help="which ranks, such as 2 or 0-1,3; all when left out")
+    return parsers
 
 
 @magics_class
@@ -143,18 +146,28 @@ class LabkitMagics(Magics):
     def pool(self, line: str) -> None:
         """Show or steer the pool.
 
-        Usage: %pool [status | follow | start [N] [--device auto|cpu|cuda] | restart | close]
+        Usage: %pool [status | follow | start [N] [--device auto|cpu|cuda] [--replace] | restart [RANKS] | close]
 
         The status is a table of the ranks; with follow it is brought up to date once a second, also while later cells run.
+        A restart of some ranks lets the others keep their variables; without ranks it is one of all.
         """
-        options = _parse(_pool_parser(), line)
-        if options.action == "start":
-            pool = WorkerPool(options.world_size, options.device)
+        action, _, rest = line.strip().partition(" ")
+        action = action or "status"
+        if action not in _pool_parsers():
+            raise MagicUsageError(f"%pool: {action!r} is no action. Write one of {', '.join(_pool_parsers())}.")
+        options = _parse(_pool_parsers()[action], rest)
+        if action == "start":
+            if not options.replace:
+                refuse_second_pool(f"close it (%pool close), or start this one in its place: %pool {line.strip()} --replace")
+            pool = WorkerPool(options.world_size, options.device, replace=options.replace)
             assert self.shell is not None
             self.shell.user_ns["pool"] = pool
-        elif options.action not in ("status", "follow"):
+        elif action == "restart":
             pool = current_pool()
-            pool.restart() if options.action == "restart" else pool.close()
+            pool.restart(",".join(options.ranks) or None)
+        elif action == "close":
+            pool = current_pool()
+            pool.close()
         else:
             try:
                 pool = current_pool()
@@ -162,7 +175,7 @@ class LabkitMagics(Magics):
                 server = "warm" if fork_server.available() and fork_server.shared().warm else "warming up"
                 self._say(f"no pool is open; the fork server is {server}. Start one with %pool start 4")
             else:
-                pool_view.show_status(pool, follow=options.action == "follow")
+                pool_view.show_status(pool, follow=action == "follow")
             return
         self._say(repr(pool))
 

@@ -54,10 +54,11 @@ class RankItems:
         else:
             items.append(new)
 
-    def clear(self) -> None:
-        """Forget all output."""
-        for items in self.by_rank.values():
-            items.clear()
+    def clear(self, rank: int | None) -> None:
+        """Forget the output of a rank; of all where it needs no name."""
+        for owner, items in self.by_rank.items():
+            if rank is None or owner == rank:
+                items.clear()
 
     def groups(self) -> list[tuple[list[int], list[Item]]]:
         """Ranks with equal output together, in the order of their first rank; ranks without output are left out."""

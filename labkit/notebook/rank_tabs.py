@@ -121,10 +121,10 @@ class _TabsScreen:
             self._view.items.add_display(rank, data, display_id, update)
             self._view.changed()
 
-    def clear(self, wait: bool) -> None:
-        """Forget what the ranks have put out."""
+    def clear(self, wait: bool, rank: int | None = None) -> None:
+        """Forget what the rank has put out; what comes next is shown with it, so there is no need to wait."""
         with self._view.lock:
-            self._view.items.clear()
+            self._view.items.clear(rank)
             self._view.changed()
 
 

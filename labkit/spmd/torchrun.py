@@ -98,7 +98,7 @@ class Job:
             torch.cuda.set_device(self.device)
             bound["device_id"] = self.device
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo",
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=dist.PrefixStore(f"script-{self._generation}", self._store),
             rank=self.rank,
             world_size=self.world_size,

@@ -19,6 +19,7 @@ import zmq
 import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
+from labkit.wire.door import PIECE_BYTES, Door
 from labkit.wire.node_messages import FromNode, ToNode
 from labkit.wire.transport import Keys, OneKey
 from labkit.wire.wake import Wake
@@ -27,7 +28,6 @@ from labkit.wire.wake import Wake
 HEARTBEAT_MS = 1000
 SILENCE_MS = 3000
 QUEUED_MESSAGES = 1000
-PIECE_BYTES = 1 << 20
 # How long a closed hub may go on to send what it has been given.
 LINGER_MS = 1000
 
@@ -38,6 +38,7 @@ class Hub:
     Args:
         address: ``tcp://INTERFACE:PORT``; port ``*`` takes a free one.
         keys: The pool's keys.
+        num_peers: How many machines are expected.
 
     Attributes:
         port: The port.
@@ -46,7 +47,7 @@ class Hub:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, address: str, keys: Keys) -> None:
+    def __init__(self, address: str, keys: Keys, num_peers: int = 1) -> None:
         self._context = zmq.Context()
         self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
         self._auth.start()
@@ -58,9 +59,11 @@ class Hub:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         _prepare(self._socket)
+        self._door = Door(self._socket, num_peers)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
+            self._door.close()
             self._socket.close(0)
             self._auth.stop()
             self._context.term()
@@ -112,6 +115,7 @@ class Hub:
         """Close the port. Blocks for at most a second while messages are still on their way."""
         if not self._wake.close():
             return
+        self._door.close()
         self._socket.close(LINGER_MS)
         self._auth.stop()
         self._context.term()

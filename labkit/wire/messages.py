@@ -32,7 +32,7 @@ class Execute(Record):
         ranks: All the ranks of the run.
         kind: ``cell`` runs ``source``; ``call`` runs the packed ``(function, args, kwargs)``; ``push`` stores the
             packed dict of variables; ``pull`` returns the value of the expression in ``source``; ``rebuild`` makes new
-            process groups and mends what stood on the old ones.
+            process groups and mends what stood on the old ones; ``ask`` says what keeps new ranks from joining.
         source: Python source for ``cell`` and ``pull``.
         payload: What ``call`` and ``push`` need.
         cell_number: The kernel's number of the cell, so that tracebacks say ``Cell In[7]``; None outside a notebook.
@@ -42,7 +42,7 @@ class Execute(Record):
 
     run_id: int
     ranks: tuple[int, ...]
-    kind: Literal["cell", "call", "push", "pull", "rebuild"]
+    kind: Literal["cell", "call", "push", "pull", "rebuild", "ask"]
     source: str = ""
     payload: Payload | None = None
     cell_number: int | None = None

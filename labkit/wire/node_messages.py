@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from labkit.machine import MemoryAtDeath
 from labkit.wire.messages import GroupSpec
 from labkit.wire.pipes import Rest
 from labkit.wire.record import Record
@@ -119,7 +120,7 @@ class Exited(Record):
     exitcode: int
     stdout: Rest
     stderr: Rest
-    peak_bytes: int
+    memory: MemoryAtDeath | None
 
 
 @dataclass(frozen=True, slots=True)

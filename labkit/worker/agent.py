@@ -26,6 +26,7 @@ from typing import Any
 
 import zmq
 
+from labkit.machine import MemoryAtDeath
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
 from labkit.wire.node_messages import (
@@ -80,6 +81,7 @@ class Agent:
         self._world = ""
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
+        self._doomed: set[int] = set()  # to be killed when their processes are known
         self._generation = self._run_id = 0
         self._busy: set[int] = set()
         self._backlog = Backlog()
@@ -131,18 +133,25 @@ class Agent:
                 self._num_gpus = args[1]
                 self._introduce()
             elif name == "started":
-                self._pids[args[0]] = args[1]
+                self._started(*args)
             elif name == "exited":
                 self._exited(*args)
         return None
 
-    def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], peak: int) -> None:
+    def _started(self, handle: int, pid: int) -> None:
+        if handle in self._doomed or handle not in self._ranks:  # of a world that was closed meanwhile
+            self._send_server("kill", pid)
+        if handle in self._ranks:
+            self._pids[handle] = pid
+
+    def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], memory: MemoryAtDeath) -> None:
         handle = next((handle for handle, other in self._pids.items() if other == pid), None)
         if handle is not None:
-            del self._pids[handle]
+            del self._pids[handle], self._ranks[handle]
+            self._doomed.discard(handle)
             self._busy.discard(rank)
             self._hear_ranks()  # what it sent before it died comes first
-            self._tell(Exited(handle, code, *rests, peak))
+            self._tell(Exited(handle, code, *rests, memory))
 
     def _hear_hub(self) -> str | None:
         if self._link.look():
@@ -216,6 +225,8 @@ class Agent:
         elif isinstance(tag, KillRank):
             if tag.handle in self._pids:
                 self._send_server("kill", self._pids[tag.handle])
+            elif tag.handle in self._ranks:
+                self._doomed.add(tag.handle)
         elif isinstance(tag, OpenWorld):
             self._close_world()
             self._world = tag.name
@@ -267,6 +278,7 @@ class Agent:
             self._send_server("kill", pid)
         self._pids.clear()
         self._ranks.clear()
+        self._doomed.clear()
         self._busy.clear()
         self._world, self._generation, self._run_id = "", 0, 0
         self._backlog.clear()

@@ -14,12 +14,13 @@ transport is shared by all replacements.) What NCCL leaves is not measured.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
 import pickle
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -119,20 +120,26 @@ def obstacle(group: Any) -> str:
 def sequence(group: Any) -> tuple[int, ...]:
     """The number of collectives begun on the group so far, per device type; gloo counts sends and receives as well."""
     # From the backends: the group itself would ask its first one, which is the old one after a replacement.
-    devices = map(torch.device, _rebuilt_devices(group))
-    return tuple(group._get_backend(device)._get_sequence_number_for_group() for device in devices)
+    return tuple(backend._get_sequence_number_for_group() for backend in _rebuilt(group))
 
 
-def _rebuilt_devices(group: Any) -> list[str]:
-    return [device for device, name in _device_backends(group).items() if name in _REBUILT]
+def _rebuilt(group: Any) -> list[Any]:
+    """The group's present backends, as far as they can be rebuilt."""
+    return [group._get_backend(torch.device(devices[0])) for name, devices in _backends(group) if name in _REBUILT]
+
+
+def _backends(group: Any) -> list[tuple[str, list[str]]]:
+    """Each backend's name with the devices it serves: one serves all devices where all have the same, as torch makes them."""
+    devices = _device_backends(group)
+    names = set(devices.values())
+    return [(names.pop(), list(devices))] if len(names) == 1 else [(name, [device]) for device, name in devices.items()]
 
 
 def progress() -> tuple[tuple[int, ...], int]:
     """Tells whether a collective was begun or a group made since the last call, in a few microseconds."""
     key = (*map(id, c10d._world.pg_map), _registered[0])
     if _counted[0] != key:
-        found = [group._get_backend(torch.device(device)) for group in groups() for device in _rebuilt_devices(group)]
-        _counted[:] = [key, found]
+        _counted[:] = [key, [backend for group in groups() for backend in _rebuilt(group)]]
     return key, sum(backend._get_sequence_number_for_group() for backend in _counted[1])
 
 
@@ -151,15 +158,15 @@ def replace_backends(group: Any, store: Any, timeout: timedelta) -> None:
         timeout: The new backends' own limit for one collective.
 
     Raises:
-        NoMoreGenerationsError: After 223 replacements of the group, 111 where it has two devices.
+        NoMoreGenerationsError: After 223 replacements of the group, 111 where it has two backends.
         RuntimeError: The group has a backend that labkit does not know how to make.
     """
     name = group_name(group)
     group_store = c10d.PrefixStore(f"{name}/", store)
-    for device, backend_name in _device_backends(group).items():
+    for backend_name, devices in _backends(group):
         if backend_name not in _ALONE:
-            backend = _make_backend(group, backend_name, c10d.PrefixStore(f"{device}/", group_store), timeout)
-            _register(group, device, backend)
+            backend = _make_backend(group, backend_name, c10d.PrefixStore(f"{devices[0]}/", group_store), timeout)
+            _register(group, devices, backend)
             if backend_name == dist.Backend.NCCL and group.bound_device_id is not None:
                 # As torch does for the first one; without it sends and receives would make communicators of their own.
                 backend.eager_connect_single_device(group.bound_device_id)
@@ -169,13 +176,14 @@ def replace_backends(group: Any, store: Any, timeout: timedelta) -> None:
     c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], group_store)
 
 
-def _register(group: Any, device: str, backend: Any) -> None:
+def _register(group: Any, devices: Iterable[str], backend: Any) -> None:
     number = _next_type.get(group_name(group), FIRST_TYPE)
     if number > LAST_TYPE:
         raise NoMoreGenerationsError("this rank's process groups were rebuilt too often; pool.restart() gives new processes")
     _next_type[group_name(group)] = number + 1
     _registered[0] += 1
-    group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number), backend)
+    for device in devices:
+        group._register_backend(torch.device(device), dist.ProcessGroup.BackendType(number), backend)
 
 
 def _make_backend(group: Any, backend_name: str, store: Any, timeout: timedelta) -> Any:
@@ -225,8 +233,7 @@ def break_group(group: Any, reason: str) -> None:
     """
     options = _native.FakeProcessGroup.Options()
     options.error_on_collective = True
-    for device in _device_backends(group):
-        _register(group, device, _native.FakeProcessGroup._create_internal(group.rank(), group.size(), options))
+    _register(group, _device_backends(group), _native.FakeProcessGroup._create_internal(group.rank(), group.size(), options))
     name = group_name(group)
     group._set_group_name(name)
     _broken[name] = group, reason
@@ -235,6 +242,10 @@ def break_group(group: Any, reason: str) -> None:
     stand_in.reason = reason
     _native._unregister_process_group(name)
     _native._register_process_group(name, stand_in)
+    # A new group with its tag and ranks would be this one; torch's own destroy allows for its absence here.
+    for tagged in c10d._world.tags_to_pg.values():
+        with contextlib.suppress(ValueError):
+            tagged.remove(group)
     if c10d._rank_not_in_group is not _check_group:
         c10d._rank_not_in_group = _check_group
 

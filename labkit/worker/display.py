@@ -9,12 +9,14 @@ from IPython.core.displaypub import DisplayPublisher
 
 from labkit.wire.messages import Display
 from labkit.worker.capture import Emit
+from labkit.worker.widgets import WidgetTexts
 
 
 class RankDisplayPublisher(DisplayPublisher):
     """Sends what ``display(...)`` publishes."""
 
     emit: Emit | None = None
+    widgets: WidgetTexts | None = None
 
     def publish(
         self,
@@ -27,8 +29,8 @@ class RankDisplayPublisher(DisplayPublisher):
         **kwargs: Any,
     ) -> None:
         """Send one bundle; see :class:`IPython.core.displaypub.DisplayPublisher`."""
-        if self.emit is not None:
-            display_id = (transient or {}).get("display_id")
+        if self.emit is not None and self.widgets is not None:
+            data, display_id = self.widgets.as_text(data, (transient or {}).get("display_id"))
             self.emit(Display("update" if update else "display", encode(data), dict(metadata or {}), display_id))
 
     def clear_output(self, wait: bool = False) -> None:
@@ -40,6 +42,7 @@ class RankDisplayPublisher(DisplayPublisher):
 class RankDisplayHook(DisplayHook):
     """Keeps the last expression's value and display; the run sends them when the cell is done."""
 
+    widgets: WidgetTexts | None = None
     value: Any = None
     shown: Display | None = None
     source: str = ""
@@ -52,8 +55,18 @@ class RankDisplayHook(DisplayHook):
         """Receive the value of an expression statement at the end of a cell."""
         if result is None or self.quiet():
             return
+        self._keep_as_underscore(result)
         data, metadata = self.compute_format_data(result)
+        if self.widgets is not None:
+            data, _ = self.widgets.as_text(data, None)
         self.value, self.shown = result, Display("value", encode(data), dict(metadata))
+
+    def _keep_as_underscore(self, result: Any) -> None:
+        """Set ``_``, unless a cell has set it, as IPython does. Not ``__`` and ``_7``: they would keep large values alive."""
+        assert self.shell is not None
+        names = self.shell.user_ns
+        if names.get("_") is self._:
+            names["_"] = self._ = result
 
     def take(self) -> tuple[Any, Display | None]:
         """The last value and its display; both are forgotten here, so that the value's memory can go."""

@@ -27,8 +27,9 @@ from typing import Any
 
 from labkit.wire.pipes import Kept, make_pipes, redirect, take_rest
 from labkit.wire.spec import WorkerSpec
-from labkit.worker.environment import INLINE_FIGURES, enter
+from labkit.worker.environment import INLINE_FIGURES, draw_anew, enter
 from labkit.worker.lifeline import die_with_parent, ending_with_controller
+from labkit.worker.oom_kills import OomKills
 
 # What every worker needs; forking waits for these.
 FIRST_IMPORTS = (
@@ -74,6 +75,7 @@ class Server:
     connection: Connection
     children: dict[int, _Child] = field(default_factory=dict)
     directories: set[str] = field(default_factory=set)
+    _oom_kills: OomKills = field(default_factory=OomKills)
 
     def serve(self) -> None:
         """Answer requests until the controller goes away."""
@@ -170,6 +172,7 @@ class Server:
                 sibling.kept.close()
             redirect(write_fds)
             enter(spec)
+            draw_anew()
             from labkit.worker.loop import main
 
             main(spec, read_fds, kept)
@@ -185,17 +188,19 @@ class Server:
 
     def reap(self) -> None:
         """Report the workers that have ended, with the last they wrote, and end what they left running."""
-        for pid, child in list(self.children.items()):
-            # WNOWAIT keeps the pid, and so its process group, ours until the group has been killed.
-            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-                continue
+        # WNOWAIT keeps the pid, and so its process group, ours until the group has been killed.
+        dead = [pid for pid in self.children if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None]
+        self._oom_kills.look(self.children.keys() - dead)
+        for pid in dead:
+            child = self.children[pid]
             _kill_group(pid)
             _, status, usage = os.wait4(pid, 0)
             del self.children[pid]
             rests = take_rest(child.read_fds, child.kept)
             with contextlib.suppress(OSError):
                 code, peak = os.waitstatus_to_exitcode(status), usage.ru_maxrss * 1024  # Linux counts KiB
-                self.connection.send(("exited", pid, child.rank, code, rests, peak))
+                memory = self._oom_kills.at_death(pid, peak, by_sigkill=code == -signal.SIGKILL)
+                self.connection.send(("exited", pid, child.rank, code, rests, memory))
         self._end_adopted()
 
     def _end_adopted(self) -> None:

@@ -23,6 +23,11 @@ from labkit.worker.recovery import Recovery
 from labkit.worker.run_state import RunState
 from labkit.worker.step_board import StepBoard
 
+# What runs no code of the reader's.
+_OWN_KINDS = ("rebuild", "ask")
+# What torch says of a script that is pasted into a cell.
+_TWICE = "trying to initialize the default process group twice"
+
 
 class Worker:
     """One rank.
@@ -86,14 +91,14 @@ class Worker:
         failure: RankFailure | None = None
         cut_off = False
         try:
-            value = self._mend(message) if message.kind == "rebuild" else self._run_user_code(message, frames)
+            value = self._serve_pool(message) if message.kind in _OWN_KINDS else self._run_user_code(message, frames)
             if value is not _NOTHING:
                 packed = pack(value, share_memory=True)
         except BaseException as error:
             failure = self._failure(error)
             cut_off = backends.is_cut_off(error)
             tracebacks.release_frames(error)
-        if message.kind != "rebuild":
+        if message.kind not in _OWN_KINDS:
             self._recovery.end(cut=cut_off or self._state.interrupt_requested)
         self._state.end()
         self._capture.flush()
@@ -103,7 +108,9 @@ class Worker:
         else:
             self._answer(message.run_id, packed)
 
-    def _mend(self, message: Execute) -> Any:
+    def _serve_pool(self, message: Execute) -> Any:
+        if message.kind == "ask":
+            return self._groups.obstacle
         assert message.group is not None
         return self._recovery.mend(message.group, message.run_id)
 
@@ -167,6 +174,7 @@ class Worker:
         return value
 
     def _call(self, message: Execute, frames: list[bytes]) -> Any:
+        self._shell.prepare_call()  # before the function is found, in a module that may have changed
         function, args, kwargs = self._unpack(message, frames)
         lend_namespace(function, self._shell.user_ns)
         try:
@@ -178,6 +186,8 @@ class Worker:
         interrupted = isinstance(error, KeyboardInterrupt) or self._state.interrupt_requested
         kind: FailureKind = "interrupted" if interrupted else "exited" if isinstance(error, SystemExit) else "exception"
         message = _text(error)
+        if _TWICE in message:
+            error.add_note("Every rank of a pool has its default process group: leave out init_process_group here.")
         if kind == "exited":
             message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"
         # Nobody reads where an interrupted rank was interrupted (the diagnosis says it), and its interrupter waits.

@@ -97,7 +97,7 @@ class ProcessGroups:
             torch.cuda.set_device(self.device)
             bound["device_id"] = self.device
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "cpu:gloo",
+            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
             store=self._store,
             rank=self._spec.rank,
             world_size=self._spec.world_size,
@@ -128,6 +128,13 @@ class ProcessGroups:
     def foreign(self) -> bool:
         """Whether a cell has made a default group of its own in the place of labkit's."""
         return dist.is_initialized() and dist.group.WORLD is not self._default
+
+    @property
+    def obstacle(self) -> str:
+        """What keeps a new rank from taking its place in labkit's default group; empty where nothing does."""
+        if not dist.is_initialized():
+            return "destroyed"
+        return "made anew" if self.foreign else ""
 
     def finish_device_work(self) -> None:
         """Wait for the accelerator. A cell that has ended has really ended: its hangs and errors show in it, not in the next."""

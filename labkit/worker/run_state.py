@@ -10,6 +10,7 @@ import time
 from types import FrameType
 
 from labkit.worker import cut
+from labkit.worker.orphans import Orphans
 from labkit.worker.step_board import StepBoard
 
 # An optimizer's step is let finish, since half a step cannot be undone. The controller repeats its signal every 0.25 s,
@@ -49,6 +50,7 @@ class RunState:
         self.run_id: int | None = None
         self.started = 0.0
         self.interrupt_requested = False
+        self._orphans = Orphans()
         self._in_user_code = False
         self._holds = 0
         self._held_since: float | None = None
@@ -64,6 +66,7 @@ class RunState:
         self._holds, self._held_since, self._unwinding_since = 0, None, None
         cut.hurry_data_loaders(False)
         cut.collect_children()
+        self._orphans.begin()
         self.board.begin(run_id)
         self.started = time.monotonic()
         with self._changing:
@@ -74,6 +77,8 @@ class RunState:
         with self._changing:
             self.run_id = None
         self.board.end()
+        if self.interrupt_requested:
+            self._orphans.end()
 
     def enter_user_code(self) -> None:
         """From here on SIGINT raises KeyboardInterrupt."""
@@ -108,6 +113,7 @@ class RunState:
             self.interrupt_requested = True
             self.board.stop(run_id)
             cut.hurry_data_loaders(True)
+            self._orphans.note()
             # A signal and not PyThreadState_SetAsyncExc: it also ends sleeps and system calls.
             signal.pthread_kill(self._main, signal.SIGINT)
             if self._in_user_code and not self._holds and not self.board.behind():

@@ -33,7 +33,12 @@ def groups() -> None:
     Raises:
         AssertionError: An assumption does not hold on this torch.
     """
-    with _world("cpu:gloo", world_size=1):
+    for backend in ("gloo", "cpu:gloo"):
+        _check_groups(backend)
+
+
+def _check_groups(backend: str) -> None:
+    with _world(backend, world_size=1):
         group = dist.new_group([0])
         name, before = backends.group_name(group), group._get_backend(torch.device("cpu"))
         assert backends.group_ranks(group) == (0,)
@@ -87,7 +92,7 @@ def models() -> None:
     with _world("fake", world_size=WORLD_SIZE):
         for wrap in (_fsdp2, _fsdp2_by_hand, _fsdp1, _fsdp1_flat):
             _check_model(wrap)
-    with _world("cpu:gloo", world_size=1):  # DDP wants to see results
+    with _world("gloo", world_size=1):  # DDP wants to see results
         _check_model(_ddp)
 
 

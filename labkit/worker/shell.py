@@ -12,7 +12,7 @@ import types
 import warnings
 from typing import Any, ClassVar
 
-from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
@@ -20,6 +20,7 @@ from labkit.tracebacks import format_error
 from labkit.wire.messages import Display
 from labkit.worker.capture import Emit
 from labkit.worker.display import RankDisplayHook, RankDisplayPublisher
+from labkit.worker.widgets import WidgetTexts
 
 _CONFIG = Config(
     {
@@ -53,6 +54,8 @@ class RankShell(InteractiveShell):
         cls._first_names = dict(variables)
         shell = cls.instance(config=_CONFIG, user_module=module)
         shell.display_pub.emit = emit
+        shell.display_pub.widgets = shell.displayhook.widgets = widgets = WidgetTexts(emit)
+        shell.events.register("post_execute", widgets.forget)
         shell.db = {}  # %cd and others keep something here, by default in the profile folder
         # What IPython says when a cell raises SystemExit; the run's error says what it means for a rank.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
@@ -127,6 +130,11 @@ class RankShell(InteractiveShell):
             self.displayhook.take()
             raise error
         return self.displayhook.take()
+
+    def prepare_call(self) -> None:
+        """Do before a function call what is done before a cell, such as autoreload's look at the modules."""
+        self.events.trigger("pre_execute")
+        self.events.trigger("pre_run_cell", ExecutionInfo("", False, False, True, None))
 
     def number_of(self, filename: str) -> int | None:
         """The notebook's number of the cell that a code object's file name stands for; None for real files."""

@@ -1,15 +1,21 @@
-"""A rank that the system kills for want of memory: the report names memory, and says how much the rank had and what is free."""
+"""A rank that the system kills for want of memory: the report names memory, and says how much the rank had and what is free.
+
+A rank that somebody kills while the system kills another process for want of memory is not said to be one.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from labkit import WorkerDiedError, WorkerPool
+from labkit.errors import RankFailure
 from tests.process.patience import until
 
 LIMIT_BYTES = 100 * 2**20
@@ -25,7 +31,7 @@ def own_memory_group() -> Path:
 
 
 @pytest.fixture
-def tiny_group() -> Iterator[Path]:
+def tiny_group(request: pytest.FixtureRequest) -> Iterator[Path]:
     """A control group of its own inside this process's, with room for little memory; only its own members can be killed."""
     try:
         group = own_memory_group() / f"labkit-test-{os.getpid()}"
@@ -35,7 +41,7 @@ def tiny_group() -> Iterator[Path]:
     try:
         limit = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
         try:
-            (group / limit).write_text(str(LIMIT_BYTES))
+            (group / limit).write_text(str(getattr(request, "param", LIMIT_BYTES)))
         except OSError as error:
             pytest.skip(f"this machine limits no memory of a control group: {error}")
         yield group
@@ -44,21 +50,55 @@ def tiny_group() -> Iterator[Path]:
         group.rmdir()
 
 
+def move(pid: int, group: Path) -> None:
+    try:
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError as error:
+        pytest.skip(f"this machine moves no process into a control group: {error}")
+
+
+def died(pool: WorkerPool, cell: str) -> tuple[WorkerDiedError, RankFailure]:
+    with pytest.raises(WorkerDiedError, match="rank 1: died") as caught:
+        pool.run_cell(cell, timeout_s=60)
+    (death,) = [failure for failure in caught.value.failures if failure.kind == "died"]
+    assert (death.rank, death.exitcode) == (1, -signal.SIGKILL)
+    return caught.value, death
+
+
+# The fork server looks at the ranks' groups twice a second.
+SEEN = "import time\ntime.sleep(1.2)"
+KILLS_ITSELF = "import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)"
+# In steps, so that the limit is met while the process runs.
+EATS = "held = []\nwhile True: held.append(bytearray(b'x' * 2**20))"
+
+
 def test_rank_that_is_killed_for_want_of_memory_is_reported_with_its_memory(tiny_group: Path) -> None:
     with WorkerPool(2, device="cpu", replace=True) as pool:
-        try:
-            (tiny_group / "cgroup.procs").write_text(str(pool.pids[1]))
-        except OSError as error:
-            pytest.skip(f"this machine moves no process into a control group: {error}")
+        move(pool.pids[1], tiny_group)
+        pool.run_cell(SEEN)
         cell = "import torch, torch.distributed as dist\nprint('about to ask for a lot', end='')\n"
         cell += "held = [torch.ones(2**20) for _ in range(400 if rank == 1 else 0)]\ndist.barrier()"
-        with pytest.raises(WorkerDiedError, match="rank 1: died") as caught:
-            pool.run_cell(cell, timeout_s=60)
-        (death,) = [failure for failure in caught.value.failures if failure.kind == "died"]
-        assert (death.rank, death.exitcode) == (1, -signal.SIGKILL)
+        error, death = died(pool, cell)
         assert death.message.startswith("the system killed it because memory ran out; its memory had reached 0.")
         assert "GiB are free now" in death.message
         assert death.last_output == "about to ask for a lot"
-        assert caught.value.interrupted_ranks == (0,)
+        assert error.interrupted_ranks == (0,)
         pool.restart()
         assert pool.run(lambda: 1).same() == 1
+
+
+@pytest.mark.parametrize(("tiny_group", "together"), [(LIMIT_BYTES, False), (2**30, True)], indirect=["tiny_group"])
+def test_c7_rank_that_is_killed_by_hand_while_memory_runs_out_for_another_process_is_not_blamed_on_memory(
+    tiny_group: Path, together: bool
+) -> None:
+    with WorkerPool(2, device="cpu", replace=True) as pool:
+        if together:  # in one group the kernel's counter alone cannot tell the two apart
+            move(pool.pids[1], tiny_group)
+            pool.run_cell(SEEN)
+        eater = subprocess.Popen([sys.executable, "-c", f"import sys\nsys.stdin.read(1)\n{EATS}"], stdin=subprocess.PIPE)
+        move(eater.pid, tiny_group)
+        eater.communicate(b"x", timeout=60)
+        assert eater.returncode == -signal.SIGKILL
+        _, death = died(pool, KILLS_ITSELF)
+        assert death.message.startswith("killed from outside; its memory had reached 0.")
+        assert "memory ran out" not in death.message

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 import re
+import subprocess
+import sys
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from labkit import RankFailedError, WorkerPool
+import labkit
+from labkit import RankFailedError, WorkerDiedError, WorkerPool
 from labkit.errors import RankFailure, RunReport
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -331,3 +337,38 @@ def test_reset_leaves_a_rank_its_own_names(pool: WorkerPool) -> None:
 def test_warning_names_the_cell(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     pool.run_cell("import warnings\nif rank == 0: warnings.warn('look out')", cell_number=7)
     assert "[rank 0] Cell In[7]:2: UserWarning: look out\n" in capsys.readouterr().err
+
+
+# ---- outside a notebook ----------------------------------------------------------------------------------------------
+
+
+def test_p10_error_shows_the_ranks_traceback_and_one_frame_of_labkit_wherever_it_is_printed(pool: WorkerPool) -> None:
+    cell = "def f():\n    raise ValueError('boom')\nif rank == 1: f()"
+    with pytest.raises(RankFailedError) as caught:
+        pool.run_cell(cell, cell_number=7)
+    error = pickle.loads(pickle.dumps(caught.value)).with_traceback(caught.value.__traceback__)
+    shown = "".join(traceback.format_exception(error))
+    assert "rank 1:\nCell In[7], line 3\n" in shown
+    assert "Cell In[7], line 2, in f\n" in shown
+    own = str(Path(labkit.__file__).parent)
+    assert sum(own in line for line in shown.splitlines()) == 1
+    assert shown.count("ValueError: boom") == 2  # the headline and the traceback
+
+
+def test_p10_death_shows_its_last_output_wherever_it_is_printed() -> None:
+    failure = RankFailure(1, "died", "SIGABRT", "native code gave up", last_output="assertion failed", exitcode=-6)
+    shown = "".join(traceback.format_exception(WorkerDiedError([failure])))
+    assert "rank 1:\ndied (SIGABRT): native code gave up\nIts last output in this run:\n    assertion failed" in shown
+
+
+def test_p10_pytest_shows_the_line_of_the_test_and_the_ranks_traceback_and_no_frame_of_labkit(tmp_path: Path) -> None:
+    test = tmp_path / "test_it.py"
+    test.write_text(
+        "from labkit.controller.pool import WorkerPool\n\n\ndef test_it():\n    with WorkerPool(1, 'cpu') as pool:\n"
+        "        pool.run_cell('1 / 0', cell_number=3)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(test)]
+    shown = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False).stdout
+    assert "E           Cell In[3], line 1\n" in shown, shown
+    assert f"{test.name}:6: RankFailedError" in shown
+    assert "labkit/controller" not in shown

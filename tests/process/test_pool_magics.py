@@ -68,8 +68,22 @@ CELLS = {
     "ranks outside": "%%spmd --ranks 0-5\n1",
     "ranks word": "%%spmd --ranks first\n1",
     "pool word": "%pool dance",
+    "close what": "%pool close 2",
+    "status of what": "%pool status 0",
+    "start what": "%pool start four",
+    "start too much": "%pool start 3 4",
+    "restart with a device": "%pool restart --device cpu",
+    "restart nobody": "%pool restart 7",
+    "keep": "%%spmd\nkept = rank",
+    "restart one": "%pool restart 2",
+    "restarted one": "%%spmd\n'kept' in globals()",
+    "keep again": "%%spmd\nkept = rank",
+    "restart two": "%pool restart 0, 2",
+    "restarted two": "%%spmd\n'kept' in globals()",
     "restart": "%pool restart",
     "restarted": "%%spmd\n'x' in globals()",
+    "start in its place": "%pool start 2 --device cpu --replace",
+    "started in its place": "%%spmd\nrank",
     "close": "%pool close",
     "closed": "%%spmd\n1",
     "start none": "%pool start 0",
@@ -102,9 +116,12 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, CellRun]:
         ("cell magic inside value", r"ranks 0-2: 'hidden\n'"),
         ("alive", "rank 0: 0\nrank 1: 1\nrank 2: 2"),
         ("restarted", "ranks 0-2: False"),
+        ("restarted one", "ranks 0-1: True\nrank 2: False"),
+        ("restarted two", "ranks 0, 2: False\nrank 1: True"),
+        ("started in its place", "rank 0: 0\nrank 1: 1"),
     ],
 )
-def test_cell_shows(cells: dict[str, CellRun], name: str, text: str) -> None:
+def test_c3_p16_cell_shows(cells: dict[str, CellRun], name: str, text: str) -> None:
     assert cells[name].error is None, cells[name].text
     assert cells[name].text == text
 
@@ -143,7 +160,13 @@ def test_expected_error_passes_the_cell_and_shows_as_lesson(cells: dict[str, Cel
     [
         ("no pool", "PoolStateError", "no pool is open. Start one with"),
         ("restart without pool", "PoolStateError", "no pool is open. Start one with"),
-        ("start second", "PoolStateError", "a pool is open already"),
+        ("start second", "PoolStateError", "close it (%pool close), or start this one in its place: %pool start 2 --replace."),
+        ("close what", "MagicUsageError", "unrecognized arguments: 2\nusage: %pool close"),
+        ("status of what", "MagicUsageError", "unrecognized arguments: 0\nusage: %pool status"),
+        ("start what", "MagicUsageError", "argument N: invalid int value: 'four'\nusage: %pool start"),
+        ("start too much", "MagicUsageError", "unrecognized arguments: 4\nusage: %pool start"),
+        ("restart with a device", "MagicUsageError", "unrecognized arguments: --device\nusage: %pool restart [RANKS ...]"),
+        ("restart nobody", "RankSpecError", "rank 7 out of range"),
         ("timeout", "RunTimeoutError", "the run did not finish in 1 s"),
         ("expect in vain", "ExpectationError", "expected RankFailedError, but nothing was raised"),
         ("expect unknown", "MagicUsageError", "labkit has no error called 'NoSuchError'"),
@@ -167,12 +190,12 @@ def test_expected_error_passes_the_cell_and_shows_as_lesson(cells: dict[str, Cel
         ("out keyword", "MagicUsageError", "--out takes a variable's name, not 'class'"),
         ("ranks outside", "RankSpecError", "rank 3 out of range: this pool has 3 ranks, 0 to 2"),
         ("ranks word", "RankSpecError", "cannot read the rank set 'first'"),
-        ("pool word", "MagicUsageError", "invalid choice: 'dance'"),
+        ("pool word", "MagicUsageError", "'dance' is no action. Write one of status, follow, start, restart, close."),
         ("closed", "PoolStateError", "no pool is open. Start one with"),
         ("start none", "InvalidPoolError", "at least 1, not 0"),
     ],
 )
-def test_cell_fails_and_says_what_to_do(cells: dict[str, CellRun], name: str, kind: str, says: str) -> None:
+def test_c3_p16_cell_fails_and_says_what_to_do(cells: dict[str, CellRun], name: str, kind: str, says: str) -> None:
     error = cells[name].error
     assert error is not None, cells[name].text
     assert error.ename == kind

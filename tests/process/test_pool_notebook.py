@@ -69,6 +69,27 @@ CELLS = {
     ),
     "progress": "%%spmd\nfrom tqdm import tqdm\nfor _ in tqdm(range(20), desc='train'):\n    pass",
     "result": "pool.run(lambda: torch.ones(2))",
+    # what a page cannot reach, and what it can only clear as a whole
+    "widgets": (
+        "%%spmd\nimport time\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(20), desc='train'):\n    time.sleep(0.02)\n"
+        "import ipywidgets\nipywidgets.IntSlider(3)"
+    ),
+    "clear": (
+        "%%spmd\nfrom IPython.display import clear_output, display\nimport torch.distributed as dist\nprint('first', rank)\n"
+        "_ = display({'of': rank}, display_id='one')\n_.update({'changed': rank})\ndist.barrier()\ntime.sleep(0.3)\n"
+        "if rank == 1:\n    clear_output(wait=True)\n    time.sleep(0.3)\n    print('second', rank)\n"
+        "dist.barrier()\nif rank == 2:\n    clear_output()"
+    ),
+    # a module that is edited
+    "write module": (
+        "import os, pathlib, sys\nsys.path.insert(0, '')\ndef write(text):\n"
+        "    pathlib.Path('mymod.py').write_text(f'def f():\\n    return {text!r}\\n')\nwrite('old')"
+    ),
+    "autoreload": "%load_ext autoreload\n%autoreload 2\nimport mymod",
+    "autoreload on ranks": "%%spmd\n%load_ext autoreload\n%autoreload 2\nimport sys\nsys.path.insert(0, '')\nimport mymod",
+    "old code": "pool.run(mymod.f)",
+    "edit module": "write('new code')\nos.utime('mymod.py', (2e9, 2e9))",
+    "new code": "pool.run(mymod.f)",
     # errors of labkit itself
     "unpicklable": "import threading\nlock = threading.Lock()\npool.run(lambda: lock)",
     "bad pool": "labkit.WorkerPool(0)",
@@ -261,3 +282,30 @@ def test_cells_that_should_pass_pass(cells: dict[str, CellRun]) -> None:
         "second pool",
         "closed",
     ]
+
+
+def test_p11_widgets_of_the_ranks_are_shown_as_text_that_is_brought_up_to_date(cells: dict[str, CellRun]) -> None:
+    text = shown(cells, "widgets")
+    bundles = [data for data in cells["widgets"].displays if "text/html" not in data]
+    assert all(set(data) == {"text/plain"} for data in bundles), bundles
+    bars = [data["text/plain"] for data in bundles if data["text/plain"].startswith("train:")]
+    assert len(bars) == 3
+    assert all(re.match(r"train: 100%\|\S+\| 20/20 \[", bar) for bar in bars), bars
+    assert text.endswith("ranks 0-2: IntSlider(value=3)")
+    told = cells["widgets"].stream("stderr").splitlines()
+    assert sorted(line.partition(" A widget on a rank is shown as text")[0] for line in told) == [
+        "[rank 0]",
+        "[rank 1]",
+        "[rank 2]",
+    ]
+
+
+def test_p16_clear_output_on_a_rank_clears_what_that_rank_has_put_out(cells: dict[str, CellRun]) -> None:
+    shown(cells, "clear")
+    assert sorted(cells["clear"].stream("stdout").splitlines()) == ["[rank 0] first 0", "[rank 1] second 1"]
+    assert [data["text/plain"] for data in cells["clear"].displays] == ["rank 0:", "{'changed': 0}"]
+
+
+def test_p12_function_of_an_edited_module_is_the_new_one_where_autoreload_is_on(cells: dict[str, CellRun]) -> None:
+    assert shown(cells, "old code") == "ranks 0-2: 'old'"
+    assert shown(cells, "new code") == "ranks 0-2: 'new code'"

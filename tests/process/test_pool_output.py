@@ -33,7 +33,7 @@ class Recorder:
         self.displays.append(data)
         self.owners.append(rank)
 
-    def clear(self, wait: bool) -> None: ...
+    def clear(self, wait: bool, rank: int | None = None) -> None: ...
 
     def of(self, rank: int, name: str | None = None) -> list[str]:
         return [line for owner, kind, line in self.lines if owner == rank and name in (None, kind)]

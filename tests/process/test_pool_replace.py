@@ -10,6 +10,7 @@ import pytest
 
 import labkit
 from labkit import PoolStateError, WorkerDiedError, WorkerPool
+from tests.process.patience import until
 
 IMPORTS = "import os, signal, torch, torch.distributed as dist"
 
@@ -54,19 +55,40 @@ def test_living_rank_is_replaced(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["destroyed", "made anew"])
-def test_rank_cannot_join_when_the_default_group_is_not_labkits_and_the_others_keep_their_variables(
+def test_p9_rank_cannot_join_when_the_default_group_is_not_labkits_and_the_others_keep_their_variables(
     pool: WorkerPool, tmp_path: Path, again: bool
 ) -> None:
     pool.run_cell("dist.destroy_process_group()")
+    before = pool.pids
     if again:
         store = f"dist.FileStore({str(tmp_path / 'store')!r}, world_size)"
         pool.run_cell(f"dist.init_process_group('gloo', store={store}, rank=rank, world_size=world_size)")
-    psutil.Process(pool.pids[1]).kill()
+    gone = f"the default process group was {'made anew' if again else 'destroyed'} on ranks 0, 2"
     with pytest.raises(PoolStateError) as caught:
         pool.restart([1])
-    assert "the default process group was destroyed or made anew on ranks 0, 2" in str(caught.value)
-    assert "ranks 0, 2 keep their variables; pool.restart() gives fresh ranks." in str(caught.value)
-    assert pool.dead_ranks == (1,)
+    assert str(caught.value).startswith(f"rank 1 cannot be replaced: {gone}")
+    assert "Nothing was changed; pool.restart() gives fresh ranks and groups." in str(caught.value)
+    assert pool.pids == before
+    assert pool.pull("'kept' in globals()").same() is True
+    psutil.Process(pool.pids[1]).kill()
+    until(lambda: pool.dead_ranks == (1,), "the death is known")
+    with pytest.raises(PoolStateError) as caught:
+        pool.pull("kept")
+    said = str(caught.value)
+    assert said.startswith("rank 1 is dead (killed from outside; ")
+    assert "pool.restart([1])" not in said
+    assert f"pool.restart() gives fresh ranks. The dead alone cannot be replaced: {gone}." in said
+    pool.restart()
+    assert sum_of_ranks(pool) == 3.0
+
+
+def test_p9_rank_that_dies_after_the_default_group_was_destroyed_is_reported_with_the_way_back_that_works(
+    pool: WorkerPool,
+) -> None:
+    with pytest.raises(WorkerDiedError) as caught:
+        pool.run_cell("dist.destroy_process_group()\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+    assert "pool.restart([1])" not in str(caught.value)
+    assert "the default process group was destroyed on ranks 0, 2" in str(caught.value)
     pool.restart()
     assert sum_of_ranks(pool) == 3.0
 
@@ -94,6 +116,20 @@ def test_groups_with_the_replaced_rank_are_named_and_refused_and_others_go_on(
     pool.run_cell("if rank < 2: dist.barrier(group=sound)", timeout_s=60)
 
 
+def test_p20_group_with_a_tag_is_made_again_after_its_ranks_were_replaced(pool: WorkerPool) -> None:
+    make = f"{IMPORTS}\nfrom torch.distributed.distributed_c10d import _new_group_with_tag\n"
+    make += "tagged = _new_group_with_tag([0, 1, 2], pg_tag='mine')\n"
+    make += "ones = torch.ones(1)\ndist.all_reduce(ones, group=tagged)\nones.item()"
+    assert pool.run_cell(make, want_value=True).same() == 3.0  # type: ignore[union-attr]
+    pool.run_cell("old = tagged")
+    pool.restart([0, 2])
+    assert pool.run_cell(make, want_value=True, timeout_s=60).same() == 3.0  # type: ignore[union-attr]
+    with pytest.raises(labkit.RankFailedError, match="has lost ranks 0, 2"):
+        pool.run_cell("dist.barrier(group=old)", ranks=1, timeout_s=60)
+    pool.run_cell("dist.destroy_process_group(old)", ranks=1)
+    pool.run_cell("dist.barrier(group=tagged)", timeout_s=60)
+
+
 def test_many_groups_with_the_replaced_rank_are_told_in_one_line(pool: WorkerPool, capsys: pytest.CaptureFixture[str]) -> None:
     pool.run_cell("groups = [dist.new_group([1, 2]) for _ in range(5)]")
     kill(pool, 2)
@@ -109,7 +145,7 @@ def test_many_groups_with_the_replaced_rank_are_told_in_one_line(pool: WorkerPoo
 def test_what_living_ranks_hold_can_be_read_while_another_is_dead(pool: WorkerPool) -> None:
     pool.run_cell("kept = rank + 10")
     kill(pool, 1)
-    with pytest.raises(labkit.PoolStateError, match="What ranks 0, 2 hold can be read before: --ranks 0, 2"):
+    with pytest.raises(labkit.PoolStateError, match="Ranks 0, 2 are alive; read their variables first with %%spmd --ranks 0,2"):
         pool.pull("kept")
     assert pool.pull("kept", ranks="0,2") == {0: 10, 2: 12}
     with pytest.raises(labkit.RankFailedError, match="ranks 0, 2: ZeroDivisionError"):

@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +18,11 @@ import torch
 
 import labkit
 from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
+from labkit.controller import plan
+from labkit.controller.attach import AttachedSite, Meeting
 from labkit.controller.launch_text import Launch
+from labkit.controller.launchers.torchrun import LocalTorchrun
+from labkit.controller.members import Members
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.worker.__main__ import main as agent_main
 from labkit.worker.place import Place
@@ -107,6 +112,92 @@ def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again
     pool.restart()
     assert pool.run(lambda: 7).same() == 7
     pool.close()
+
+
+def _interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_c4_interrupt_while_the_pool_closes_comes_when_agents_port_and_files_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, close = _left(), Members.close
+
+    def interrupt_and_close(self: Members, *, kill: bool = False) -> None:
+        _interrupt()
+        close(self, kill=kill)
+
+    pool = WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Members, "close", interrupt_and_close)
+        with pytest.raises(KeyboardInterrupt):
+            pool.close()
+    assert pool.closed
+    assert not list(filter(_is_agent, _descendants()))
+    assert _left() <= before
+
+
+def test_c4_interrupt_of_a_restart_between_old_and_new_ranks_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, close = _left(), Members.close
+
+    def close_and_interrupt(self: Members, *, kill: bool = False) -> None:
+        close(self, kill=kill)
+        _interrupt()
+
+    pool = WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Members, "close", close_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            pool.restart()
+    assert pool.closed
+    assert not list(filter(_is_agent, _descendants()))
+    assert _left() <= before
+
+
+@pytest.mark.parametrize("moment", ["agents are here", "another pool does not close"])
+def test_c6_start_that_is_broken_off_when_its_agents_have_come_leaves_nothing(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    before = _left()
+    if moment == "agents are here":
+        prepare = AttachedSite.prepare
+
+        def prepare_and_interrupt(self: AttachedSite, *args: Any) -> None:
+            prepare(self, *args)
+            _interrupt()
+
+        monkeypatch.setattr(AttachedSite, "prepare", prepare_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    else:
+        with WorkerPool(1, "cpu", replace=True) as other, other._runner.alone(), pytest.raises(PoolStateError):
+            WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    assert not list(filter(_is_agent, _descendants()))
+    assert _left() <= before
+
+
+def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key_file, folder = tmp_path / "labkit.key", tmp_path / "torchrun"
+    torchrun = LocalTorchrun(folder)
+    site = AttachedSite(
+        Meeting(1, 1, "tcp://127.0.0.1:*", "127.0.0.1", "", "cpu", linger_s=60.0), key_file, torchrun, outlives_notebook=True
+    )
+    lost = WorkerPool.__new__(WorkerPool)
+    lost._closed = True
+    try:
+        lost._attach(site, 120.0, 1)
+        lost.push(kept=41)
+        lost.abandon()
+        site.abandon()
+        with monkeypatch.context() as patch:
+            patch.setattr(plan, "attached_plan", lambda *args: (_ for _ in ()).throw(InvalidPoolError("in the way")))
+            with pytest.raises(InvalidPoolError, match="in the way"):
+                WorkerPool.reattach(key_file)
+        with pytest.raises(PoolStateError, match="no pool is open"):
+            labkit.current_pool()
+        with WorkerPool.reattach(key_file) as pool:
+            assert pool.pull("kept").same() == 41
+        assert not key_file.exists()
+    finally:
+        torchrun.end()
 
 
 def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 import threading
@@ -24,6 +25,20 @@ def _on_loopback(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_groups_take_new_backends_and_broken_ones_refuse() -> None:
     self_test.groups()
+
+
+def test_p20_broken_group_is_not_found_again_by_its_tag() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    make = functools.partial(dist.distributed_c10d._new_group_with_tag, [0], pg_tag="mine")
+    first = make()
+    assert make() is first
+    backends.break_group(first, "broken on purpose")
+    second = make()
+    assert second is not first
+    dist.barrier(group=second)
+    dist.destroy_process_group(first)
+    assert make() is second
+    dist.destroy_process_group()
 
 
 def test_a_group_is_not_broken_because_an_earlier_one_of_its_name_was() -> None:

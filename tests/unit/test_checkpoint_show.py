@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -134,3 +138,27 @@ def test_many_missing_files_are_counted_and_the_first_are_named(tmp_path: Path) 
     assert any(line.startswith("and 4 more missing files (") for line in lines)
     assert show(tmp_path / "all", "--all").count("\nmissing: ") == 12
     assert len(json.loads(show(tmp_path / "all", "--json"))["missing"]) == 12
+
+
+@pytest.mark.parametrize("way", ["pipe", "notebook"])
+def test_p16_long_name_stays_on_one_line_where_no_terminal_ends_it(tmp_path: Path, way: str) -> None:
+    name = "model." + "a_long_module_name." * 15 + "weight"
+    torch.save({name: torch.zeros(2)}, tmp_path / "one.pt")
+    command = f"{sys.executable} -m labkit checkpoint show {tmp_path / 'one.pt'}"
+    if way == "pipe":
+        shown = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
+    else:  # IPython runs ! in a terminal of 80 columns, and a kernel's children know whose they are
+        read, write = pty.openpty()
+        done = subprocess.run(command, shell=True, stdout=write, env={**os.environ, "JPY_PARENT_PID": "1"}, check=True)
+        assert done.returncode == 0
+        os.close(write)
+        shown = b"".join(iter(lambda: _read(read), b"")).decode()
+        os.close(read)
+    assert name in shown
+
+
+def _read(fd: int) -> bytes:
+    try:
+        return os.read(fd, 4096)
+    except OSError:
+        return b""

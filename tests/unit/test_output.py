@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.controller import output as module
-from labkit.controller.output import LIMIT_CHARS, RankOutput, heading, labelled
+from labkit.controller import rank_output as module
+from labkit.controller.output import heading, labelled
+from labkit.controller.rank_output import LIMIT_CHARS, RankOutput
 from labkit.wire.messages import Display, Stream, StreamName
 
 
@@ -36,7 +37,7 @@ class Cell:
             self._places[display_id] = len(self.items)
         self.items.append(("display", data))
 
-    def clear(self, wait: bool) -> None:
+    def clear(self, wait: bool, rank: int | None = None) -> None:
         self.items.append(("clear", wait))
 
     def stream(self, name: str) -> str:
@@ -209,29 +210,70 @@ def test_long_progress_bar_keeps_its_latest_state_and_costs_no_memory(now: list[
     assert cell.stream("stderr") == ""
 
 
-def test_flood_is_cut_counted_and_leaves_the_other_ranks_alone() -> None:
+def flood(lines: int, size: int = 1000) -> str:
+    return "".join(f"{number:08}{'y' * (size - 9)}\n" for number in range(lines))
+
+
+@pytest.mark.parametrize("size", [1000, 999, 17_001])
+def test_p15_flood_keeps_head_and_tail_says_what_lies_between_and_leaves_the_other_ranks_alone(size: int) -> None:
     cell = Cell()
     output = RankOutput(cell, 1)
-    line = "y" * 999 + "\n"
-    for _ in range(1500):
-        output.feed(0, out(line))
+    text = flood(3 * LIMIT_CHARS // size, size)
+    for begin in range(0, len(text), 64_000):
+        output.feed(0, out(text[begin : begin + 64_000]))
     output.feed(1, out("here\n"))
     output.finish()
-    kept = cell.stream("stdout").count("y") + cell.stream("stdout").count("[rank 0]")
-    assert kept <= LIMIT_CHARS
-    assert f"[rank 0] ... {1_500_000 - kept:,} more characters of output are not shown" in cell.stream("stderr")
-    assert "[rank 1] here\n" in cell.stream("stdout")
+    shown = cell.stream("stdout").replace("[rank 1] here\n", "").replace("[rank 0] ", "")
+    head, tail = text[: len(text) // 2], text[len(text) // 2 :]
+    kept = [line for line in shown.splitlines() if line]
+    assert text.startswith("\n".join(kept[:5]))
+    assert text.endswith("\n".join(kept[-5:]) + "\n")
+    assert LIMIT_CHARS - 2 * size <= len(shown) <= LIMIT_CHARS + 1
+    assert head.startswith(shown[: LIMIT_CHARS // 2 - size])
+    assert tail.endswith(shown[-LIMIT_CHARS // 2 + size :])
+    told = cell.stream("stderr").replace("[rank 0] ", "").splitlines()
+    assert told[0] == "... the end of the output follows when the run is over ..."
+    left_out = int(told[1].split()[1].replace(",", ""))
+    assert told[1] == f"... {left_out:,} of {len(text):,} characters of output are left out here ..."
+    assert abs(left_out - (len(text) - len(shown))) <= 1  # a line that is cut ends all the same
 
 
-def test_one_endless_line_is_cut_and_counted() -> None:
+def test_p15_output_within_the_limit_is_whole_although_its_end_comes_later() -> None:
+    cell = Cell()
+    output = RankOutput(cell, 1, label=False)
+    text = flood(LIMIT_CHARS // 1000)
+    output.feed(0, out(text))
+    output.finish()
+    assert cell.stream("stdout") == text
+    assert "left out" not in cell.stream("stderr")
+
+
+def test_p15_one_endless_line_keeps_its_begin_and_its_end() -> None:
     cell = Cell()
     output = RankOutput(cell, 1)
-    for _ in range(40):
-        output.feed(0, out("z" * 64_000))
+    for number in range(100):
+        output.feed(0, out(f"<{number:02}>" + "z" * 64_000))
+    output.feed(0, out("\nlast line\n"))
     output.finish()
-    kept = cell.stream("stdout").count("z")
-    assert 0 < kept <= LIMIT_CHARS
-    assert f"{40 * 64_000 - kept:,} more characters" in cell.stream("stderr")
+    shown = cell.stream("stdout")
+    assert shown.startswith("[rank 0] <00>zzz")
+    assert "<99>" in shown
+    assert shown.endswith("[rank 0] last line\n")
+    assert "<40>" not in shown
+    assert LIMIT_CHARS // 2 < shown.count("z") <= LIMIT_CHARS
+    (told,) = [line for line in cell.stream("stderr").splitlines() if "left out" in line]
+    assert f" of {100 * 64_004 + 11:,} characters of output are left out here" in told
+
+
+def test_p15_display_that_clears_makes_room_again() -> None:
+    cell = Cell()
+    output = RankOutput(cell, 1)
+    for _ in range(3):
+        output.feed(0, [*out(flood(400)), Display("clear")])
+    output.feed(0, out("after\n"))
+    output.finish()
+    assert "left out" not in cell.stream("stderr")
+    assert cell.stream("stdout").endswith("[rank 0] after\n")
 
 
 def test_display_stands_under_its_rank_after_the_text_before_it() -> None:

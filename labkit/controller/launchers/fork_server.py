@@ -150,8 +150,8 @@ class ForkServer:
                 elif name == "broken":
                     self._broken = f"the fork server cannot import what it needs: {args[0]}"
                 elif name == "exited":
-                    pid, _, code, (stdout, stderr), peak = args
-                    self._exited(WorkerExit(pid, code, stdout, stderr, peak))
+                    pid, _, code, (stdout, stderr), memory = args
+                    self._exited(WorkerExit(pid, code, stdout, stderr, memory))
                 else:
                     self._answered(*args)
         except (EOFError, OSError):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from labkit.machine import MemoryAtDeath
 from labkit.wire.pipes import Rest
 from labkit.wire.spec import WorkerSpec
 
@@ -19,7 +20,7 @@ class WorkerExit:
         exitcode: As in :attr:`subprocess.Popen.returncode`: negative for a signal.
         stdout: The end of its output, what it had sent already included.
         stderr: The same for stderr.
-        peak_bytes: The most memory it had resident; 0 where nobody counted.
+        memory: What memory was like on its machine then; None where nobody looked.
         cause: Why it counts as ended, where nobody saw it end: its machine is out of reach.
     """
 
@@ -27,7 +28,7 @@ class WorkerExit:
     exitcode: int
     stdout: Rest = field(default_factory=Rest)
     stderr: Rest = field(default_factory=Rest)
-    peak_bytes: int = 0
+    memory: MemoryAtDeath | None = None
     cause: str = ""
 
 
