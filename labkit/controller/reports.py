@@ -25,6 +25,8 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     notes = list(run.steps)
     judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
     verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else _where_cut_off(run)
+    if run.diagnosis is not None and run.diagnosis.kind == "running":
+        verdict = f"It was stopped while running: {verdict}"
     report: RunReport
     if any(failure.kind == "died" for failure in failures):
         if run.stopped == "timeout":

@@ -270,9 +270,11 @@ class RankReport(Record):
         innermost: The innermost Python frame of all, ``file:line function``; it tells waiting in a library from work.
         in_collective: The main thread waits inside a collective, or for the device behind one.
         waits_in: The torch function it waits in, for example ``all_reduce``; empty when it does not.
+        partner: The rank that this call names as its source or destination; None where it names none.
         cpu_s: CPU seconds of the process so far; two inspections tell a computing rank from a waiting one.
-        collectives: The most recent collectives, oldest first.
+        collectives: The most recent collectives on the present process groups, oldest first; at least the last one of each group.
         groups: Global ranks of each process group by the group's name.
+        begun: How many collectives and messages have begun on each group; equal numbers in two reports mean no progress.
         threads: Number of Python threads.
         task: What it says of its progress, or None.
     """
@@ -285,9 +287,11 @@ class RankReport(Record):
     innermost: str = ""
     in_collective: bool = False
     waits_in: str = ""
+    partner: int | None = None
     cpu_s: float = 0.0
     collectives: tuple[Collective, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
     threads: int = 1
     task: TaskReport | None = None
 
