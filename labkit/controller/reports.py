@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labkit.controller.run import Run
-from labkit.errors import RankFailedError, RunInterrupted, RunReport, RunTimeoutError, WorkerDiedError
+from labkit.errors import OpenCollectiveError, RankFailedError, RunInterrupted, RunReport, RunTimeoutError, WorkerDiedError
 from labkit.ranks import name_ranks
 
 
@@ -18,11 +18,13 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     Raises:
         RunReport: It did not finish on every rank.
     """
+    finished = sorted(run.results)
+    notes = list(run.steps)
+    if run.left_open:
+        raise OpenCollectiveError(run.left_open, finished, notes)
     if not run.failures:
         return  # it may have been stopped and finished all the same
     failures = run.judged_failures()
-    finished = sorted(run.results)
-    notes = list(run.steps)
     judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
     verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else _where_cut_off(run)
     if run.diagnosis is not None and run.diagnosis.kind == "running":

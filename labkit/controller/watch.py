@@ -72,6 +72,16 @@ class Watch:
         self._last = True
 
     @property
+    def is_open(self) -> bool:
+        """Whether answers to a look may still come."""
+        return self._open
+
+    @property
+    def reports(self) -> dict[int, RankReport]:
+        """The answers to the last look so far."""
+        return dict(self._reports)
+
+    @property
     def last_look_is_open(self) -> bool:
         """Whether answers to the last look may still come; they have at most ANSWER_S."""
         return self._last and self._open

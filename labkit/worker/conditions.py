@@ -53,6 +53,7 @@ class Condition:
         rank: The rank.
         run_id: The last run it took part in.
         cut: It was interrupted in that run, or freed from a collective.
+        well: That run ended without an error here.
         touched: In that run it began a collective, built an autograd graph or took an optimizer step.
         lost: Its process groups have been aborted.
         waiting: A collective that it began has not ended.
@@ -69,6 +70,7 @@ class Condition:
     rank: int
     run_id: int
     cut: bool = False
+    well: bool = False
     touched: bool = False
     lost: bool = False
     waiting: bool = False

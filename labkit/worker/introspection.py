@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -50,14 +51,24 @@ def _full_report(run_id: int | None, started: float, process_groups: ProcessGrou
     groups, begun = _groups()
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = usage.ru_utime + usage.ru_stime
-    threads = threading.active_count()
+    idle = RankReport(
+        None,
+        cpu_s=cpu_s,
+        collectives=collectives,
+        groups=groups,
+        begun=begun,
+        group_count=backends.group_count(),
+        threads=threading.active_count(),
+        others_at_work=_others_at_work(),
+    )
     if run_id is None:
-        return RankReport(None, cpu_s=cpu_s, collectives=collectives, groups=groups, begun=begun, threads=threads)
+        return idle
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     user = _user_frame(innermost)
     waits_in, partner = _waits_in(innermost)
-    return RankReport(
-        run_id,
+    return replace(
+        idle,
+        run_id=run_id,
         busy_s=time.monotonic() - started,
         where=_place(user.f_code.co_filename, _line(user)) if user else "",
         function=user.f_code.co_name if user else "",
@@ -66,13 +77,23 @@ def _full_report(run_id: int | None, started: float, process_groups: ProcessGrou
         in_collective=bool(waits_in),
         waits_in=waits_in,
         partner=partner,
-        cpu_s=cpu_s,
-        collectives=collectives,
-        groups=groups,
-        begun=begun,
-        threads=threads,
         task=TaskReport(task.title, task.done_bytes, task.total_bytes) if (task := running()) is not None else None,
     )
+
+
+def _others_at_work() -> bool:
+    """Whether a Python thread beside the main one runs the reader's code, or torch.distributed's as an asynchronous save does."""
+    main = threading.main_thread().ident
+    return any(_is_at_work(frame) for ident, frame in list(sys._current_frames().items()) if ident != main)
+
+
+def _is_at_work(frame: FrameType | None) -> bool:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_library(name) or name.startswith(_FOR_CELLS) or "/torch/distributed/" in name.replace(os.sep, "/"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _user_frame(innermost: FrameType | None) -> FrameType | None:

@@ -67,9 +67,11 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     homeless = [condition.rank for condition in conditions if condition.homeless]
     if renew and homeless:
         raise RuntimeError(f"the default process group was destroyed on {_subject(homeless)}")
-    cut = renew or any(condition.cut for condition in took_part)
-    touched = any(condition.touched for condition in took_part)
-    refusals, notes = _judge_steps(took_part)
+    # Where a run ended well on all its ranks, groups may be out of step, but no iteration was cut and no step is missing.
+    well = all(condition.well for condition in took_part)
+    cut = not well and (renew or any(condition.cut for condition in took_part))
+    touched = not well and any(condition.touched for condition in took_part)
+    refusals, notes = ([], []) if well else _judge_steps(took_part)
     notes = [*_judge_new(conditions), *_judge_orphaned(orphaned), *unequal.values(), *notes]
     if cut:
         notes += _judge_random(took_part) + _judge_switches(took_part)

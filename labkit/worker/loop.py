@@ -8,7 +8,7 @@ from typing import Any
 
 from labkit import tracebacks
 from labkit.errors import FailureKind, RankFailure, WireError
-from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, Shutdown
+from labkit.wire.messages import Begun, Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack
 from labkit.wire.pipes import Kept
 from labkit.wire.spec import WorkerSpec
@@ -93,15 +93,17 @@ class Worker:
             failure = self._failure(error)
             cut_off = backends.is_cut_off(error)
             tracebacks.release_frames(error)
+        begun: Begun | None = None
         if message.kind != "rebuild":
-            self._recovery.end(cut=cut_off or self._state.interrupt_requested)
+            begun = self._recovery.begun()
+            self._recovery.end(cut=cut_off or self._state.interrupt_requested, well=failure is None)
         self._state.end()
         self._capture.flush()
         if failure is not None:
             lost = self._groups.lost or cut_off
             self._wire.send_event(Failed(self._spec.rank, message.run_id, failure, group_lost=lost, cut_off=cut_off))
         else:
-            self._answer(message.run_id, packed)
+            self._answer(message.run_id, packed, begun)
 
     def _mend(self, message: Execute) -> Any:
         assert message.group is not None
@@ -135,11 +137,11 @@ class Worker:
         self._capture.flush_streams()
         os._exit(code)
 
-    def _answer(self, run_id: int, packed: Packed | None) -> None:
+    def _answer(self, run_id: int, packed: Packed | None, begun: Begun | None) -> None:
         if packed is not None:
             self._control.hold(run_id, packed)
         payload = packed.payload if packed is not None else None
-        self._wire.send_event(Result(self._spec.rank, run_id, payload), packed.frames if packed is not None else ())
+        self._wire.send_event(Result(self._spec.rank, run_id, payload, begun), packed.frames if packed is not None else ())
 
     def _execute(self, message: Execute, frames: list[bytes]) -> Any:
         if message.kind == "cell":

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd import _get_sequence_nr
 
-from labkit.wire.messages import GroupSpec
+from labkit.wire.messages import Begun, GroupSpec
 from labkit.worker import backends, fsdp_private, wrappers
 from labkit.worker.conditions import Condition, GroupCondition, StepCondition
 from labkit.worker.judgement import judge
@@ -44,28 +44,36 @@ class Recovery:
         self._steps = OptimizerSteps(state, groups.gate)
         self._steps.install()
         self._run_id = 0
-        self._cut = False
+        self._cut = self._well = False
         self._modes = ThreadModes()
         self._graph_nodes = 0
         self._random: dict[str, torch.Tensor] = {}
-        self._progress: Any = None
+        self._progress = backends.progress()
 
     def begin(self, run_id: int) -> None:
         """A run begins. Takes about 10 us."""
-        self._run_id, self._cut = run_id, False
+        self._run_id, self._cut, self._well = run_id, False, False
         self._modes = ThreadModes()
         self._steps.begin_run()
         self._graph_nodes = _get_sequence_nr()
         self._random = _random_states()
         self._progress = backends.progress()
 
-    def end(self, *, cut: bool) -> None:
+    def begun(self) -> Begun | None:
+        """What the run has begun on the process groups; None where that is nothing. Takes about 10 us."""
+        if backends.progress() == self._progress:
+            return None
+        ranks = {backends.group_name(group): backends.group_ranks(group) for group in backends.groups()}
+        return Begun(backends.begun_since(self._progress), ranks, backends.group_count())
+
+    def end(self, *, cut: bool, well: bool) -> None:
         """The run has ended on this rank.
 
         Args:
             cut: It was interrupted, or freed from a collective.
+            well: It ended without an error.
         """
-        self._cut = cut
+        self._cut, self._well = cut, well
         if cut:
             self._modes.restore()
 
@@ -116,6 +124,7 @@ class Recovery:
             rank=self._rank,
             run_id=self._run_id,
             cut=self._cut,
+            well=self._well,
             touched=bool(self._steps.records) or _get_sequence_nr() != self._graph_nodes or backends.progress() != self._progress,
             lost=self._groups.lost,
             waiting=backends.waiting(),
