@@ -57,6 +57,7 @@ class RankFailure:
         exitcode: For ``died``: the exit status as in :attr:`subprocess.Popen.returncode` (negative for a signal).
         last_output: For ``died``: the end of what the rank wrote, at most 20 lines.
         where: The innermost of the reader's own lines, for example ``Cell In[7], line 5``; empty where there is none.
+        in_handler: For ``interrupted``: the error came from the reader's own ``except`` or ``finally`` for the interrupt.
     """
 
     rank: int
@@ -67,6 +68,7 @@ class RankFailure:
     exitcode: int | None = None
     last_output: str = ""
     where: str = ""
+    in_handler: bool = False
 
     def headline(self) -> str:
         """One line: the exception's type and the first line of its text."""

@@ -92,11 +92,13 @@ class Worker:
         except BaseException as error:
             failure = self._failure(error)
             cut_off = backends.is_cut_off(error)
+            if message.kind != "rebuild":
+                self._recovery.end(error, cut=cut_off or self._state.interrupt_requested)
             tracebacks.release_frames(error)
         begun: Begun | None = None
-        if message.kind != "rebuild":
+        if message.kind != "rebuild" and failure is None:
             begun = self._recovery.begun()
-            self._recovery.end(cut=cut_off or self._state.interrupt_requested, well=failure is None)
+            self._recovery.end(None, cut=self._state.interrupt_requested)
         self._state.end()
         self._capture.flush()
         if failure is not None:
@@ -186,7 +188,20 @@ class Worker:
         quiet = kind == "interrupted" or isinstance(error, WireError)
         trace = "" if quiet else tracebacks.format_error(error, self._shell.number_of, own_lines_only=kind == "exited")
         where = tracebacks.own_place(error, self._shell.number_of)
-        return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace, where=where)
+        in_handler = kind == "interrupted" and _is_of_a_handler(error)
+        return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace, where=where, in_handler=in_handler)
+
+
+def _is_of_a_handler(error: BaseException) -> bool:
+    """Whether an error was raised while KeyboardInterrupt was being handled."""
+    seen: set[int] = set()
+    found = None if isinstance(error, KeyboardInterrupt) else error.__context__
+    while found is not None and id(found) not in seen:
+        if isinstance(found, KeyboardInterrupt):
+            return True
+        seen.add(id(found))
+        found = found.__context__
+    return False
 
 
 def _text(error: BaseException) -> str:
