@@ -111,7 +111,8 @@ class Recovery:
             dropped, problems = wrappers.reset(found(), verdict.drop)
             notes = problems + notes
             if dropped:
-                notes.insert(0, _DROPPED + (_STEPS_KNOWN if verdict.steps_known else _NO_STEP_KNOWN))
+                known = _STEPS_KNOWN if verdict.steps_known else "." if verdict.refusals else _NO_STEP_KNOWN
+                notes.insert(0, _DROPPED + known)
         for refusal in verdict.refusals:
             if self._rank in refusal.ranks:
                 self._steps.refuse(refusal.position, refusal.signature, refusal.reason)
@@ -185,9 +186,9 @@ class Recovery:
         return f"{name} ({kind}, for {model})" if model else f"{name} ({kind})"
 
 
-_DROPPED = "A forward or backward under way is dropped: gradients are None, "
-_STEPS_KNOWN = "parameters are as the last completed step left them."
-_NO_STEP_KNOWN = "parameters are as the run's own code left them: no optimizer completed the same steps on all ranks in it."
+_DROPPED = "A forward or backward under way is dropped: gradients are None"
+_STEPS_KNOWN = ", parameters are as the last completed step left them."
+_NO_STEP_KNOWN = ". This run completed no step on all ranks: parameters are as before it, or as its own code left them."
 
 
 def _is_inside_backward(error: BaseException) -> bool:
