@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from labkit.controller.pool import WorkerPool
     from labkit.errors import (
         LabkitError,
+        OpenCollectiveError,
         PoolStateError,
         RankFailedError,
         RunInterrupted,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # Loaded when they are first used: the command line's tools need no pool.
 _HOME = {
     "LabkitError": "errors",
+    "OpenCollectiveError": "errors",
     "PoolStateError": "errors",
     "RankFailedError": "errors",
     "RankResults": "ranks",
@@ -41,6 +43,7 @@ _HOME = {
 
 __all__ = [
     "LabkitError",
+    "OpenCollectiveError",
     "PoolStateError",
     "RankFailedError",
     "RankResults",

@@ -75,6 +75,7 @@ class RankFailure:
         exitcode: For ``died``: the exit status as in :attr:`subprocess.Popen.returncode` (negative for a signal).
         last_output: For ``died``: the end of what the rank wrote, at most 20 lines.
         where: The innermost of the reader's own lines, for example ``Cell In[7], line 5``; empty where there is none.
+        in_handler: For ``interrupted``: the error came from the reader's own ``except`` or ``finally`` for the interrupt.
     """
 
     rank: int
@@ -85,6 +86,7 @@ class RankFailure:
     exitcode: int | None = None
     last_output: str = ""
     where: str = ""
+    in_handler: bool = False
 
     def headline(self) -> str:
         """One line: the exception's type and the first line of its text."""
@@ -225,6 +227,55 @@ class RankFailedError(RunError):
 
 class WorkerDiedError(RunError):
     """The process of one or more ranks ended during a run; what that rank held is lost."""
+
+
+@dataclass(frozen=True)
+class LeftOpen:
+    """A collective that a run has left open.
+
+    Attributes:
+        name: For example ``all_reduce``.
+        number: Its number in its group, from 1.
+        group: The group in words.
+        begun: The ranks that have begun it.
+        missing: The ranks of the group that have not.
+    """
+
+    name: str
+    number: int
+    group: str
+    begun: tuple[int, ...]
+    missing: tuple[int, ...]
+
+    def __str__(self) -> str:
+        verb = "has" if len(self.begun) == 1 else "have"
+        missing = f"{_name_ranks(self.missing)} {'has' if len(self.missing) == 1 else 'have'} not"
+        return f"{_name_ranks(self.begun)} {verb} begun {self.name} #{self.number} of {self.group}, {missing}."
+
+
+class OpenCollectiveError(RunError):
+    """A run ended on every rank, and some ranks have begun a collective that others of its group have not.
+
+    The next collective of the group would have met it and given wrong values. So its group was given up and made anew; the
+    tensor that the collective was to fill holds anything.
+
+    Attributes:
+        collectives: Those that are open.
+    """
+
+    def __init__(
+        self, collectives: Sequence[LeftOpen] = (), finished: Sequence[int] = (), notes: Sequence[str] = (), *, diagnosis: str = ""
+    ) -> None:
+        self.collectives = tuple(collectives)
+        super().__init__((), finished, notes, diagnosis=diagnosis)
+
+    def _headline(self) -> str:
+        told = " ".join(map(str, self.collectives))
+        return (
+            f"the run ended with a collective that not all ranks have begun. {told} It was given up, so that the next collective "
+            "does not meet it, and its tensor holds anything. Every rank of a group has to make the same calls; "
+            "wait() for those with async_op=True before the cell ends."
+        )
 
 
 class RunTimeoutError(RunError):

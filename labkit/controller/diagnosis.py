@@ -21,8 +21,12 @@ Kind = Literal[
     "missing rank",
     "different collectives",
     "different shapes",
-    "different order",
+    "different numbers",
+    "different sources",
     "different groups",
+    "each other",
+    "left behind",
+    "running",
     "same collective",
     "dead rank",
     "native code",
@@ -54,12 +58,14 @@ class RankState:
             code that neither computes nor is a known collective, ``silent`` (no answer), or ``dead``.
         report: Its report, None when it gave none.
         collective: What it waits in, as torch recorded it.
+        stalled: It has waited there at an earlier look too, and has begun nothing since.
     """
 
     rank: int
     state: State
     report: RankReport | None = None
     collective: Collective | None = None
+    stalled: bool = False
 
     @property
     def call(self) -> str:
@@ -69,9 +75,19 @@ class RankState:
         return f"{name} #{self.collective.sequence}" if self.collective else name
 
     @property
-    def recorded_name(self) -> str:
-        """The collective's name as torch records it; equal for equal calls, however the code spells them."""
-        return recorded(_public_name(self.report.waits_in if self.report else "", self.collective))
+    def partner(self) -> int | None:
+        """The rank that the call names as its source or destination."""
+        return self.report.partner if self.report is not None else None
+
+    @property
+    def call_with_partner(self) -> str:
+        """The call with the rank that it names: ``recv from rank 1``, ``broadcast #2 with source 1``."""
+        if self.partner is None:
+            return self.call
+        name = self.report.waits_in if self.report is not None else ""
+        if name.startswith(("send", "recv", "isend", "irecv")):
+            return f"{self.call} {'to' if 'send' in name else 'from'} rank {self.partner}"
+        return f"{self.call} with {'destination' if name.startswith(('reduce', 'gather')) else 'source'} {self.partner}"
 
     @property
     def place(self) -> str:

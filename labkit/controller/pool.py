@@ -316,6 +316,7 @@ class WorkerPool:
 
         Raises:
             RankFailedError: The function raised on a rank.
+            OpenCollectiveError: It left a collective that not all ranks have begun.
             WorkerDiedError: A rank's process ended.
             RunTimeoutError: The time limit passed.
             WireError: The function, an argument or a result cannot be pickled.

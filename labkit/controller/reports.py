@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from labkit.controller.run import Run
-from labkit.errors import RankFailedError, RunInterrupted, RunReport, RunTimeoutError, WorkerDiedError
+from labkit.errors import (
+    OpenCollectiveError,
+    RankFailedError,
+    RankFailure,
+    RunInterrupted,
+    RunReport,
+    RunTimeoutError,
+    WorkerDiedError,
+)
 from labkit.ranks import name_ranks
 
 
@@ -18,13 +26,18 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     Raises:
         RunReport: It did not finish on every rank.
     """
+    finished = sorted(run.results)
+    notes = list(run.steps)
+    if run.left_open:
+        raise OpenCollectiveError(run.left_open, finished, notes)
     if not run.failures:
         return  # it may have been stopped and finished all the same
     failures = run.judged_failures()
-    finished = sorted(run.results)
-    notes = list(run.steps)
+    notes += _failed_handlers(run)
     judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
     verdict = run.diagnosis.verdict if run.diagnosis is not None and judged else _where_cut_off(run)
+    if run.diagnosis is not None and run.diagnosis.kind == "running":
+        verdict = f"It was stopped while running: {verdict}"
     report: RunReport
     if any(failure.kind == "died" for failure in failures):
         if run.stopped == "timeout":
@@ -37,6 +50,20 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
     else:
         report = RankFailedError(failures, finished, notes, diagnosis=verdict)
     raise report
+
+
+def _failed_handlers(run: Run) -> list[str]:
+    """What to know of the cell's own code for an interrupt, where it has failed; a sentence for each place."""
+    places: dict[str, list[RankFailure]] = {}
+    for _, failure in sorted(run.failures.items()):
+        if failure.in_handler:
+            places.setdefault(f" at {failure.where}" if failure.where else "", []).append(failure)
+    return [
+        f"{name_ranks(tuple(failure.rank for failure in failures))}: the cell's own code for the interrupt{place} failed "
+        f"({failures[0].headline()}). The stop ended every collective, and process groups work again only now, when all ranks have "
+        "left the cell: what needs them, such as a save, belongs in a cell of its own."
+        for place, failures in places.items()
+    ]
 
 
 def _where_cut_off(run: Run) -> str:

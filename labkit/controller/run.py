@@ -19,9 +19,20 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.watch import Watch
-from labkit.errors import RankFailure
-from labkit.wire.messages import Abort, Aborted, Failed, FromWorker, Inspection, Interrupt, Output, Result, ToControl
+from labkit.controller.watch import ANSWER_S, Watch
+from labkit.errors import LeftOpen, RankFailure
+from labkit.wire.messages import (
+    Abort,
+    Aborted,
+    Failed,
+    FromWorker,
+    Inspection,
+    Interrupt,
+    Output,
+    RankReport,
+    Result,
+    ToControl,
+)
 
 # How long the other ranks may go on after one has failed: they may be about to fail with the same error.
 GRACE_S = 1.0
@@ -79,6 +90,8 @@ class Run:
         released: Ranks that had to be freed from native code.
         cut_off: Ranks whose error only says that another rank has left a collective.
         group_lost: Process groups were aborted; all ranks need new ones.
+        left_open: Collectives that it has left open although it ended well everywhere.
+        uneven: What to say of ranks that have made different numbers of process groups; empty where they have not.
     """
 
     run_id: int
@@ -91,6 +104,8 @@ class Run:
     released: tuple[int, ...] = ()
     cut_off: set[int] = field(default_factory=set)
     group_lost: bool = False
+    left_open: tuple[LeftOpen, ...] = ()
+    uneven: str = ""
     started: float = field(default_factory=time.monotonic)
 
     @property
@@ -183,6 +198,15 @@ class RunWait:
         self.watch.tick(now - self.run.started)
         self._on_tick()
         return False
+
+    def ask(self) -> dict[int, RankReport]:
+        """Ask every living rank what it does, when the run has ended; those that do not answer are left out."""
+        self.watch.ask()
+        while self.watch.is_open and not self._pool.dead_ranks:
+            for message, frames in self._pool.receive(ANSWER_S):
+                self.take(message, frames)
+            self.watch.tick(0.0)
+        return self.watch.reports
 
     def take(self, message: FromWorker, frames: list[bytes]) -> None:
         """Take one message. Messages of earlier runs only carry late output."""

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from labkit.controller import leftovers
 from labkit.controller.deaths import LOST
 from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import caught_sigint
@@ -143,7 +144,7 @@ class Runner:
         finally:
             if packed is not None:
                 packed.close()
-        if run.failures or self._sigint:
+        if run.failures or run.left_open or self._sigint:
             for rank, (result, _) in run.results.items():
                 self._release(rank, result)  # nobody will read it
         raise_for(run, timeout_s, self._ways_back(self._members.dead_ranks))
@@ -187,16 +188,30 @@ class Runner:
                 self.interrupt()
             send()  # only now: an interrupt that follows the first sign of life must find whom to interrupt
             self._waiting.wait()
+            self._look_for_leftovers(self._waiting)
         finally:
             self._waiting = None
             output.finish()
+        if run.uneven:
+            screen.text("stderr", f"{run.uneven}\n")
+
+    def _look_for_leftovers(self, waiting: RunWait) -> None:
+        """Find what a run that ended well everywhere has left open between the ranks."""
+        run, all_ranks = waiting.run, self._members.all_ranks
+        begun = {rank: result.begun for rank, (result, _) in run.results.items()}
+        if run.failures or run.group_lost or self._members.deaths or not leftovers.may_be_open(begun, all_ranks):
+            return
+        reports = waiting.ask()
+        if set(reports) == set(all_ranks):
+            run.left_open = leftovers.find_open(reports)
+            run.uneven = leftovers.describe_counters(reports)
 
     def _mend(self, run: Run) -> None:
         """Bring back what the run has broken, if every rank still lives: process groups, then what stands on them."""
         if self._members.deaths:
             self._find_obstacle()
             return
-        if not (run.failures or run.group_lost):
+        if not (run.failures or run.group_lost or run.left_open or run.uneven):
             return
         began = time.monotonic()
         for _ in range(REBUILD_ATTEMPTS):

@@ -2,21 +2,30 @@
 
 Ranks that wait are victims. The cause is looked for among those that they wait for: members of their group that are not
 in the collective. A rank that computes may still come, so with one of those about nothing is called a hang.
+
+Reports of several ranks are never of the same moment, and ranks of a right program are seldom at the same call. So there are
+two proofs, and without one the verdict only says where the ranks are:
+
+* torch's record of one group. Under one number every rank has to make the same call, and a rank that has ended the run
+  without a number will not make that call any more.
+* Two looks, APART_S or more apart, between which a waiting rank has begun nothing and has not computed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from labkit.controller.diagnosis import Diagnosis, Kind, RankState, State, recorded, sizes_of
+from labkit.controller.proof import is_in, is_point_to_point, members, needs, same_number
 from labkit.ranks import name_ranks
 from labkit.wire.messages import Collective, RankReport
 
 # A rank that used less of the time between two reports than this waits; gloo's waiting threads use almost nothing.
 WORKING_SHARE = 0.05
-# Two reports nearer than this tell nothing: making one takes milliseconds of processor time itself.
-APART_S = 0.4
-# Torch's name for the default group. labkit completes a collective on it whenever it forms groups.
+# Two reports nearer than this prove nothing: ranks share processors, and making a report takes milliseconds itself.
+APART_S = 0.5
+# Torch's name for the default group.
 DEFAULT_GROUP = "0"
 # Every rank puts the same shape into these. Into others, such as all_to_all_single, it may not.
 _EQUAL_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
@@ -47,6 +56,8 @@ def judge(
     Returns:
         The diagnosis.
     """
+    if apart_s < APART_S:
+        before = {}
     ended: dict[int, State] = dict.fromkeys(set(all_ranks) - set(ranks), "idle")
     ended |= dict.fromkeys(finished, "finished")
     ended |= dict.fromkeys(failed, "failed")
@@ -65,15 +76,16 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
     if now.run_id is None:
         return RankState(rank, "finished", now)
     stuck = _stuck([collective for collective in now.collectives if not collective.done])
-    earlier = before.collectives if before is not None and before.innermost == now.innermost else None
+    computes = before is not None and now.cpu_s - before.cpu_s > WORKING_SHARE * apart_s
     # A thread that waits for a GPU may spin, so its CPU time says nothing; an unfinished collective does.
-    if now.in_collective and (stuck or not _computes(before, now, apart_s)):
-        return RankState(rank, "waiting", now, stuck)
-    if earlier and stuck in earlier:
-        return RankState(rank, "waiting", now, stuck)
-    if earlier is not None and not _computes(before, now, apart_s):
-        return RankState(rank, "native", now)
-    return RankState(rank, "working", now)
+    spins = stuck is not None and stuck.backend == "nccl"
+    same_place = before is not None and (before.run_id, before.innermost) == (now.run_id, now.innermost)
+    rests = same_place and before is not None and before.begun == now.begun and (spins or not computes)
+    if now.in_collective and (stuck or not computes):
+        return RankState(rank, "waiting", now, stuck, stalled=rests)
+    if rests and stuck and before is not None and stuck in before.collectives:
+        return RankState(rank, "waiting", now, stuck, stalled=True)
+    return RankState(rank, "native" if rests else "working", now)
 
 
 def _stuck(open_ones: Sequence[Collective]) -> Collective | None:
@@ -85,17 +97,13 @@ def _stuck(open_ones: Sequence[Collective]) -> Collective | None:
     return queued[0] if queued else open_ones[-1] if open_ones else None
 
 
-def _computes(before: RankReport | None, now: RankReport, apart_s: float) -> bool:
-    return before is not None and apart_s > APART_S and now.cpu_s - before.cpu_s > WORKING_SHARE * apart_s
-
-
 def _verdict(states: tuple[RankState, ...]) -> tuple[Kind, str, bool]:
     waiting = [state for state in states if state.state == "waiting"]
     dead = [state for state in states if state.state == "dead"]
     silent = [state for state in states if state.state == "silent"]
     working = [state for state in states if state.state in ("working", "native")]
     if dead and waiting:
-        return "dead rank", f"{_who(dead)} died; {_wait_clause(waiting)} for {_them(dead)}.", True
+        return "dead rank", f"{_who(dead)} died; {_wait_clauses(waiting)} for {_them(dead)}.", True
     if waiting:
         return _verdict_on_waiting(states, waiting)
     if silent:
@@ -114,34 +122,44 @@ def _verdict(states: tuple[RankState, ...]) -> tuple[Kind, str, bool]:
 
 
 def _verdict_on_waiting(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[Kind, str, bool]:
-    if mismatch := _mismatch(states, waiting):
-        return mismatch
-    awaited = _awaited(states, waiting)
-    busy = [state for state in awaited if state.state in ("working", "native", "silent")]
-    absent = [state for state in awaited if state.state in ("finished", "failed", "idle")]
-    groups = {state.collective.group for state in waiting if state.collective is not None}
-    numbers = {state.collective.sequence for state in waiting if state.collective is not None}
-    if len(groups) == 1 and not busy:
-        if len({state.recorded_name for state in waiting}) > 1:
-            return "different collectives", f"The ranks called different collectives: {_each(waiting)}.", True
-        if len(numbers) > 1:
-            places = f"The ranks are at different collectives of one group: {_each(waiting)}."
-            return "different order", f"{places} One rank made a call that another skipped.", True
-    if absent:
-        victims = [state for state in waiting if _waits_for(state, absent)]
-        verb = {"finished": "finished the cell", "failed": "failed", "idle": f"{_is(absent)} not part of this run"}[absent[0].state]
-        return "missing rank", f"{_who(absent)} {verb}; {_wait_clause(victims)} for {_them(absent)}.", True
-    if busy:
-        victims = [state for state in waiting if _waits_for(state, busy)]
+    if proven := _mismatch(states, waiting) or _missing(states, waiting):
+        return proven
+    stalled = [state for state in waiting if state.stalled]
+    may_come = [state for state in states if state.state in ("working", "native", "silent", "waiting") and not state.stalled]
+    if busy := [state for state in may_come if any(needs(victim, state) for victim in stalled)]:
+        victims = [state for state in stalled if any(needs(state, other) for other in busy)]
         doing = "still computing" if any(state.state == "working" for state in busy) else "still busy"
         return (
             "straggler",
-            f"{_who(busy)} {_is(busy)} {doing} at {_places(busy)}; {_wait_clause(victims)} for {_them(busy)}.",
+            f"{_who(busy)} {_is(busy)} {doing} at {_places(busy)}; {_wait_clauses(victims)} for {_them(busy)}.",
             False,
         )
-    if len(groups) > 1:
-        return "different groups", f"The ranks wait in different process groups: {_each(waiting)}.", True
-    return "same collective", f"{_who(waiting)} {_is(waiting)} all in {waiting[0].call} at {_places(waiting)}.", False
+    if stalled and not may_come and (found := _deadlock(states, stalled)):
+        return found
+    first = waiting[0].collective
+    if first is not None and all(state.state == "waiting" and is_in(state, first) for state in members(states, waiting[0])):
+        return "same collective", f"{_who(waiting)} {_is(waiting)} all in {waiting[0].call} at {_places(waiting)}.", False
+    return "running", f"{'; '.join(_parts({state.rank: _doing(state) for state in states}))}.", False
+
+
+def _deadlock(states: tuple[RankState, ...], stalled: list[RankState]) -> tuple[Kind, str, bool] | None:
+    """What keeps ranks waiting of which none computes and none has ended without a call that another waits for."""
+    called = [state.collective for state in stalled if state.collective is not None]
+    if len(called) < len(stalled):
+        return "each other", f"The ranks wait for each other: {_each(stalled)}.", True
+    if len({mine.group for mine in called}) > 1:
+        parts = _parts({state.rank: _doing(state, _group_of(state)) for state in stalled})
+        return "different groups", f"The ranks wait in different process groups: {'; '.join(parts)}.", True
+    if len({mine.sequence for mine in called}) > 1:
+        return "different numbers", f"The ranks are at different collectives of one group: {_each(stalled)}.", True
+    if len({state.partner for state in stalled}) > 1:
+        role = "destinations" if called[0].name in ("reduce", "gather") else "sources"
+        return "different sources", f"The ranks called {stalled[0].call} with different {role}: {_each(stalled)}.", True
+    if gone := [state for state in members(states, stalled[0]) if state.state != "waiting"]:
+        rule = " Every rank has to name the same source." if stalled[0].partner is not None else ""
+        left = f"{_each(stalled)} {_is(stalled)} left behind; {_who(gone)} made the same call and went on.{rule}"
+        return "left behind", left, True
+    return None
 
 
 def _mismatch(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[Kind, str, bool] | None:
@@ -151,15 +169,17 @@ def _mismatch(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[
     """
     for victim in waiting:
         mine = victim.collective
-        if mine is None or _is_point_to_point(mine):
+        if mine is None or is_point_to_point(mine):
             continue
-        theirs = {state.rank: found for state in states if (found := _same_number(state, mine)) is not None}
+        theirs = {state.rank: found for state in states if (found := same_number(state, victim, mine)) is not None}
         gone = {rank: found for rank, found in theirs.items() if found.done}
         names = {recorded(found.name) for found in theirs.values()}
         if len(names) > 1:
-            left = _parts({rank: f"called {found.name} #{found.sequence} and went on" for rank, found in gone.items()})
-            return "different collectives", f"The ranks called different collectives: {'; '.join([_each(waiting), *left])}.", True
-        if names <= set(_EQUAL_SHAPES) and len({found.sizes for found in theirs.values()}) > 1:
+            there = [state for state in waiting if state.rank in theirs and state.rank not in gone]
+            told = {state.rank: f"in {state.call} at {state.place}" for state in there}
+            told |= {rank: f"called {found.name} #{found.sequence} and went on" for rank, found in gone.items()}
+            return "different collectives", f"The ranks called different collectives: {'; '.join(_parts(told))}.", True
+        if names <= set(_EQUAL_SHAPES) and len({_num_elements(found) for found in theirs.values()}) > 1:
             shapes = _parts(
                 {rank: f"{sizes_of(found)}{' and went on' if found.done else ''}" for rank, found in theirs.items()}, "sent"
             )
@@ -167,46 +187,49 @@ def _mismatch(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[
     return None
 
 
-def _same_number(state: RankState, mine: Collective) -> Collective | None:
-    """The collective that a rank called under the number of ``mine`` in the same group, as far as it is known."""
-    if state.state == "dead" or state.report is None:
-        return None
-    for other in reversed(state.report.collectives):
-        if other.backend != mine.backend or _is_point_to_point(other):
-            continue
-        if (other.group, other.sequence) == (mine.group, mine.sequence):
-            return other
-        if (other.group, other.sequence) == (DEFAULT_GROUP, 1):
-            return None  # the groups were formed here; what was before has numbers of its own
+def _num_elements(collective: Collective) -> int:
+    return sum(math.prod(shape) for shape in collective.sizes)
+
+
+def _missing(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[Kind, str, bool] | None:
+    """Whether ranks that have ended the run are waited for; one that failed is the cause, whoever else is missing."""
+    verbs = {"failed": "failed", "idle": "{} not part of this run", "finished": "finished the cell"}
+    for kind, verb in verbs.items():
+        absent = [state for state in states if state.state == kind and any(needs(victim, state) for victim in waiting)]
+        if absent:
+            victims = [state for state in waiting if any(needs(state, other) for other in absent)]
+            ended = verb.format(_is(absent))
+            return "missing rank", f"{_who(absent)} {ended}; {_wait_clauses(victims)} for {_them(absent)}.", True
     return None
 
 
-def _is_point_to_point(collective: Collective) -> bool:
-    return collective.name.startswith(("send", "recv"))
+def _group_of(state: RankState) -> str:
+    name = state.collective.group if state.collective is not None else ""
+    ranks = state.report.groups.get(name) if state.report is not None else None
+    return " of the default group" if name == DEFAULT_GROUP else f" of a group of {name_ranks(ranks)}" if ranks else ""
 
 
-def _awaited(states: tuple[RankState, ...], waiting: list[RankState]) -> list[RankState]:
-    """Ranks that wait for nobody and that a waiting rank needs."""
-    others = [state for state in states if state.state not in ("waiting", "dead")]
-    return [state for state in others if any(_waits_for(victim, [state]) for victim in waiting)]
-
-
-def _waits_for(victim: RankState, others: list[RankState]) -> bool:
-    """Whether one of these ranks belongs to the collective that the victim is in and has not been there."""
-    mine = victim.collective
-    members = victim.report.groups.get(mine.group) if victim.report is not None and mine is not None else None
-    return any(
-        (members is None or other.rank in members) and (mine is None or _same_number(other, mine) is None) for other in others
-    )
-
-
-def _wait_clause(waiting: list[RankState]) -> str:
-    verb = "waits" if len(waiting) == 1 else "wait"
-    return f"{_who(waiting)} {verb} in {waiting[0].call} at {_places(waiting)}"
+def _wait_clauses(waiting: list[RankState]) -> str:
+    """``ranks 0-1 wait in all_reduce #5 at line 3``, one for each different call."""
+    calls: dict[str, list[RankState]] = {}
+    for state in waiting:
+        calls.setdefault(state.call, []).append(state)
+    clauses = [
+        f"{_who(states)} {'waits' if len(states) == 1 else 'wait'} in {call} at {_places(states)}" for call, states in calls.items()
+    ]
+    return " and ".join(clauses)
 
 
 def _each(states: list[RankState]) -> str:
-    return "; ".join(_parts({state.rank: f"in {state.call} at {state.place}" for state in states}))
+    return "; ".join(_parts({state.rank: _doing(state) for state in states}))
+
+
+def _doing(state: RankState, of: str = "") -> str:
+    if state.state == "waiting":
+        return f"in {state.call_with_partner}{of} at {state.place}"
+    if state.state in ("working", "native"):
+        return f"{'computing' if state.state == 'working' else 'busy'} at {state.place}"
+    return {"silent": "without an answer", "finished": "done", "idle": "not part of the run"}.get(state.state, state.state)
 
 
 def _parts(texts: Mapping[int, str], verb: str = "") -> list[str]:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
 from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.verdict import judge
-from labkit.wire.messages import Collective, Inspect, Inspection, RankReport, ToControl
+from labkit.controller.verdict import APART_S, judge
+from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
 
-# A cell that lasts this long is looked at once a second; two looks in a row that find a hang show it.
+# A cell that lasts this long is looked at once a second; two looks in a row that find the same hang show it.
 FIRST_LOOK_S = 2.0
 LOOK_EVERY_S = 1.0
 # A control thread answers within milliseconds unless native code holds Python's lock.
@@ -55,12 +56,10 @@ class Watch:
         self._number = 0
         self._asked_at = 0.0
         self._open = False
-        self._previous: dict[int, RankReport] = {}
-        self._previous_at = 0.0
+        self._earlier: deque[tuple[float, dict[int, RankReport]]] = deque()
         self._reports: dict[int, RankReport] = {}
         self._next_look = FIRST_LOOK_S
-        self._suspected: dict[int, Collective | None] | None = None
-        self._shown = ""
+        self._suspected = self._shown = ""
         self._ended_then: tuple[set[int], set[int]] = (set(), set())
         self.latest: Diagnosis | None = None
         self.requests: queue.SimpleQueue[Future[Diagnosis]] = queue.SimpleQueue()
@@ -71,6 +70,16 @@ class Watch:
         """Ask once more, for the report of a run that is being stopped; what the ranks do afterwards is labkit's doing."""
         self.ask()
         self._last = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether answers to a look may still come."""
+        return self._open
+
+    @property
+    def reports(self) -> dict[int, RankReport]:
+        """The answers to the last look so far."""
+        return dict(self._reports)
 
     @property
     def last_look_is_open(self) -> bool:
@@ -92,10 +101,13 @@ class Watch:
     def ask(self) -> None:
         """Ask every living rank what it does."""
         if self._reports:
-            self._previous, self._previous_at = self._reports, self._asked_at
+            self._earlier.append((self._asked_at, self._reports))
         self._reports = {}
         self._number += 1
         self._asked_at = time.monotonic()
+        # Of the looks that are far enough back the last one is compared with; those that are not may become it.
+        while len(self._earlier) > 1 and self._earlier[1][0] <= self._asked_at - APART_S:
+            self._earlier.popleft()
         self._ended_then = tuple(map(set, self._ended()))  # type: ignore[assignment]
         self._open = True
         for rank in self._pool.all_ranks:
@@ -116,8 +128,9 @@ class Watch:
     def present(self) -> Diagnosis:
         """Judge what is known now."""
         finished, failed = self._ended_then
-        apart = self._asked_at - self._previous_at if self._previous else 0.0
-        return judge(self._ranks, self._all(), finished, failed, self._pool.dead_ranks, self._previous, self._reports, apart)
+        then, before = self._earlier[0] if self._earlier else (self._asked_at, {})
+        apart_s = self._asked_at - then
+        return judge(self._ranks, self._all(), finished, failed, self._pool.dead_ranks, before, self._reports, apart_s)
 
     def _all(self) -> tuple[int, ...]:
         return tuple(sorted({*self._pool.all_ranks, *self._pool.dead_ranks}))
@@ -128,11 +141,8 @@ class Watch:
         for waiting in self._waiting:
             waiting.set_result(diagnosis)
         self._waiting.clear()
-        waiting_in = {state.rank: state.collective for state in diagnosis.states if state.state == "waiting"}
-        if not diagnosis.hangs:
-            self._suspected = None
-        elif self._suspected != waiting_in:
-            self._suspected = waiting_in  # a rank that is in another collective at the next look makes progress
-        elif diagnosis.verdict != self._shown:
-            self._shown = diagnosis.verdict
+        hang = diagnosis.verdict if diagnosis.hangs else ""
+        if hang and hang == self._suspected and hang != self._shown:
+            self._shown = hang
             self._on_hang(diagnosis)
+        self._suspected = hang  # ranks still arrive; what is shown is what they have come to

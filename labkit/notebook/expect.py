@@ -152,4 +152,10 @@ def _messages(error: BaseException) -> Iterable[str]:
 
 
 def _run_errors() -> Iterable[type[BaseException]]:
-    return (errors.RankFailedError, errors.WorkerDiedError, errors.RunTimeoutError, errors.RunInterrupted)
+    return (
+        errors.RankFailedError,
+        errors.OpenCollectiveError,
+        errors.WorkerDiedError,
+        errors.RunTimeoutError,
+        errors.RunInterrupted,
+    )

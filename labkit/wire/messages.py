@@ -159,12 +159,33 @@ class Output(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class Begun(Record):
+    """What a run has begun on this rank.
+
+    Attributes:
+        counts: Number of collectives and messages by the name of the process group; without a change of groups those of this run.
+        ranks: Global ranks of each of these groups.
+        group_count: Torch's counter for the names of new groups, when the run had ended.
+    """
+
+    counts: dict[str, int]
+    ranks: dict[str, tuple[int, ...]]
+    group_count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Result(Record):
-    """A run finished on this rank."""
+    """A run finished on this rank.
+
+    Attributes:
+        payload: The value that it returns.
+        begun: What it began in process groups; None where that is nothing.
+    """
 
     rank: int
     run_id: int
     payload: Payload | None
+    begun: Begun | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,10 +291,14 @@ class RankReport(Record):
         innermost: The innermost Python frame of all, ``file:line function``; it tells waiting in a library from work.
         in_collective: The main thread waits inside a collective, or for the device behind one.
         waits_in: The torch function it waits in, for example ``all_reduce``; empty when it does not.
+        partner: The rank that this call names as its source or destination; None where it names none.
         cpu_s: CPU seconds of the process so far; two inspections tell a computing rank from a waiting one.
-        collectives: The most recent collectives, oldest first.
+        collectives: The most recent collectives on the present process groups, oldest first; at least the last one of each group.
         groups: Global ranks of each process group by the group's name.
+        begun: How many collectives and messages have begun on each group; equal numbers in two reports mean no progress.
+        group_count: Torch's counter for the names of new groups.
         threads: Number of Python threads.
+        others_at_work: A thread of the reader's other than the main one is at work; it may be about to begin a collective.
         task: What it says of its progress, or None.
     """
 
@@ -285,10 +310,14 @@ class RankReport(Record):
     innermost: str = ""
     in_collective: bool = False
     waits_in: str = ""
+    partner: int | None = None
     cpu_s: float = 0.0
     collectives: tuple[Collective, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    begun: dict[str, int] = field(default_factory=dict)
+    group_count: int = 0
     threads: int = 1
+    others_at_work: bool = False
     task: TaskReport | None = None
 
 

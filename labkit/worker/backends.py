@@ -22,7 +22,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -135,12 +135,37 @@ def _backends(group: Any) -> list[tuple[str, list[str]]]:
     return [(names.pop(), list(devices))] if len(names) == 1 else [(name, [device]) for device, name in devices.items()]
 
 
-def progress() -> tuple[tuple[int, ...], int]:
-    """Tells whether a collective was begun or a group made since the last call, in a few microseconds."""
+class Progress(NamedTuple):
+    """What was begun on this rank's groups so far; equal to an earlier one when nothing has happened since.
+
+    Attributes:
+        groups: Tells the present groups and their backends apart from all others.
+        group_count: Torch's counter for the names of new groups.
+        counts: Collectives and messages begun on each backend.
+    """
+
+    groups: tuple[int, ...]
+    group_count: int
+    counts: tuple[int, ...]
+
+
+def progress() -> Progress:
+    """Return what was begun so far, in a few microseconds."""
     key = (*map(id, c10d._world.pg_map), _registered[0])
     if _counted[0] != key:
-        _counted[:] = [key, [backend for group in groups() for backend in _rebuilt(group)]]
-    return key, sum(backend._get_sequence_number_for_group() for backend in _counted[1])
+        _counted[:] = [key, [(group_name(group), backend) for group in groups() for backend in _rebuilt(group)]]
+    counts = [backend._get_sequence_number_for_group() for _, backend in _counted[1]]
+    return Progress(key, c10d._world.group_count, tuple(counts))
+
+
+def begun_since(before: Progress) -> dict[str, int]:
+    """Return how many collectives and messages were begun on each group since then; all of them where groups have changed."""
+    now = progress()
+    earlier = before.counts if before.groups == now.groups else (0,) * len(now.counts)
+    begun: dict[str, int] = {}
+    for (name, _), count, then in zip(_counted[1], now.counts, earlier, strict=True):
+        begun[name] = begun.get(name, 0) + count - then
+    return begun
 
 
 def waiting() -> bool:

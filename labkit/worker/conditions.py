@@ -53,6 +53,7 @@ class Condition:
         rank: The rank.
         run_id: The last run it took part in.
         cut: It was interrupted in that run, or freed from a collective.
+        well: That run ended without an error here.
         touched: In that run it began a collective, built an autograd graph or took an optimizer step.
         lost: Its process groups have been aborted.
         waiting: A collective that it began has not ended.
@@ -62,6 +63,8 @@ class Condition:
         groups: Its process groups by name.
         group_count: Torch's counter for the names of new groups.
         steps: The run's optimizers in the order of their first steps.
+        in_flight: Signatures of the models in whose forward or backward the run was cut; see :func:`labkit.worker.wrappers.models`.
+        prints: By the name of a model and its parameter: a text that is equal on ranks that have changed it alike.
         random: Digests of each random state before and after the run, by name.
         unsynced: FSDP2 parameter groups whose gradients are not reduced (``set_requires_gradient_sync(False)``).
     """
@@ -69,6 +72,7 @@ class Condition:
     rank: int
     run_id: int
     cut: bool = False
+    well: bool = False
     touched: bool = False
     lost: bool = False
     waiting: bool = False
@@ -78,6 +82,8 @@ class Condition:
     groups: Mapping[str, GroupCondition] = field(default_factory=dict)
     group_count: int = 0
     steps: tuple[StepCondition, ...] = ()
+    in_flight: tuple[str, ...] = ()
+    prints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     random: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unsynced: int = 0
 
@@ -94,5 +100,6 @@ class Condition:
             for name, group in fields["groups"].items()
         }
         fields["steps"] = tuple(StepCondition(**{**step, "rates": tuple(step["rates"])}) for step in fields["steps"])
+        fields["in_flight"] = tuple(fields["in_flight"])
         fields["random"] = {name: (before, after) for name, (before, after) in fields["random"].items()}
         return cls(**fields)

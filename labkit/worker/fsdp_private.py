@@ -69,14 +69,22 @@ def fsdp2_parameters(state: Any) -> list[Any]:
     return [parameter.sharded_param for group in _fsdp2_groups(state) for parameter in group.fsdp_params]
 
 
+def fsdp2_named(state: Any) -> list[tuple[str, Any]]:
+    """The sharded parameters of one module with their names, as far as torch has given them names."""
+    parameters = [parameter for group in _fsdp2_groups(state) for parameter in group.fsdp_params]
+    return [(parameter._param_fqn or f"parameter {place}", parameter.sharded_param) for place, parameter in enumerate(parameters)]
+
+
 def fsdp2_unsynced() -> int:
     """The number of parameter groups whose gradients are not reduced now."""
     return sum(not group.reduce_grads for state in fsdp2_states() for group in _fsdp2_groups(state))
 
 
 def fsdp2_in_flight(state: Any) -> bool:
-    """Whether a forward or backward of this module has begun and not ended."""
+    """Whether a forward or backward of this module has begun and not ended, or the preparations of its tree's first forward."""
     context, idle = state._state_ctx, type(state._training_state).IDLE
+    if state._is_root and not _fsdp2_initialized(state):
+        return True
     if context.iter_forward_root is not None or context.post_backward_final_callback_queued:
         return True
     return state._training_state is not idle or any(group._training_state is not idle for group in _fsdp2_groups(state))
@@ -166,8 +174,15 @@ def flat_parameters(module: Any) -> list[Any]:
     return [flat, *(flat._params or ()), *(flat._shared_params or ())]
 
 
+def flat_names(module: Any) -> list[str]:
+    """The names of the parameters in one FSDP1 module's flat parameter, equal on all ranks."""
+    return list(module._handle.flat_param._fqns) if module._handle is not None else []
+
+
 def fsdp1_in_flight(module: Any) -> bool:
-    """Whether a forward, a backward or a state_dict of this module has begun and not ended."""
+    """Whether a forward, a backward or a state_dict of this module has begun and not ended, or its tree's preparations."""
+    if getattr(module, "_is_root", None) and not all(map(_fsdp1_initialized, _fsdp1_tree(module))):
+        return True
     if module.training_state is not type(module.training_state).IDLE or getattr(module, "_post_backward_callback_queued", False):
         return True
     if module._unshard_params_ctx:
@@ -238,14 +253,30 @@ def _fsdp1_initialized(module: Any) -> bool:
 # ---- DDP and the rest ------------------------------------------------------------------------------------------------
 
 
-def reset_ddp(module: Any) -> None:
-    """Drop the iteration of a DistributedDataParallel module."""
+def ddp_in_flight(module: Any) -> bool:
+    """Whether a backward of this module has begun to reduce gradients and not ended."""
+    if getattr(module, "reducer", None) is None:
+        return True
+    try:
+        module.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
+
+
+def restart_ddp(module: Any) -> None:
+    """Let the reducer begin anew, on all ranks alike; gradients stay as they are."""
     if getattr(module, "reducer", None) is not None:
         # The same group as before: this resets the reducer, and its next rebuild of buckets starts on all ranks alike.
         module._update_process_group(module.process_group)
         # Whether the next forward broadcasts buffers depends on whether the last one was inside no_sync().
         module.require_forward_param_sync = True
     loaded_class(DDP, "DistributedDataParallel")._active_ddp_module = None
+
+
+def reset_ddp(module: Any) -> None:
+    """Drop the iteration of a DistributedDataParallel module."""
+    restart_ddp(module)
     _drop_gradients([module])
 
 

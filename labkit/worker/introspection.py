@@ -10,18 +10,21 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from labkit.progress import running
 from labkit.tracebacks import is_library
 from labkit.wire.messages import Collective, RankReport, TaskReport
+from labkit.worker import backends, new_groups
 from labkit.worker.process_group import DEFAULT_GROUP, ProcessGroups
 from labkit.worker.run_state import RunState
 
 LAST_COLLECTIVES = 20
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_MAKES = new_groups.__file__
 _FOR_CELLS = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("spmd", "checkpoint", "course"))
 
 
@@ -38,21 +41,34 @@ def report(state: RunState, groups: ProcessGroups | None = None) -> RankReport:
     """
     run_id, started = state.run_id, state.started
     try:
-        return _full_report(run_id, started, recent_collectives(groups))
+        return _full_report(run_id, started, groups)
     except Exception:
         return RankReport(run_id, busy_s=0.0 if run_id is None else time.monotonic() - started)
 
 
-def _full_report(run_id: int | None, started: float, collectives: tuple[Collective, ...]) -> RankReport:
+def _full_report(run_id: int | None, started: float, process_groups: ProcessGroups | None) -> RankReport:
+    collectives = recent_collectives(process_groups)  # first: what has begun after it was read is counted, and not taken for absent
+    groups, begun = _groups()
     usage = resource.getrusage(resource.RUSAGE_SELF)
     cpu_s = usage.ru_utime + usage.ru_stime
+    idle = RankReport(
+        None,
+        cpu_s=cpu_s,
+        collectives=collectives,
+        groups=groups,
+        begun=begun,
+        group_count=backends.group_count(),
+        threads=threading.active_count(),
+        others_at_work=_others_at_work(),
+    )
     if run_id is None:
-        return RankReport(None, cpu_s=cpu_s, collectives=collectives, groups=_groups(), threads=threading.active_count())
+        return idle
     innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     user = _user_frame(innermost)
-    waits_in = _waits_in(innermost)
-    return RankReport(
-        run_id,
+    waits_in, partner = _waits_in(innermost)
+    return replace(
+        idle,
+        run_id=run_id,
         busy_s=time.monotonic() - started,
         where=_place(user.f_code.co_filename, _line(user)) if user else "",
         function=user.f_code.co_name if user else "",
@@ -60,12 +76,24 @@ def _full_report(run_id: int | None, started: float, collectives: tuple[Collecti
         innermost=f"{innermost.f_code.co_filename}:{_line(innermost)} {innermost.f_code.co_name}" if innermost else "",
         in_collective=bool(waits_in),
         waits_in=waits_in,
-        cpu_s=cpu_s,
-        collectives=collectives,
-        groups=_groups(),
-        threads=threading.active_count(),
+        partner=partner,
         task=TaskReport(task.title, task.done_bytes, task.total_bytes) if (task := running()) is not None else None,
     )
+
+
+def _others_at_work() -> bool:
+    """Whether a Python thread beside the main one runs the reader's code, or torch.distributed's as an asynchronous save does."""
+    main = threading.main_thread().ident
+    return any(_is_at_work(frame) for ident, frame in list(sys._current_frames().items()) if ident != main)
+
+
+def _is_at_work(frame: FrameType | None) -> bool:
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if not is_library(name) or name.startswith(_FOR_CELLS) or "/torch/distributed/" in name.replace(os.sep, "/"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _user_frame(innermost: FrameType | None) -> FrameType | None:
@@ -93,39 +121,57 @@ def _line(frame: FrameType) -> int:
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 
-def _waits_in(frame: FrameType | None) -> str:
-    """The function of torch.distributed that the main thread waits in, or ``synchronize`` for the device behind it."""
+def _waits_in(frame: FrameType | None) -> tuple[str, int | None]:
+    """The function of torch.distributed that the main thread waits in, or ``synchronize`` for the device behind it.
+
+    With it the rank that the call names as its source or destination, if it names one.
+    """
     if frame is None:
-        return ""
+        return "", None
     name, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
     if function in ("synchronize", "wait", "wait_stream") and "/torch/" in name:
-        return function
+        return function, None
     if "/torch/distributed/" not in name and "/torch/_ops.py" not in name:
-        return ""
-    while frame is not None and "/torch/" in frame.f_code.co_filename.replace(os.sep, "/"):
+        return "", None
+    # labkit's own frame is between two of torch's where a group is made.
+    while frame is not None and ("/torch/" in frame.f_code.co_filename.replace(os.sep, "/") or frame.f_code.co_filename == _MAKES):
         # The function that readers know: new_group, and not the helper in which it waits.
         if frame.f_code.co_filename.endswith("distributed_c10d.py") and not frame.f_code.co_name.startswith("_"):
-            return frame.f_code.co_name
+            return frame.f_code.co_name, _partner(frame)
         frame = frame.f_back
-    return "wait"
+    return "wait", None
 
 
-def _groups() -> dict[str, tuple[int, ...]]:
-    from labkit.worker import backends
+def _partner(frame: FrameType) -> int | None:
+    """The global rank that a call in torch.distributed names in its arguments."""
+    named = frame.f_locals
+    for role in ("src", "dst"):
+        if isinstance(rank := named.get(role), int):
+            return rank
+        if isinstance(place := named.get(f"group_{role}"), int):
+            group = named.get("group")
+            return place if group is None else backends.group_ranks(group)[place]
+    return None
 
+
+def _groups() -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
+    """The ranks of each group, and how much has begun on it; empty where the main thread changes the groups meanwhile."""
     try:
-        return {backends.group_name(group): backends.group_ranks(group) for group in backends.groups()}
+        found = {backends.group_name(group): group for group in backends.groups()}
+        ranks = {name: backends.group_ranks(group) for name, group in found.items()}
+        return ranks, {name: sum(backends.sequence(group)) for name, group in found.items()}
     except Exception:
-        return {}  # read while the main thread changes them
+        return {}, {}
 
 
 def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective, ...]:
     """The last collectives of this rank, those of NCCL after those of gloo; empty where torch keeps no record.
 
-    Only those on the groups' present backends: new ones count from 1 again, and what was called on the old ones would be
-    taken for a call of this run.
+    Only those on the groups' present backends: new ones count from 1 again, and what was called on the old ones, or on a group
+    of the same name that is gone, would be taken for a call of this run.
     """
-    own, since_ns = (groups.own_collectives, groups.formed_ns) if groups is not None else (0, 0)
+    own = groups.own_collectives if groups is not None else 0
+    since_ns = groups.present_since() if groups is not None else None
     bindings = sys.modules.get("torch._C._distributed_c10d")
     found: list[Collective] = []
     # torch keeps one record for NCCL and one for the other backends; a CPU build has no first one.
@@ -135,23 +181,37 @@ def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective,
             continue
         with contextlib.suppress(Exception):  # a diagnosis with less in it is better than none
             record = pickle.loads(dump(True, True, False))
-            entries = [entry for entry in record.get("entries", []) if entry.get("time_created_ns", since_ns) >= since_ns]
+            entries = [entry for entry in record.get("entries", []) if _is_present(entry, since_ns)]
             # A GPU's queue may be longer than that, and its first one is what all others wait for.
             first_open = next((place for place, entry in enumerate(entries) if not _is_done(entry)), len(entries))
-            shown = [*entries[:-LAST_COLLECTIVES][first_open : first_open + 1], *entries[-LAST_COLLECTIVES:]]
+            last_of_group = {_group_of(entry): place for place, entry in enumerate(entries)}
+            early = {first_open, *last_of_group.values()}
+            shown = [entry for place, entry in enumerate(entries) if place in early or place >= len(entries) - LAST_COLLECTIVES]
             found += [_collective(entry, own) for entry in shown]
     return tuple(found)
 
 
+def _is_present(entry: dict[str, Any], since_ns: Mapping[str, int] | None) -> bool:
+    """Whether a recorded collective was called on a group that is there now."""
+    if since_ns is None:
+        return True
+    born = since_ns.get(_group_of(entry))
+    return born is not None and entry.get("time_created_ns", born) >= born
+
+
+def _group_of(entry: dict[str, Any]) -> str:
+    return str(entry.get("process_group", ("?", "?"))[0])
+
+
 def _collective(entry: dict[str, Any], own: int) -> Collective:
     backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
-    group = entry.get("process_group", ("?", "?"))
+    group = _group_of(entry)
     done = _is_done(entry)
     where, code = ("", "") if done else _called_at(entry.get("frames", ()))
     return Collective(
-        sequence=int(entry.get("collective_seq_id", 0)) - (own if group[0] == DEFAULT_GROUP else 0),
+        sequence=int(entry.get("collective_seq_id", 0)) - (own if group == DEFAULT_GROUP else 0),
         name=name,
-        group=str(group[0]),
+        group=group,
         sizes=tuple(tuple(shape) for shape in entry.get("input_sizes", ())),
         dtypes=tuple(map(str, entry.get("input_dtypes", ()))),
         done=done,

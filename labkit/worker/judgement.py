@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from labkit.ranks import format_ranks
 from labkit.worker.conditions import Condition, GroupCondition, StepCondition
+
+# A note names that many parameters.
+NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,9 @@ class Verdict:
 
     Attributes:
         renew: Give the process groups new backends.
-        drop: Which iterations to drop: ``all``, those ``in flight`` on this rank, or ``none``.
+        drop: Signatures of the models whose iteration is dropped, on every rank alike.
+        restart_reducers: Let DDP's reducers begin anew.
+        steps_known: Every rank has completed the same steps of the same optimizers in the run, at least one.
         group_count: Torch's counter from now on.
         broken: Groups that cannot be used any more, by name, with the reason.
         refusals: Optimizers that must not go on.
@@ -38,7 +42,9 @@ class Verdict:
     """
 
     renew: bool
-    drop: Literal["all", "in flight", "none"]
+    drop: tuple[str, ...]
+    restart_reducers: bool
+    steps_known: bool
     group_count: int
     broken: Mapping[str, str]
     refusals: tuple[Refusal, ...]
@@ -67,15 +73,21 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     homeless = [condition.rank for condition in conditions if condition.homeless]
     if renew and homeless:
         raise RuntimeError(f"the default process group was destroyed on {_subject(homeless)}")
-    cut = renew or any(condition.cut for condition in took_part)
-    touched = any(condition.touched for condition in took_part)
-    refusals, notes = _judge_steps(took_part)
+    # Where a run ended well on all its ranks, groups may be out of step, but no iteration was cut and no step is missing.
+    well = all(condition.well for condition in took_part)
+    cut = not well and (renew or any(condition.cut for condition in took_part))
+    touched = not well and any(condition.touched for condition in took_part)
+    refusals, notes = ([], []) if well else _judge_steps(took_part)
     notes = [*_judge_new(conditions), *_judge_orphaned(orphaned), *unequal.values(), *notes]
+    if not well and not refusals:
+        notes += _judge_prints(took_part)
     if cut:
         notes += _judge_random(took_part) + _judge_switches(took_part)
     return Verdict(
         renew=renew,
-        drop="none" if not touched else "all" if cut else "in flight",
+        drop=tuple(sorted({name for condition in took_part for name in condition.in_flight})) if touched else (),
+        restart_reducers=touched and cut,
+        steps_known=not refusals and _steps_known(took_part),
         group_count=max(condition.group_count for condition in conditions),
         broken=broken,
         refusals=tuple(refusals),
@@ -180,6 +192,33 @@ def _judge_steps(took_part: Sequence[Condition]) -> tuple[list[Refusal], list[st
                 rates = "; ".join(f"rank {rank}: {', '.join(map(str, step.rates))}" for rank, step in steps.items())
                 notes.append(f"The learning rates of {label} differ now ({rates}). Set them alike before the next step.")
     return refusals, notes
+
+
+def _steps_known(took_part: Sequence[Condition]) -> bool:
+    steps = {tuple((step.signature, step.completed) for step in condition.steps) for condition in took_part}
+    return len(steps) == 1 and any(completed for _, completed in next(iter(steps)))
+
+
+def _judge_prints(took_part: Sequence[Condition]) -> list[str]:
+    """Whether ranks have come to hold different parameters: by an update of the reader's own that was cut half way, for example."""
+    notes = []
+    for model in dict.fromkeys(model for condition in took_part for model in condition.prints):
+        known = {condition.rank: condition.prints[model] for condition in took_part if model in condition.prints}
+        names = next(iter(known.values()))
+        unlike = [name for name in names if len({prints.get(name) for prints in known.values()}) > 1]
+        if not unlike:
+            continue
+        camps: dict[tuple[str | None, ...], list[int]] = {}
+        for rank, prints in known.items():
+            camps.setdefault(tuple(prints.get(name) for name in unlike), []).append(rank)
+        told = ", ".join(unlike[:NAMED]) + (f" and {len(unlike) - NAMED} more" if len(unlike) > NAMED else "")
+        differ = "may differ" if any(text.endswith(" changes") for text in names.values()) else "differ"
+        notes.append(
+            f"{len(unlike)} of {len(names)} parameters of {model} {differ} between {' and '.join(map(_subject, camps.values()))}: "
+            f"{told}. An update outside an optimizer's step() was cut half way, or they differed before. Load a checkpoint on all "
+            "ranks, or send one rank's values to the others."
+        )
+    return notes
 
 
 def _judge_skipped(label: str, skipped: Mapping[int, int]) -> list[str]:

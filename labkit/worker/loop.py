@@ -8,7 +8,7 @@ from typing import Any
 
 from labkit import tracebacks
 from labkit.errors import FailureKind, RankFailure, WireError
-from labkit.wire.messages import Bye, Display, Execute, Failed, Ready, Result, Shutdown
+from labkit.wire.messages import Begun, Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack
 from labkit.wire.pipes import Kept
 from labkit.wire.spec import WorkerSpec
@@ -97,16 +97,20 @@ class Worker:
         except BaseException as error:
             failure = self._failure(error)
             cut_off = backends.is_cut_off(error)
+            if message.kind not in _OWN_KINDS:
+                self._recovery.end(error, cut=cut_off or self._state.interrupt_requested)
             tracebacks.release_frames(error)
-        if message.kind not in _OWN_KINDS:
-            self._recovery.end(cut=cut_off or self._state.interrupt_requested)
+        begun: Begun | None = None
+        if message.kind not in _OWN_KINDS and failure is None:
+            begun = self._recovery.begun()
+            self._recovery.end(None, cut=self._state.interrupt_requested)
         self._state.end()
         self._capture.flush()
         if failure is not None:
             lost = self._groups.lost or cut_off
             self._wire.send_event(Failed(self._spec.rank, message.run_id, failure, group_lost=lost, cut_off=cut_off))
         else:
-            self._answer(message.run_id, packed)
+            self._answer(message.run_id, packed, begun)
 
     def _serve_pool(self, message: Execute) -> Any:
         if message.kind == "ask":
@@ -142,11 +146,11 @@ class Worker:
         self._capture.flush_streams()
         os._exit(code)
 
-    def _answer(self, run_id: int, packed: Packed | None) -> None:
+    def _answer(self, run_id: int, packed: Packed | None, begun: Begun | None) -> None:
         if packed is not None:
             self._control.hold(run_id, packed)
         payload = packed.payload if packed is not None else None
-        self._wire.send_event(Result(self._spec.rank, run_id, payload), packed.frames if packed is not None else ())
+        self._wire.send_event(Result(self._spec.rank, run_id, payload, begun), packed.frames if packed is not None else ())
 
     def _execute(self, message: Execute, frames: list[bytes]) -> Any:
         if message.kind == "cell":
@@ -194,7 +198,20 @@ class Worker:
         quiet = kind == "interrupted" or isinstance(error, WireError)
         trace = "" if quiet else tracebacks.format_error(error, self._shell.number_of, own_lines_only=kind == "exited")
         where = tracebacks.own_place(error, self._shell.number_of)
-        return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace, where=where)
+        in_handler = kind == "interrupted" and _is_of_a_handler(error)
+        return RankFailure(self._spec.rank, kind, rank_shell.type_name(error), message, trace, where=where, in_handler=in_handler)
+
+
+def _is_of_a_handler(error: BaseException) -> bool:
+    """Whether an error was raised while KeyboardInterrupt was being handled."""
+    seen: set[int] = set()
+    found = None if isinstance(error, KeyboardInterrupt) else error.__context__
+    while found is not None and id(found) not in seen:
+        if isinstance(found, KeyboardInterrupt):
+            return True
+        seen.add(id(found))
+        found = found.__context__
+    return False
 
 
 def _text(error: BaseException) -> str:

@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as _c10d
 
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
-from labkit.worker import backends, cut
+from labkit.worker import backends, cut, new_groups
 from labkit.worker.conditions import Condition, GroupCondition
 from labkit.worker.judgement import judge
 from labkit.worker.step_gate import StepGate
@@ -92,6 +92,7 @@ class ProcessGroups:
         if self._on_one_machine:
             # Without this gloo binds to whatever address the host name resolves to, which may be none at all.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        new_groups.install()
         bound: dict[str, Any] = {}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -227,6 +228,11 @@ class ProcessGroups:
             torch.cuda.synchronize()
         dist.all_reduce(ones)
         self.formed_ns = time.time_ns()
+
+    def present_since(self) -> dict[str, int]:
+        """By the name of each group that is there now: when it got its present backends, as in torch's flight recorder."""
+        names = map(backends.group_name, backends.groups())
+        return {name: max(self.formed_ns, new_groups.born_ns(name)) for name in names}
 
 
 def _order(group: Any) -> tuple[bool, str]:

@@ -1,25 +1,28 @@
 """Brings a rank back after a run that was cut off: process groups, sharded models, and an honest word on the rest.
 
 What comes back: every process group whose ranks all know it, with everything that stands on it (meshes, DTensors);
-every FSDP2, FSDP1 and DDP model, as it was after its last completed optimizer step, gradients None.
+every FSDP2, FSDP1 and DDP model. One that was cut in a forward or backward, on any rank, loses its gradients on all; what
+was complete stays.
 
 What cannot come back, and is named in the run's notes: a group that exists on some of its ranks only; an optimizer that
-took a step on some ranks and not on others, or half a step; random states that came to differ. What this module cannot
-know, and does not name: buffers that the cut forward updated (running statistics), positions of data loaders and of
-learning-rate schedulers, parameters that user code changes in place outside an optimizer.
+took a step on some ranks and not on others, or half a step; parameters that user code has changed differently, where the
+ranks can be compared (replicas by their values, FSDP2's shards by the number of changes); random states that came to differ.
+What this module cannot know, and does not name: buffers that the cut forward updated (running statistics), positions of data
+loaders and of learning-rate schedulers, changes in place of FSDP1's parameters and of shards through ``.data``.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch.autograd import _get_sequence_nr
 
-from labkit.wire.messages import GroupSpec
+from labkit.wire.messages import Begun, GroupSpec
 from labkit.worker import backends, fsdp_private, wrappers
 from labkit.worker.conditions import Condition, GroupCondition, StepCondition
 from labkit.worker.judgement import judge
@@ -44,28 +47,37 @@ class Recovery:
         self._steps = OptimizerSteps(state, groups.gate)
         self._steps.install()
         self._run_id = 0
-        self._cut = False
+        self._cut = self._well = self._in_backward = False
         self._modes = ThreadModes()
         self._graph_nodes = 0
         self._random: dict[str, torch.Tensor] = {}
-        self._progress: Any = None
+        self._progress = backends.progress()
 
     def begin(self, run_id: int) -> None:
         """A run begins. Takes about 10 us."""
-        self._run_id, self._cut = run_id, False
+        self._run_id, self._cut, self._well, self._in_backward = run_id, False, False, False
         self._modes = ThreadModes()
         self._steps.begin_run()
         self._graph_nodes = _get_sequence_nr()
         self._random = _random_states()
         self._progress = backends.progress()
 
-    def end(self, *, cut: bool) -> None:
+    def begun(self) -> Begun | None:
+        """What the run has begun on the process groups; None where that is nothing. Takes about 10 us."""
+        if backends.progress() == self._progress:
+            return None
+        ranks = {backends.group_name(group): backends.group_ranks(group) for group in backends.groups()}
+        return Begun(backends.begun_since(self._progress), ranks, backends.group_count())
+
+    def end(self, error: BaseException | None, *, cut: bool) -> None:
         """The run has ended on this rank.
 
         Args:
+            error: What it has raised, or None.
             cut: It was interrupted, or freed from a collective.
         """
-        self._cut = cut
+        self._cut, self._well = cut, error is None
+        self._in_backward = error is not None and _is_inside_backward(error)
         if cut:
             self._modes.restore()
 
@@ -93,11 +105,14 @@ class Recovery:
             if reason:
                 backends.break_group(process_group, reason)
         notes = list(verdict.notes)
-        if verdict.drop != "none":
-            dropped, problems = wrappers.reset(found(), only_in_flight=verdict.drop == "in flight")
+        if verdict.restart_reducers:
+            notes = wrappers.restart_reducers(found()) + notes
+        if verdict.drop:
+            dropped, problems = wrappers.reset(found(), verdict.drop)
             notes = problems + notes
             if dropped:
-                notes.insert(0, _DROPPED)
+                known = _STEPS_KNOWN if verdict.steps_known else "." if verdict.refusals else _NO_STEP_KNOWN
+                notes.insert(0, _DROPPED + known)
         for refusal in verdict.refusals:
             if self._rank in refusal.ranks:
                 self._steps.refuse(refusal.position, refusal.signature, refusal.reason)
@@ -112,11 +127,14 @@ class Recovery:
             for group in backends.groups()
         }
         now = _random_states()
+        touched = bool(self._steps.records) or _get_sequence_nr() != self._graph_nodes or backends.progress() != self._progress
+        models = wrappers.models(found(), in_backward=self._in_backward) if touched else []
         return Condition(
             rank=self._rank,
             run_id=self._run_id,
             cut=self._cut,
-            touched=bool(self._steps.records) or _get_sequence_nr() != self._graph_nodes or backends.progress() != self._progress,
+            well=self._well,
+            touched=touched,
             lost=self._groups.lost,
             waiting=backends.waiting(),
             homeless=not torch.distributed.is_initialized(),
@@ -124,6 +142,8 @@ class Recovery:
             groups=groups,
             group_count=backends.group_count(),
             steps=self._step_conditions(found),
+            in_flight=tuple(model.signature for model in models if model.in_flight),
+            prints={self._name(model): wrappers.fingerprints(model) for model in models if model.parameters},
             random={name: (_digest(state), _digest(now[name])) for name, state in self._random.items()},
             unsynced=fsdp_private.fsdp2_unsynced(),
         )
@@ -149,6 +169,12 @@ class Recovery:
             rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
         )
 
+    def _name(self, model: wrappers.Model) -> str:
+        """A model in words: the variable that holds it, if there is one."""
+        owned, modules = set(map(id, model.parameters.values())), {id(model.module)}
+        name = next((name for name, value in list(self._namespace.items()) if _holds(value, owned, modules)), "a model")
+        return f"{name} ({model.kind.removesuffix(' model')})"
+
     def _label(self, optimizer: torch.optim.Optimizer, owners: dict[int, Any]) -> str:
         """An optimizer in words: the variables that hold it and its model, if there are any."""
         owned = {id(parameter) for parameter in parameters_of(optimizer)}
@@ -160,7 +186,15 @@ class Recovery:
         return f"{name} ({kind}, for {model})" if model else f"{name} ({kind})"
 
 
-_DROPPED = "A forward or backward under way is dropped: parameters are as the last completed step left them, gradients are None."
+_DROPPED = "A forward or backward under way is dropped: gradients are None"
+_STEPS_KNOWN = ", parameters are as the last completed step left them."
+_NO_STEP_KNOWN = ". This run completed no step on all ranks: parameters are as before it, or as its own code left them."
+
+
+def _is_inside_backward(error: BaseException) -> bool:
+    """Whether an error has come through autograd's engine."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_code.co_name == "_engine_run_backward" for frame in frames)
 
 
 def _holds(value: Any, parameters: set[int], modules: set[int]) -> bool:

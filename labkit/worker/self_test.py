@@ -22,7 +22,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit.worker import backends, wrappers
-from labkit.worker import fsdp_private as private
 
 WORLD_SIZE = 2
 
@@ -117,12 +116,13 @@ def _check_cut(wrap: Callable[[nn.Module], nn.Module], cut: Callable[[nn.Module]
         fsdp1=[tree for tree in found.fsdp1 if tree[0] in set(model.modules())],
         ddp=[module for module in found.ddp if module is model],
     )
-    in_flight = any(private.fsdp2_in_flight(state) for tree in mine.fsdp2 for state in tree)
-    in_flight |= any(private.fsdp1_in_flight(module) for tree in mine.fsdp1 for module in tree)
-    assert in_flight or mine.ddp, f"{what}: a model inside an iteration looks idle"
-    assert wrappers.reset(mine) == (1, []), f"{what}: not reset"
-    assert not any(private.fsdp2_in_flight(state) for tree in mine.fsdp2 for state in tree), f"{what}: still in flight"
-    assert not any(private.fsdp1_in_flight(module) for tree in mine.fsdp1 for module in tree), f"{what}: still in flight"
+    (cut_off,) = wrappers.models(mine)
+    # Nothing tells a DDP model in a forward from an idle one, and nothing has to: only a backward changes gradients.
+    assert cut_off.in_flight or (mine.ddp and cut is _cut_forward), f"{what}: a model inside an iteration looks idle"
+    assert wrappers.reset(mine, [cut_off.signature]) == (1, []), f"{what}: not reset"
+    (reset,) = wrappers.models(mine)
+    assert not reset.in_flight, f"{what}: still in flight"
+    assert reset.signature == cut_off.signature, f"{what}: cannot be told apart from others"
     assert all(parameter.grad is None for parameter in model.parameters()), f"{what}: gradients stay"
     unlike = [not torch.equal(a, b) for a, b in zip(kept, _snapshot(model), strict=True)]
     assert not any(unlike), f"{what}: parameters differ"

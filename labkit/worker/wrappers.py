@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
-from collections.abc import Iterable, Iterator
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,34 +69,113 @@ def find() -> Wrappers:
     return found
 
 
-def reset(found: Wrappers, *, only_in_flight: bool = False) -> tuple[int, list[str]]:
-    """Drop the iteration under way: parameters sharded, states idle, gradients None.
+@dataclass(frozen=True)
+class Model:
+    """A model of this process under one wrapper.
+
+    Attributes:
+        kind: For example ``FSDP2 model``.
+        signature: Tells models apart on different ranks: its kind and its parameters' names or shapes. Models that look alike
+            have the same.
+        module: The outermost module that is known of it; None for DTensors under no wrapper.
+        parameters: Its parameters by name, where the ranks can be compared by them.
+        in_flight: A forward or backward of it has begun and not ended.
+        reset: Drops that.
+    """
+
+    kind: str
+    signature: str
+    module: Any
+    parameters: Mapping[str, torch.Tensor]
+    in_flight: bool
+    reset: Callable[[], None]
+
+
+def models(found: Wrappers, *, in_backward: bool = False) -> list[Model]:
+    """Return the models.
 
     Args:
         found: The wrappers.
-        only_in_flight: Leave alone what stands between two iterations, or between a forward and its backward.
+        in_backward: The run was cut inside a backward. Of DDP models and DTensors nothing else tells that for sure: those of
+            them that were in no backward are taken for cut as well.
+    """
+    listed = []
+    for states in found.fsdp2:
+        root = next((state for state in states if state._is_root), states[0])._modules[0]
+        named = {name: parameter for state in states for name, parameter in private.fsdp2_named(state)}
+        shapes = sorted(str(tuple(parameter.shape)) for state in states for parameter in private.fsdp2_parameters(state))
+        in_flight = any(map(private.fsdp2_in_flight, states))
+        listed.append(_model("FSDP2 model", shapes, root, named, in_flight, functools.partial(private.reset_fsdp2, states)))
+    for modules in found.fsdp1:
+        names = sorted(name for module in modules for name in private.flat_names(module))
+        in_flight = any(map(private.fsdp1_in_flight, modules))
+        listed.append(_model("FSDP1 model", names, modules[0], {}, in_flight, functools.partial(private.reset_fsdp1, modules)))
+    for module in found.ddp:
+        named = dict(module.module.named_parameters()) if "module" in vars(module)["_modules"] else {}
+        names = [f"{name}{tuple(parameter.shape)}" for name, parameter in named.items()]
+        in_flight = in_backward or private.ddp_in_flight(module)
+        listed.append(_model("DDP model", names, module, named, in_flight, functools.partial(private.reset_ddp, module)))
+    owned = {id(parameter) for states in found.fsdp2 for state in states for parameter in private.fsdp2_parameters(state)}
+    if loose := [tensor for tensor in found.dtensors if id(tensor) not in owned]:
+        listed.append(_model("DTensors", (), None, {}, in_backward, functools.partial(_drop_gradients, loose)))
+    return listed
+
+
+def _model(
+    kind: str, parts: Sequence[str], module: Any, named: Mapping[str, torch.Tensor], in_flight: bool, reset: Callable[[], None]
+) -> Model:
+    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
+    return Model(kind, f"{kind} {digest}", module, named, in_flight, reset)
+
+
+def _drop_gradients(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.grad = None
+
+
+def reset(found: Wrappers, drop: Collection[str]) -> tuple[int, list[str]]:
+    """Drop the iteration under way of some models: parameters sharded, states idle, gradients None.
+
+    Args:
+        found: The wrappers.
+        drop: The models' signatures.
 
     Returns:
         The number of models that were reset, and a sentence for each that could not be.
 
     Ranks: local. To be called on all ranks alike, after the process groups work again.
     """
-    work: list[tuple[str, Any, Any]] = []
-    for states in found.fsdp2:
-        if not only_in_flight or any(map(private.fsdp2_in_flight, states)):
-            work.append(("FSDP2 model", private.reset_fsdp2, states))
-    for modules in found.fsdp1:
-        if not only_in_flight or any(map(private.fsdp1_in_flight, modules)):
-            work.append(("FSDP1 model", private.reset_fsdp1, modules))
-    if not only_in_flight:
-        # Nothing tells from outside whether a DDP model is inside an iteration.
-        work += [("DDP model", private.reset_ddp, module) for module in found.ddp]
+    dropped = [model for model in models(found) if model.signature in drop]
+    problems = [problem for model in dropped for problem in _attempt(model.kind, model.reset)]
+    if dropped:
         for scaler in found.scalers:
             private.reset_scaler(scaler)
-        for tensor in found.dtensors:
-            tensor.grad = None
-    problems = [problem for item in work for problem in _attempt(*item)]
-    return len(work) - len(problems), problems
+    return len(dropped) - len(problems), problems
+
+
+def restart_reducers(found: Wrappers) -> list[str]:
+    """Let DDP's reducers begin anew on all ranks alike: one may have come further than another in the preparations of a forward."""
+    return [problem for module in found.ddp for problem in _attempt("DDP model", functools.partial(private.restart_ddp, module))]
+
+
+def fingerprints(model: Model) -> dict[str, str]:
+    """Return one text for each parameter that is equal on all ranks that have changed it alike; empty where there is none.
+
+    Of replicas it is made of their values. A shard's values are its own, so there it is the number of changes in place, as
+    autograd counts them; changes through ``.data`` are not counted.
+    """
+    if model.kind == "DDP model":
+        return {name: _sum_of_bits(parameter) for name, parameter in model.parameters.items()}
+    return {name: f"{parameter._version} changes" for name, parameter in model.parameters.items()}
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> str:
+    values = tensor.detach().contiguous()
+    size = values.element_size()
+    return str(int(values.flatten().view(_INTEGERS[size]).sum(dtype=torch.int64))) if size in _INTEGERS else ""
+
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_made(module: Any, *attributes: str) -> bool:
@@ -102,9 +183,9 @@ def _is_made(module: Any, *attributes: str) -> bool:
     return all(name in vars(module) for name in ("_modules", "_parameters", *attributes))
 
 
-def _attempt(what: str, function: Any, *args: Any) -> list[str]:
+def _attempt(what: str, act: Callable[[], None]) -> list[str]:
     try:
-        function(*args)
+        act()
     except Exception as error:
         return [f"A {what} could not be brought back ({type(error).__name__}: {error}); build it again and load its checkpoint."]
     return []

@@ -137,8 +137,8 @@ HANGS = {
     ),
     "different groups": (
         "dist.barrier(both if rank == 0 else None)",
-        "The ranks wait in different process groups: rank 0 in barrier #n at Cell In[1], line 1; "
-        "rank 1 in barrier #n at Cell In[1], line 1.",
+        "The ranks wait in different process groups: rank 0 in barrier #n of a group of ranks 0-1 at "
+        "Cell In[1], line 1; rank 1 in barrier #n of the default group at Cell In[1], line 1.",
     ),
     "message never sent": (
         "if rank == 0:\n    dist.recv(x, src=1)",

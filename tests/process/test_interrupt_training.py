@@ -69,7 +69,8 @@ def cut_and_compare(pool: WorkerPool, kind: scenarios.Kind, cut: scenarios.Cut, 
         assert isinstance(interrupted.error, RunInterrupted)
         assert interrupted.took_s < ENDS_WITHIN_S
         error = interrupted.error
-    assert "dropped" in str(error)
+    # A DDP model that no rank has cut in a backward has no gradients to drop.
+    assert "dropped" in str(error) or (kind.startswith("ddp") and cut == "missing in forward")
     if kind.endswith("fused"):
         # On a GPU such a step is queued, so its loss may be noted although the step never was.
         pool.run(scenarios.keep_losses, "cut", 2)

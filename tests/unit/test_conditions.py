@@ -25,7 +25,7 @@ def test_a_condition_survives_the_exchange() -> None:
 
 def test_nothing_is_done_where_nothing_happened() -> None:
     verdict = judge(ranks({}, {}))
-    assert (verdict.renew, verdict.drop, verdict.broken, verdict.refusals, verdict.notes) == (False, "none", {}, (), ())
+    assert (verdict.renew, verdict.drop, verdict.broken, verdict.refusals, verdict.notes) == (False, (), {}, (), ())
 
 
 @pytest.mark.parametrize(
@@ -40,18 +40,41 @@ def test_groups_are_renewed_when_one_rank_needs_it(change: dict[str, object]) ->
 @pytest.mark.parametrize(
     ("first", "second", "drop"),
     [
-        ({}, {"cut": True}, "none"),
-        ({"touched": True}, {}, "in flight"),
-        ({"touched": True}, {"cut": True}, "all"),
-        ({"touched": True}, {"lost": True}, "all"),
-        ({"touched": True, "run_id": 4}, {"cut": True}, "none"),
+        ({"touched": True}, {"cut": True}, ()),
+        ({"touched": True, "in_flight": ("DDP a",)}, {}, ("DDP a",)),
+        ({"touched": True, "in_flight": ("DDP a",)}, {"in_flight": ("FSDP2 b", "DDP a")}, ("DDP a", "FSDP2 b")),
+        ({"touched": True, "in_flight": ("DDP a",), "run_id": 4}, {"cut": True}, ()),
+        ({"touched": True, "in_flight": ("DDP a",), "well": True}, {"well": True}, ()),
     ],
-    ids=["untouched", "failed everywhere", "interrupted", "aborted", "touched by an earlier run"],
+    ids=["all complete", "on one rank", "two models", "touched by an earlier run", "ended well"],
 )
-def test_iterations_are_dropped_only_where_the_run_touched_them(
-    first: dict[str, object], second: dict[str, object], drop: str
+def test_p6_only_models_that_were_cut_somewhere_are_dropped(
+    first: dict[str, object], second: dict[str, object], drop: tuple[str, ...]
 ) -> None:
     assert judge(ranks(first, second)).drop == drop
+
+
+def test_p7_steps_are_known_only_where_every_rank_completed_the_same_ones() -> None:
+    assert judge(ranks({}, {})).steps_known
+    for other in ((), (replace(STEP, completed=2),), (replace(STEP, under_way=True),)):
+        assert not judge(ranks({}, {"steps": other})).steps_known
+    assert not judge(ranks({"steps": ()}, {"steps": ()})).steps_known
+
+
+def test_p7_parameters_that_ranks_changed_differently_are_named_with_their_model() -> None:
+    values = {"model (DDP)": {"weight": "5", "bias": "7"}}
+    [note] = judge(ranks({"prints": values}, {"prints": {"model (DDP)": {"weight": "5", "bias": "8"}}})).notes
+    assert note.startswith("1 of 2 parameters of model (DDP) differ between rank 0 and rank 1: bias.")
+    counts = {"model (FSDP2)": {"weight": "5 changes"}}
+    [note] = judge(ranks({"prints": counts}, {"prints": {"model (FSDP2)": {"weight": "4 changes"}}})).notes
+    assert note.startswith("1 of 1 parameters of model (FSDP2) may differ between")
+    assert judge(ranks({"prints": values}, {"prints": values})).notes == ()
+
+
+def test_c2_groups_out_of_step_after_a_good_end_are_renewed_and_nothing_else_is_said() -> None:
+    ahead = {"well": True, "waiting": True, "groups": {"0": replace(WORLD, sequence=(8,))}, "random": {"CPU": ("a", "b")}}
+    verdict = judge(ranks({"well": True, "steps": (replace(STEP, completed=2),)}, ahead))
+    assert (verdict.renew, verdict.drop, verdict.restart_reducers, verdict.refusals, verdict.notes) == (True, (), False, (), ())
 
 
 def test_a_rank_without_a_default_group_cannot_be_mended() -> None:

@@ -128,12 +128,6 @@ def test_sender_that_went_on_is_not_missed() -> None:
     assert found.verdict.startswith("rank 2 is still computing at Cell In[7], line 8; rank 1 waits")
 
 
-def test_record_of_groups_that_have_been_replaced_does_not_count() -> None:
-    old = (collective(2, "broadcast", done=True), collective(1, done=True))
-    found = judged({0: waits(3, 2), 1: idle(*old)}, finished=(1,))
-    assert found.kind == "missing rank"
-
-
 def test_record_of_another_backend_does_not_count() -> None:
     on_gloo = collective(2, "broadcast", done=True)
     on_nccl = replace(waits(3, 2), collectives=(replace(collective(2), backend="nccl"),))
@@ -196,17 +190,97 @@ def test_uneven_all_to_all_is_no_mismatch() -> None:
     assert (found.kind, found.hangs) == ("same collective", False)
 
 
-def test_different_order_is_recognised_by_the_numbers() -> None:
+def test_ranks_that_stay_at_different_numbers_are_named_with_them() -> None:
     found = judged({0: waits(3, 2), 1: waits(5, 3)})
-    assert (found.kind, found.hangs) == ("different order", True)
-    assert "rank 0 in all_reduce #2 at Cell In[7], line 3; rank 1 in all_reduce #3 at Cell In[7], line 5" in found.verdict
-    assert "One rank made a call that another skipped." in found.verdict
+    assert (found.kind, found.hangs) == ("different numbers", True)
+    assert found.verdict == (
+        "The ranks are at different collectives of one group: rank 0 in all_reduce #2 at Cell In[7], line 3; "
+        "rank 1 in all_reduce #3 at Cell In[7], line 5."
+    )
+
+
+def test_ranks_that_name_different_sources_are_named_with_them() -> None:
+    found = judged({rank: replace(waits(3, 2, "broadcast"), partner=rank) for rank in (0, 1)})
+    assert (found.kind, found.hangs) == ("different sources", True)
+    assert "rank 0 in broadcast #2 with source 0 at Cell In[7], line 3; rank 1 in broadcast #2 with source 1" in found.verdict
+
+
+def test_rank_that_stays_in_a_call_that_the_others_have_left_is_named_with_its_source() -> None:
+    left = replace(waits(3, 2, "broadcast"), partner=1)
+    found = judged({0: idle(collective(2, "broadcast", done=True)), 1: left}, finished=(0,))
+    assert (found.kind, found.hangs) == ("left behind", True)
+    assert found.verdict == (
+        "rank 1 in broadcast #2 with source 1 at Cell In[7], line 3 is left behind; rank 0 made the same call and went on. "
+        "Every rank has to name the same source."
+    )
+
+
+def test_shapes_of_equally_many_elements_are_no_mismatch() -> None:
+    found = judged({0: waits(3, 2, "all_reduce", "0", (2, 3)), 1: waits(3, 2, "all_reduce", "0", (6,))})
+    assert (found.kind, found.hangs) == ("same collective", False)
 
 
 def test_ranks_that_wait_for_each_other_in_two_groups_are_in_different_groups() -> None:
     found = judged({0: waits(3, 1, "barrier", "1"), 1: waits(4, 2, "barrier", "0")}, world_size=2)
     assert (found.kind, found.hangs) == ("different groups", True)
-    assert "rank 0 in barrier #1 at Cell In[7], line 3; rank 1 in barrier #2 at Cell In[7], line 4" in found.verdict
+    assert (
+        "rank 0 in barrier #1 of a group of ranks 0-1 at Cell In[7], line 3; rank 1 in barrier #2 of the default group at"
+        in found.verdict
+    )
+
+
+# ---- what proves nothing ---------------------------------------------------------------------------------------------
+
+ONCE = {
+    "one rank ahead": {0: waits(3, 2), 1: waits(3, 3)},
+    "two groups": {0: waits(3, 1, "barrier", "1"), 1: waits(4, 2, "barrier", "0")},
+    "a message": {0: replace(waits(4, 0, "recv"), collectives=(), partner=1), 1: replace(waits(3, 0, "send"), collectives=())},
+    "a rank between two calls": {0: waits(3, 2), 1: computes(4)},
+}
+
+
+@pytest.mark.parametrize("moment", ONCE)
+def test_p1_one_look_says_where_the_ranks_are_and_blames_none(moment: str) -> None:
+    for before in ({}, {rank: replace(report, begun={"0": 1}) for rank, report in ONCE[moment].items()}):
+        found = judge((0, 1), (0, 1), (), (), (), before, ONCE[moment], 1.0)
+        assert (found.kind, found.hangs) == ("running", False)
+        assert "rank 0 in " in found.verdict
+
+
+def test_p1_two_looks_at_one_moment_prove_nothing() -> None:
+    reports = ONCE["one rank ahead"]
+    assert judge((0, 1), (0, 1), (), (), (), reports, reports, 0.1).kind == "running"
+
+
+def test_p1_receiver_that_computes_is_not_left_behind_by_a_sender_that_went_on() -> None:
+    now = {0: idle(collective(2, "broadcast", done=True)), 1: replace(waits(3, 2, "broadcast"), cpu_s=1.0)}
+    before = {rank: replace(report, cpu_s=0.0) for rank, report in now.items()}
+    assert judge((0, 1), (0, 1), (0,), (), (), before, now, 1.0).kind == "running"
+
+
+def test_p1_rank_that_finished_far_ahead_is_not_missed() -> None:
+    ahead = tuple(collective(number, "broadcast", done=True) for number in range(980, 1001))
+    found = judge((0, 1), (0, 1), (0,), (), (), {}, {0: idle(*ahead), 1: waits(3, 5, "broadcast")}, 0.0)
+    assert (found.kind, found.hangs) == ("running", False)
+
+
+def test_p1_rank_that_finished_without_a_call_of_the_record_is_missed_at_once() -> None:
+    found = judge((0, 1), (0, 1), (1,), (), (), {}, {0: waits(5, 2), 1: idle()}, 0.0)
+    assert (found.kind, found.hangs) == ("missing rank", True)
+
+
+def test_p18_group_of_the_same_name_and_other_ranks_is_not_compared() -> None:
+    other = replace(idle(collective(2, "broadcast", done=True)), groups={"0": (1,)})
+    found = judge((0, 1), (0, 1), (1,), (), (), {}, {0: waits(5, 2), 1: other}, 0.0)
+    assert found.verdict == "rank 1 finished the cell; rank 0 waits in all_reduce #2 at Cell In[7], line 5 for it."
+
+
+def test_victims_in_different_calls_are_each_named_with_theirs() -> None:
+    found = judged({0: waits(3, 1, "all_gather", "1"), 1: idle(), 2: waits(5, 2)}, finished=(1,))
+    assert found.verdict == (
+        "rank 1 finished the cell; rank 0 waits in all_gather #1 at Cell In[7], line 3 "
+        "and rank 2 waits in all_reduce #2 at Cell In[7], line 5 for it."
+    )
 
 
 # ---- waiting that may end --------------------------------------------------------------------------------------------

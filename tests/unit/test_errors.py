@@ -44,6 +44,7 @@ ERRORS: list[BaseException] = [
     WorkerDiedError([died(2)], finished=(0, 1)),
     RunTimeoutError([stopped(0)], timeout_s=2.5),
     RunInterrupted([stopped(0), stopped(1)]),
+    errors.OpenCollectiveError([errors.LeftOpen("all_reduce", 3, "the default group", (0,), (1, 2))], finished=(0, 1, 2)),
     WorkerStartError("it ended", rank=1, exitcode=3, stderr_tail="ImportError: no module"),
     errors.RankSpecError("rank 9 out of range"),
     errors.PoolStateError("the pool is closed"),
@@ -86,6 +87,12 @@ def test_message_names_failed_interrupted_and_finished_ranks() -> None:
     assert error.failed_ranks == (1, 2)
     assert error.interrupted_ranks == (4,)
     assert error.finished == (0, 3)
+
+
+def test_c2_open_collective_names_who_has_begun_it_and_who_has_not() -> None:
+    error = next(error for error in ERRORS if isinstance(error, errors.OpenCollectiveError))
+    assert "rank 0 has begun all_reduce #3 of the default group, ranks 1-2 have not." in str(error)
+    assert error.failed_ranks == error.interrupted_ranks == ()
 
 
 def test_headline_takes_the_first_line_of_a_long_message() -> None:

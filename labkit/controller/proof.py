@@ -1,0 +1,70 @@
+"""What the ranks' reports prove about one call: who belongs to it, who has made it, who is waited for."""
+
+from __future__ import annotations
+
+from labkit.controller.diagnosis import RankState
+from labkit.wire.messages import Collective
+
+
+def needs(victim: RankState, other: RankState) -> bool:
+    """Return whether a rank that waits is known to wait for another one.
+
+    Torch's record tells that of a collective. Where there is none (messages, the making of a group), or where it does not reach
+    back far enough, the victim has to be stalled, or the other to have failed.
+    """
+    if other.rank == victim.rank or other.state == "dead":
+        return False
+    mine, proven = victim.collective, victim.stalled or other.state == "failed"
+    if mine is None:
+        return proven and victim.partner in (None, other.rank)
+    if not _is_member(victim, other, mine):
+        return False
+    begun = None if is_point_to_point(mine) else _has_begun(other, victim, mine)
+    return not begun and (begun is False or proven)
+
+
+def _is_member(victim: RankState, other: RankState, mine: Collective) -> bool:
+    ranks = victim.report.groups.get(mine.group) if victim.report is not None else None
+    return ranks is None or other.rank in ranks
+
+
+def members(states: tuple[RankState, ...], victim: RankState) -> list[RankState]:
+    """Return the ranks of the group in whose collective a rank waits."""
+    mine = victim.collective
+    return [state for state in states if mine is None or _is_member(victim, state, mine)]
+
+
+def is_in(state: RankState, mine: Collective) -> bool:
+    """Return whether a rank waits in this call too."""
+    found = state.collective
+    return found is not None and (found.group, found.sequence, found.backend) == (mine.group, mine.sequence, mine.backend)
+
+
+def _record(state: RankState, victim: RankState, mine: Collective) -> list[Collective] | None:
+    """A rank's record of the group in which another one waits; None where nothing is known of it."""
+    if state.state == "dead" or state.report is None or victim.report is None:
+        return None
+    if not is_point_to_point(mine) and victim.report.groups.get(mine.group) != state.report.groups.get(mine.group):
+        return None if not state.report.groups else []  # another group of the same name, or none any more
+    own = [one for one in state.report.collectives if (one.group, one.backend) == (mine.group, mine.backend)]
+    return [one for one in own if not is_point_to_point(one)]
+
+
+def _has_begun(state: RankState, victim: RankState, mine: Collective) -> bool | None:
+    """Whether a rank has made the call in which another one waits, or a later one; None where that is not known."""
+    record = _record(state, victim, mine)
+    if record:
+        return max(one.sequence for one in record) >= mine.sequence
+    begun = state.report.begun.get(mine.group, 0) if state.report is not None else None
+    return False if record is not None and begun == 0 else None
+
+
+def same_number(state: RankState, victim: RankState, mine: Collective) -> Collective | None:
+    """Return what a rank called under the number of ``mine`` in the same group, as far as it is known."""
+    record = _record(state, victim, mine) or ()
+    return next((one for one in record if one.sequence == mine.sequence), None)
+
+
+def is_point_to_point(collective: Collective) -> bool:
+    """Return whether it is a message between two ranks, which has no number that others share."""
+    return collective.name.startswith(("send", "recv"))

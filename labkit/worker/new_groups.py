@@ -1,0 +1,83 @@
+"""Watches the making of process groups: when each was made, and whether the ranks make the same one.
+
+torch gives a new group the number of the call, on each rank for itself, and lets the members find each other under that
+number. Where ranks make different groups in one call, those meet that do not belong together, and wait in native code for
+connections that never come. So the first rank that comes to a call writes down which group it makes, and whoever comes with
+another one raises an error that names both. It costs one question to the store, and nobody waits for anybody.
+
+What this does not see: groups made with ``use_local_synchronization``, which torch finds by their ranks and not by a number,
+and calls that only some ranks make. Those are found at the end of the run, by the counters.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed import distributed_c10d as c10d
+
+from labkit.ranks import name_ranks
+
+# How long a rank that found a difference looks for what the others are making; they are at the same call.
+LOOK_S = 0.5
+_POLL_S = 0.01
+
+_born_ns: dict[str, int] = {}
+# Default groups made so far: the numbers of groups begin again with each, and a store may outlive it.
+_generation = [0]
+_make: Any = c10d._new_process_group_helper
+
+
+def install() -> None:
+    """Watch from now on."""
+    c10d._new_process_group_helper = _watched  # type: ignore[assignment]
+
+
+def born_ns(name: str) -> int:
+    """When the present group of this name was made, in nanoseconds since the epoch; 0 where that is not known."""
+    return _born_ns.get(name, 0)
+
+
+def _watched(size: int, rank: Any, ranks: Sequence[int], backend: Any, store: Any, name: str, *args: Any, **more: Any) -> Any:
+    if not ranks:
+        _generation[0] += 1
+    elif name.isdecimal():
+        _check(store, name, list(ranks))
+    _born_ns[name] = time.time_ns()
+    return _make(size, rank, ranks, backend, store, name, *args, **more)
+
+
+def _check(store: Any, name: str, ranks: list[int]) -> None:
+    """Raise where another rank makes a different group in the same call.
+
+    Raises:
+        ValueError: It names both groups and the ranks that make them.
+    """
+    place = f"labkit/new_group/{_generation[0]}/{name}"
+    own, me = json.dumps(ranks), c10d.get_rank()
+    store.set(f"{place}/{me}", own)
+    first = store.compare_set(place, "", own).decode()
+    if first == own:
+        return
+    makers = _makers(store, place)
+    told = ", ".join(f"{name_ranks(tuple(who))} of {list(json.loads(what))}" for what, who in makers.items())
+    raise ValueError(
+        f"the ranks made different groups in the same new_group call: {told}. Every rank has to make every group in the same "
+        "order, those that it is no member of too: call dist.new_group for each of them on all ranks."
+    )
+
+
+def _makers(store: Any, place: str) -> dict[str, list[int]]:
+    """Which ranks make which group, as far as they say so within a moment."""
+    deadline = time.monotonic() + LOOK_S
+    waited_for = list(range(c10d.get_world_size()))
+    makers: dict[str, list[int]] = {}
+    while waited_for and time.monotonic() < deadline:
+        for rank in [rank for rank in waited_for if store.check([f"{place}/{rank}"])]:
+            waited_for.remove(rank)
+            makers.setdefault(store.get(f"{place}/{rank}").decode(), []).append(rank)
+        if waited_for:
+            time.sleep(_POLL_S)
+    return {what: sorted(makers[what]) for what in sorted(makers, key=lambda what: min(makers[what]))}
