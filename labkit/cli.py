@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import math
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -88,14 +89,20 @@ def main() -> None:
 def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], out: Path, timeout: float, jobs: int | None) -> None:
     """Execute NOTEBOOKS without a browser.
 
-    Writes executed copies and a summary page, index.html, into the folder --out. A VALUE is read as a Python literal where
-    it is one, else as text; every notebook has to have a parameter of that name. The exit code is 0 when every cell of every
-    notebook ran, 1 when not, 2 when nothing was run because a file or a parameter does not exist, 130 after Ctrl-C or SIGTERM.
+    Writes executed copies and a summary page, index.html, into the folder --out, over those of earlier runs and over nothing
+    else. A VALUE is read as a Python literal where it is one, else as text; every notebook has to have a parameter of that name.
+
+    A notebook fails when a cell raises, or ends it early as sys.exit() does. When --timeout has passed it is interrupted, and 5
+    seconds later every process that it has started has ended. A cell's output is kept up to 5 million characters, a notebook's
+    up to 20 million; a notebook that puts out more does not pass.
+
+    The exit code is 0 when every cell of every notebook ran and all output was kept, 1 when not, 2 when nothing was run because
+    a file or a parameter does not exist or something is in the way, 130 after Ctrl-C or SIGTERM.
     """
     try:
         from labkit.course.progress import Progress
         from labkit.course.runner import run_notebooks
-        from labkit.course.summary import write_summary
+        from labkit.course.summary import require_place, write_summary
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Running notebooks needs the lab extra: pip install 'torch-labkit[lab]'") from None
 
@@ -105,13 +112,16 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
     interrupted = False
     with Progress() as progress:
         try:
+            require_place(out, notebooks)
             run_notebooks(
                 notebooks, out, parameters=values, timeout_s=timeout, jobs=jobs, on_cell=progress.cell, on_result=progress.result
             )
         except KeyboardInterrupt:
             interrupted = True
-        except (LabkitError, ValueError) as error:
+        except LabkitError as error:
             raise click.UsageError(str(error)) from None
+        except OSError as error:
+            raise click.ClickException(f"{error.filename or out}: {error.strerror}") from None
     results = sorted(progress.results, key=lambda result: notebooks.index(result.notebook))
     _report(results)
     passed = sum(result.passed for result in results)
@@ -128,26 +138,32 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
 def script(notebook: Path, out: Path | None, parameters: tuple[tuple[str, str], ...]) -> None:
     """Write NOTEBOOK as one script for torchrun.
 
+    --out may name a script that this command wrote before; no other file is written over.
+
     The %%spmd cells become plain code; what the notebook's own process does is played by rank 0. Cells that teach a failure
     are left out, with a comment. How many ranks there are is torchrun's --nproc-per-node.
     """
     try:
-        from labkit.course.script import write_script
+        from labkit.course.files import refuse_foreign, replace_file, shown
+        from labkit.course.script import is_script, write_script
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Reading notebooks needs the lab extra: pip install 'torch-labkit[lab]'") from None
 
     try:
         text = write_script(notebook, _values(parameters))
+        if out is None:
+            click.echo(text, nl=False)
+            return
+        if out.is_char_device() or out.is_fifo():
+            out.write_text(text, encoding="utf-8")
+            return
+        refuse_foreign(out, [notebook], is_script)
+        replace_file(out, text)
     except LabkitError as error:
         raise click.ClickException(str(error)) from None
-    if out is None:
-        click.echo(text, nl=False)
-        return
-    try:
-        out.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise click.ClickException(f"{out} cannot be written: {error.strerror}") from None
-    click.echo(f"Written. Run it with: torchrun --nproc-per-node 4 {out}")
+        raise click.ClickException(f"{shown(out or 'the output')} cannot be written: {error.strerror}") from None
+    click.echo(f"Written. Run it with: torchrun --nproc-per-node 4 {shlex.quote(shown(out))}")
 
 
 def _values(parameters: tuple[tuple[str, str], ...]) -> dict[str, Any]:
@@ -158,20 +174,28 @@ def _values(parameters: tuple[tuple[str, str], ...]) -> dict[str, Any]:
 
 
 def parse_value(text: str) -> Any:
-    """Read a parameter's value from the command line: a Python literal (``2``, ``0.5``, ``True``, ``[1, 2]``) or text."""
+    """Read a parameter's value from the command line: a Python literal (``2``, ``0.5``, ``True``, ``[1, 2]``) or text.
+
+    Raises:
+        UsageError: It is written as a literal that has no value, such as a dict whose key is a list.
+    """
     try:
         return ast.literal_eval(text)
+    except (TypeError, RecursionError, MemoryError) as error:
+        raise click.UsageError(f"-p: {text[:80]!a} is no value: {str(error) or 'it is nested too deeply'}") from None
     except (ValueError, SyntaxError):
         return text
 
 
 def _report(results: list[NotebookResult]) -> None:
+    from labkit.course.files import shown
+
     for result in results:
         if result.error:
             lines = result.error.splitlines()
             cut = [f"... {len(lines) - _ERROR_LINES} lines, all in the executed copy"] if len(lines) > _ERROR_LINES else []
-            copy = f"-> {result.executed}\n" if result.executed.exists() else ""
-            click.echo("\n".join([f"\n{result.notebook}: {result.status}", *cut, *lines[-_ERROR_LINES:], copy]))
+            copy = f"-> {shown(result.executed)}\n" if result.executed.exists() else ""
+            click.echo("\n".join([f"\n{shown(result.notebook)}: {result.status}", *cut, *lines[-_ERROR_LINES:], copy]))
 
 
 @main.command()

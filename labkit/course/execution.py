@@ -1,13 +1,16 @@
-"""One attempt at one notebook: a thread with papermill in it, the kernel, the deadline, the verdict."""
+"""One attempt at one notebook: the process that reads it, its deadline, what is left of it, the verdict."""
 
 from __future__ import annotations
 
-import logging
+import contextlib
+import json
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -17,23 +20,31 @@ from pathlib import Path
 from typing import Any, Literal
 
 import nbformat
-import papermill
-from jupyter_client.manager import AsyncKernelManager
-from nbclient.exceptions import DeadKernelError
-from papermill.exceptions import PapermillExecutionError
+import psutil
+from nbformat import NotebookNode
 
-Status = Literal["passed", "failed", "timed out", "died", "interrupted", "not run"]
+import labkit
+from labkit.course import outputs
+from labkit.course.files import plain, replace_file, sealed, shown
+from labkit.course.parameters import INJECTED, source_of
 
-START_TIMEOUT_S = 120
-# A pool needs some of this to free its ranks from a collective.
-INTERRUPT_GRACE_S = 15.0
-# nbclient looks once a second whether the kernel lives.
-KILL_GRACE_S = 15.0
-LAST_WORDS_LINES = 15
+Status = Literal["passed", "failed", "timed out", "died", "output cut", "interrupted", "not run"]
+Event = tuple["Attempt", int, int]
+
+WRITER = "labkit run"
+# Files in the folder of an attempt.
+COPY, READER_OUTPUT = "copy.ipynb", "reader.txt"
+# The two together keep a notebook from taking 5 s more than its time: the kernel may end its cell, the reader may write.
+INTERRUPT_GRACE_S = 2.5
+WRITE_GRACE_S = 2.0
+# The ranks of a pool end by themselves when their kernel has gone.
+LEFTOVER_GRACE_S = 3.0
+# Longer only where the system does not let a process go.
+KILL_S = 2.0
+_LAST_WORDS_CHARS = 2000
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-
-# nbclient reports a dead kernel through papermill's logger as well, onto stderr when nobody listens.
-logging.getLogger("papermill").addHandler(logging.NullHandler())
+_ERROR_MARK = "papermill-error-cell-tag"
+_START = "import sys; sys.path.append(sys.argv.pop()); from labkit.course.reader import main; main()"
 
 
 @dataclass(frozen=True)
@@ -43,11 +54,13 @@ class NotebookResult:
     Attributes:
         notebook: The notebook.
         executed: Its executed copy; it may be missing when the kernel did not start.
-        status: ``passed``, ``failed`` (a cell raised), ``timed out``, ``died`` (the kernel's process ended),
-            ``interrupted`` (Ctrl-C) or ``not run`` (Ctrl-C came first).
+        status: ``passed``, ``failed`` (a cell raised, or ended the notebook early), ``timed out``, ``died`` (the kernel's process
+            ended), ``output cut`` (every cell ran, and one put out more than is kept), ``interrupted`` (Ctrl-C) or ``not run``
+            (Ctrl-C came first).
         seconds: Wall time, the start of the kernel included.
-        error: What went wrong as plain text, empty when it passed.
-        attempts: 2 when the kernel stopped answering the first time; see :func:`run_notebooks`.
+        error: What went wrong as plain text, empty when it passed. It names the cell first.
+        cell: The cell that failed or was running at the end; empty when all ran.
+        not_run: The cells that did not run because of it.
     """
 
     notebook: Path
@@ -55,168 +68,230 @@ class NotebookResult:
     status: Status
     seconds: float = 0.0
     error: str = ""
-    attempts: int = 1
+    cell: str = ""
+    not_run: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
-        """Whether every cell ran."""
+        """Whether every cell ran, and all that they put out is in the executed copy."""
         return self.status == "passed"
 
 
 class Attempt:
-    """One attempt at one notebook: its thread, its kernel, its deadline."""
+    """One attempt at one notebook.
+
+    Args:
+        notebook: The notebook.
+        executed: Where its executed copy goes in the end; until then it is kept in a folder of the attempt's own.
+        parameters: Values for names of its cell tagged ``parameters``.
+        timeout_s: Seconds that it may take.
+        events: Gets the number of finished cells and of all cells whenever that changes.
+    """
 
     def __init__(
-        self,
-        notebook: Path,
-        executed: Path,
-        parameters: Mapping[str, Any],
-        timeout_s: float,
-        attempt: int,
-        events: queue.Queue[tuple[Attempt, int, int]],
+        self, notebook: Path, executed: Path, parameters: Mapping[str, Any], timeout_s: float, events: queue.Queue[Event]
     ) -> None:
-        self.notebook, self.executed, self.parameters = notebook, executed, dict(parameters)
-        self.timeout_s, self.attempt, self.events = timeout_s, attempt, events
-        # A daemon: should papermill itself hang, the program can still end.
-        self.thread = threading.Thread(target=self._execute, name=f"labkit run {notebook.name}", daemon=True)
+        self.notebook, self.executed, self.timeout_s, self.events = notebook, executed, timeout_s, events
+        self._parameters = dict(parameters)
+        self._kernel_pid: int | None = None
+        self._interrupted_at: float | None = None
+        self._killed_at: float | None = None
+        self._done_at: float | None = None
+        self._done: dict[str, Any] | None = None
         self.started = time.monotonic()
-        self.interrupted_at: float | None = None
-        self.killed_at: float | None = None
-        self.process: subprocess.Popen[bytes] | None = None
-        self.seconds: float | None = None
-        self.error: BaseException | None = None
-        self.last_words = ""
+        # Short: a Unix socket's path ends at about 100 characters.
+        self._folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
+        self._process = self._start_reader()
 
-    @property
-    def stalled(self) -> bool:
-        """Whether the kernel ran out of time and did not answer the interrupt either."""
-        return self.interrupted_at is not None and self.killed_at is not None
+    def _start_reader(self) -> subprocess.Popen[bytes]:
+        news, fd = os.pipe()
+        # -P: nothing beside the notebook is imported in the place of a library.
+        command = [sys.executable, "-P", "-c", _START, str(fd), str(Path(labkit.__file__).parent.parent)]
+        with open(self._folder / READER_OUTPUT, "wb") as errors:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, pass_fds=[fd], start_new_session=True
+            )
+        os.close(fd)
+        self._follower = threading.Thread(target=self._follow, args=(news,), name=f"labkit run {self.notebook.name}", daemon=True)
+        self._follower.start()
+        job = {
+            "notebook": str(self.notebook),
+            "output": shown(self.executed),
+            "folder": str(self._folder),
+            "parameters": {name: source_of(value) for name, value in self._parameters.items()},
+            "values": {name: _json_value(value) for name, value in self._parameters.items()},
+            "timeout_s": self.timeout_s,
+            "cell_limit": outputs.CELL_LIMIT,
+        }
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(json.dumps(job).encode() + b"\n")
+            process.stdin.flush()
+        return process
+
+    def _follow(self, news: int) -> None:
+        """Take what the reader tells, until it has ended."""
+        with open(news, "rb") as lines:
+            for line in lines:
+                told = json.loads(line)
+                if "kernel" in told:
+                    self._kernel_pid = told["kernel"]
+                elif "cells" in told:
+                    self.events.put((self, *told["cells"]))
+                else:
+                    self._done = told["done"]
 
     def keep_deadline(self) -> None:
-        """Interrupt the kernel when its time is up, and kill it when it does not answer."""
+        """Interrupt the kernel when its time is up; kill what does not answer; end what the notebook has left."""
         now = time.monotonic()
-        if self.interrupted_at is None:
+        if self._done is not None or self._process.poll() is not None:
+            self._end_leftovers(now)
+        elif self._interrupted_at is None:
             if now > self.started + self.timeout_s:
-                self.interrupted_at = now
-                self._signal(signal.SIGINT)
-        elif self.killed_at is None and now > self.interrupted_at + INTERRUPT_GRACE_S:
+                self._interrupted_at = now
+                self._interrupt_kernel()
+        elif self._killed_at is None:
+            if now > self._interrupted_at + (INTERRUPT_GRACE_S if self._kernel_pid else 0):
+                self._killed_at = now
+                kill_descendants(self._process.pid)
+        elif now > self._killed_at + WRITE_GRACE_S:
             self.kill()
 
+    def _end_leftovers(self, now: float) -> None:
+        self._done_at = self._done_at or now
+        late = self._interrupted_at is not None or now > self.started + self.timeout_s
+        if late or now > self._done_at + LEFTOVER_GRACE_S or not descendants(self._process.pid):
+            self.kill()
+
+    def _interrupt_kernel(self) -> None:
+        """Interrupt the kernel's process group, as JupyterLab does; a kernel is the leader of its own session."""
+        if self._kernel_pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._kernel_pid, signal.SIGINT)
+
     def is_over(self) -> bool:
-        """Whether the thread has ended, or is given up because not even a killed kernel ended it."""
-        given_up = self.killed_at is not None and time.monotonic() > self.killed_at + KILL_GRACE_S
-        return given_up or not self.thread.is_alive()
+        """Whether no process of the notebook is left."""
+        return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kill the kernel; the ranks of a pool in it end by themselves."""
-        self.killed_at = time.monotonic()
-        self._signal(signal.SIGKILL)
+        """Kill everything that the notebook has started, and then what reads it."""
+        if self._process.poll() is not None and self._kernel_pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # a reader that died has left it behind
+                os.killpg(self._kernel_pid, signal.SIGKILL)
+        kill_descendants(self._process.pid)
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
 
-    def result(self) -> NotebookResult:
-        """Judge by the exception: papermill stores ``completed`` also for a notebook whose kernel died."""
-        seconds = self.seconds if self.seconds is not None else time.monotonic() - self.started
+    def result(self, *, interrupted: bool = False) -> NotebookResult:
+        """Judge, and put the executed copy into its place. Called once, when it is over."""
+        self._follower.join(KILL_S)
+        seconds = (self._done_at or time.monotonic()) - self.started
+        copy = self._read_copy()
+        cell, not_run = _standing(copy) if copy is not None else ("", ())
         status, error = self._verdict()
-        return NotebookResult(self.notebook, self.executed, status, seconds, error, self.attempt)
+        if interrupted:
+            status, error = "interrupted", "interrupted from outside"
+        if copy is not None:
+            cut = [name for name, found in _numbered(copy) if found.get("id") in (self._done or {}).get("cut", ())]
+            error = "\n".join(filter(None, [error, *(f"{name} put out more than is kept: the rest was left out" for name in cut)]))
+            status = "output cut" if status == "passed" and cut else status
+            try:
+                replace_file(self.executed, sealed(copy, WRITER))
+            except (OSError, ValueError) as problem:
+                status, error = "failed", f"its executed copy cannot be written: {problem}\n{error}".rstrip()
+        if cell and status != "passed":
+            error = f"{cell}; {_count(not_run)} not run. {error}"
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return NotebookResult(self.notebook, self.executed, status, seconds, plain(_ANSI.sub("", error)), cell, not_run)
 
     def _verdict(self) -> tuple[Status, str]:
-        error = self.error
-        if self.interrupted_at is not None:
-            how = "the kernel did not answer the interrupt and was killed" if self.stalled else "it was interrupted"
-            where = f":\n{_text(error)}" if isinstance(error, PapermillExecutionError) else ""
-            return "timed out", f"the notebook did not finish in {self.timeout_s:g} s; {how}{where}"
-        if error is None:
-            return "passed", ""
-        if isinstance(error, DeadKernelError):
-            return "died", f"the kernel's process ended ({self._cause_of_death()}).{self.last_words}"
-        return "failed", _text(error)
+        done = self._done or {"status": "failed", "error": ""}
+        if self._interrupted_at is not None:
+            how = "it was interrupted" if self._killed_at is None else "the kernel did not answer the interrupt and was killed"
+            told = done["error"] if self._killed_at is None else ""
+            if done["status"] == "passed":
+                how = "all cells ran, and the kernel did not end"
+            return "timed out", f"The notebook did not finish in {self.timeout_s:g} s; {how}.\n{told}".rstrip()
+        if self._done is None:
+            words = (self._folder / READER_OUTPUT).read_text(errors="replace")[-_LAST_WORDS_CHARS:]
+            return "failed", f"The process that ran the notebook ended (exit code {self._process.returncode}).\n{words}".rstrip()
+        return done["status"], done["error"]
 
-    def _cause_of_death(self) -> str:
-        code = self.process.poll() if self.process else None
-        if code is None:
-            return "cause unknown"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-    def _signal(self, signum: signal.Signals) -> None:
-        """Signal the kernel's process group, as JupyterLab does; a kernel is the leader of its own session."""
-        if self.process is not None and self.process.poll() is None:
-            try:
-                os.killpg(self.process.pid, signum)
-            except ProcessLookupError:
-                return
-
-    def _execute(self) -> None:
+    def _read_copy(self) -> NotebookNode | None:
+        """Return the executed copy; where its reader was killed, the cell that ran says so."""
         try:
-            # Short paths: a Unix socket's path ends at about 100 characters.
-            with tempfile.TemporaryDirectory(prefix="labkit-run-", ignore_cleanup_errors=True) as folder:
-                try:
-                    self._papermill(Path(folder))
-                finally:
-                    self.last_words = _last_words(Path(folder, "output.txt"))
-        except BaseException as error:
-            self.error = error
-        self.seconds = time.monotonic() - self.started
-
-    def _papermill(self, folder: Path) -> None:
-        num_cells = len(nbformat.read(self.notebook, as_version=4).cells)
-
-        def on_notebook_start(notebook: Any) -> None:
-            self.events.put((self, 0, num_cells))
-
-        # nbclient's on_cell_complete comes when a cell has been sent.
-        def on_cell_executed(cell: Any, cell_index: int, execute_reply: Any) -> None:
-            self.events.put((self, cell_index + 1, num_cells))
-
-        papermill.execute_notebook(
-            str(self.notebook),
-            str(self.executed),
-            parameters=self.parameters,
-            # Whatever kernel its author saved it with: labkit is installed in this one.
-            kernel_name="python3",
-            language="python",
-            progress_bar=False,
-            start_timeout=START_TIMEOUT_S,
-            autosave_cell_every=0,
-            coalesce_streams=True,
-            record_timing=False,
-            kernel_manager_class=_manager_class(self, folder),
-            # Not papermill's cwd: that changes the directory of this whole process, under every other thread.
-            resources={"metadata": {"path": str(self.notebook.resolve().parent)}},
-            on_notebook_start=on_notebook_start,
-            on_cell_executed=on_cell_executed,
-        )
+            copy: NotebookNode = nbformat.read(self._folder / COPY, as_version=4)
+        except (OSError, ValueError):
+            return None
+        for _, cell in _numbered(copy):
+            if self._done is None and cell.metadata.get("papermill", {}).get("status") == "running" and cell.cell_type == "code":
+                text = "labkit run: this cell was running when the notebook was ended; what it had put out is lost.\n"
+                cell.outputs = [nbformat.v4.new_output("stream", name="stderr", text=text)]
+                copy.metadata.papermill["exception"] = True
+        return copy
 
 
-def _manager_class(run: Attempt, folder: Path) -> type[AsyncKernelManager]:
-    """A kernel manager that tells ``run`` its process, and talks over Unix sockets: no TCP port, nothing to race for."""
-
-    class Manager(AsyncKernelManager):
-        def __init__(self, **kwargs: Any) -> None:
-            super().__init__(**kwargs)
-            self.transport = "ipc"
-            self.connection_file = str(folder / "kernel.json")
-
-        # The base class declares a plain function and assigns a coroutine function.
-        async def start_kernel(self, **kwargs: Any) -> None:  # type: ignore[override]
-            with open(folder / "output.txt", "wb") as output:
-                await super().start_kernel(stdout=output, stderr=subprocess.STDOUT, **kwargs)
-            run.process = getattr(self.provisioner, "process", None)
-
-    return Manager
+def _json_value(value: Any) -> Any:
+    """Return a value for papermill's metadata: as it is where JSON has it, else its Python source."""
+    with contextlib.suppress(TypeError, ValueError):
+        if json.loads(json.dumps(value, allow_nan=False)) == value:
+            return value
+    return source_of(value)
 
 
-def _text(error: BaseException) -> str:
-    if isinstance(error, PapermillExecutionError):
-        return _ANSI.sub("", "\n".join(error.traceback) or f"{error.ename}: {error.evalue}")
-    return f"{type(error).__name__}: {error}"
+def _numbered(copy: NotebookNode) -> list[tuple[str, NotebookNode]]:
+    """Name the cells of an executed copy as they are in the notebook, without those that a run puts in."""
+    found: list[tuple[str, NotebookNode]] = []
+    number = 0
+    for cell in copy.cells:
+        tags = cell.metadata.get("tags", ())
+        if INJECTED in tags:
+            found.append(("the cell with the given parameters", cell))
+        elif _ERROR_MARK not in tags:
+            number += 1
+            found.append((f"cell {number} (id {cell.get('id', 'unknown')})", cell))
+    return found
 
 
-def _last_words(path: Path) -> str:
-    """What the kernel's process wrote past the notebook, such as the report of a segmentation fault; long ones shortened."""
+def _standing(copy: NotebookNode) -> tuple[str, tuple[str, ...]]:
+    """Return the cell at which a run ended, and the cells with code behind it; an empty name when all ran."""
+    at, not_run = "", []
+    for name, cell in _numbered(copy):
+        status = cell.metadata.get("papermill", {}).get("status")
+        if at and cell.cell_type == "code" and cell.source.strip():
+            not_run.append(name)
+        if not at and status in ("failed", "running"):
+            at = name
+    return at, tuple(not_run)
+
+
+def _count(cells: tuple[str, ...]) -> str:
+    return f"{len(cells)} code cell{'' if len(cells) == 1 else 's'} behind it {'was' if len(cells) == 1 else 'were'}"
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Return the processes that a process and its children have started and that still run."""
     try:
-        lines = path.read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    if len(lines) > 2 * LAST_WORDS_LINES:
-        # A crash report has its cause at the top and its place at the end.
-        lines = [*lines[:LAST_WORDS_LINES], "...", *lines[-LAST_WORDS_LINES:]]
-    return "\nIts last words:\n" + "\n".join(lines) if lines else ""
+        found = psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [process for process in found if _runs(process)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill_descendants(pid: int) -> None:
+    """Kill what a process has started, and what that starts meanwhile; the process itself lives on."""
+    deadline = time.monotonic() + KILL_S
+    while (found := descendants(pid)) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=0.1)

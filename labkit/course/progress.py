@@ -6,10 +6,12 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 
 from labkit.course.execution import NotebookResult
+from labkit.course.files import shown
 
 
 class Progress:
@@ -45,7 +47,7 @@ class Progress:
     def cell(self, notebook: Path, finished: int, total: int) -> None:
         """Move a notebook's bar."""
         if notebook not in self._tasks:
-            self._tasks[notebook] = self._bars.add_task(notebook.name, total=total)
+            self._tasks[notebook] = self._bars.add_task(shown(notebook.name), total=total)
         self._bars.update(self._tasks[notebook], completed=finished)
 
     def result(self, result: NotebookResult) -> None:
@@ -54,9 +56,4 @@ class Progress:
         if (task := self._tasks.pop(result.notebook, None)) is not None:
             self._bars.remove_task(task)
         style = "green" if result.passed else "bold red"
-        again = "  (second attempt)" if result.attempts > 1 else ""
-        self._console.print(f"[{style}]{result.status:<11}[/] {result.seconds:7.1f} s  {_plain(result.notebook.name)}{again}")
-
-
-def _plain(name: str) -> str:
-    return name.replace("[", r"\[")
+        self._console.print(f"[{style}]{result.status:<11}[/] {result.seconds:7.1f} s  {escape(shown(result.notebook.name))}")

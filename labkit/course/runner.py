@@ -1,22 +1,26 @@
-"""Runs notebooks without a browser: papermill executes, a clock and a kernel manager of our own keep it from hanging.
+"""Runs notebooks without a browser.
 
-One notebook is one kernel and one thread. The calling thread starts them, watches their deadlines and collects results.
-A notebook that runs out of time is interrupted first, as the stop button does it, so that its executed copy shows where
-it stood; only a kernel that does not answer is killed.
+One notebook is one kernel and one process that reads it. The calling thread starts them, keeps their deadlines and collects
+results. A notebook that runs out of time is interrupted first, as the stop button does it, so that its executed copy shows where
+it stood; what does not answer is killed.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import queue
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from labkit import machine
-from labkit.course.execution import KILL_GRACE_S, Attempt, NotebookResult
-from labkit.course.parameters import refuse_unknown
+from labkit.course.execution import WRITER, Attempt, Event, NotebookResult
+from labkit.course.files import NotebookError, OverwriteError, is_sealed, refuse_foreign, shown
+from labkit.course.parameters import refuse_unknown, source_of
+
+if importlib.util.find_spec("papermill") is None:  # which only the process that reads a notebook imports
+    raise ModuleNotFoundError("No module named 'papermill'")
 
 OnCell = Callable[[Path, int, int], None]
 OnResult = Callable[[NotebookResult], None]
@@ -45,14 +49,13 @@ def run_notebooks(
 ) -> list[NotebookResult]:
     """Execute notebooks from top to bottom, each in a kernel of its own with its own folder as working directory.
 
-    A cell that raises ends its notebook, and the others go on. nbclient now and then loses a kernel's reply and would wait
-    for ever; so a notebook whose kernel answered neither in time nor to an interrupt gets one more attempt.
+    A cell that raises or ends its kernel ends its notebook, and the others go on. Nothing that a notebook has started outlives it.
 
     Args:
         notebooks: The notebooks. They are only read.
         out: The folder for the executed copies; made when missing.
         parameters: Values for names in the cell tagged ``parameters``.
-        timeout_s: Seconds that one notebook may take in all.
+        timeout_s: Seconds that one notebook may take in all. At most 5 s later it has ended, whatever it does.
         jobs: How many run at once; :func:`default_jobs` when None.
         on_cell: Called as ``on_cell(notebook, finished_cells, num_cells)``.
         on_result: Called with each result as it comes. On Ctrl-C it is called for every notebook that did not finish.
@@ -62,10 +65,11 @@ def run_notebooks(
 
     Raises:
         UnknownParameterError: A notebook lacks one of ``parameters``. Nothing has run then.
-        ValueError: ``out`` is the folder of one of the notebooks, which the copy would overwrite.
+        ParameterValueError: A value is no literal. Nothing has run then.
+        OverwriteError: A copy would overwrite a notebook, or what no earlier run wrote. Nothing has run then.
         KeyboardInterrupt: Ctrl-C. Every kernel is gone by then.
 
-    It blocks for at most ``timeout_s`` plus 30 s per notebook and attempt. Ranks: controller.
+    It blocks for at most ``timeout_s`` plus 5 s per notebook. Ranks: controller.
     """
     plan = _plan(notebooks, out, parameters or {})
     session = _Session(timeout_s, dict(parameters or {}), on_cell, on_result)
@@ -75,19 +79,25 @@ def run_notebooks(
 
 def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> list[tuple[Path, Path]]:
     """Pair each notebook with the path of its executed copy, or refuse."""
+    for value in parameters.values():
+        source_of(value)
     plan: list[tuple[Path, Path]] = []
-    taken: set[Path] = set()
+    taken: set[str] = set()
     for notebook in notebooks:
-        if notebook.resolve().parent == out.resolve():
-            raise ValueError(
-                f"{out} holds {notebook.name} itself, and its executed copy would overwrite it. Choose another folder."
+        if out.exists() and notebook.resolve().parent.samefile(out):
+            raise OverwriteError(
+                f"{shown(out)} holds {shown(notebook.name)} itself, and its executed copy would overwrite it. "
+                "Choose another folder."
             )
         if parameters:
-            refuse_unknown(notebook, parameters)
+            with contextlib.suppress(NotebookError):  # which is then what its own result says
+                refuse_unknown(notebook, parameters)
         names = (f"{notebook.stem}{suffix}.ipynb" for suffix in ("", *(f"-{number}" for number in range(2, len(notebooks) + 1))))
-        executed = next(path for path in (out / name for name in names) if path not in taken)
-        taken.add(executed)
-        plan.append((notebook, executed))
+        # Some file systems take names for the same that differ in case.
+        name = next(name for name in names if name.casefold() not in taken)
+        taken.add(name.casefold())
+        refuse_foreign(out / name, notebooks, lambda path: is_sealed(path, WRITER))
+        plan.append((notebook, out / name))
     return plan
 
 
@@ -97,7 +107,7 @@ class _Session:
     def __init__(self, timeout_s: float, parameters: dict[str, Any], on_cell: OnCell | None, on_result: OnResult | None) -> None:
         self.timeout_s, self.parameters = timeout_s, parameters
         self.on_cell, self.on_result = on_cell, on_result
-        self.events: queue.Queue[tuple[Attempt, int, int]] = queue.Queue()
+        self.events: queue.Queue[Event] = queue.Queue()
         self.active: list[Attempt] = []
         self.results: dict[Path, NotebookResult] = {}
 
@@ -106,37 +116,27 @@ class _Session:
         try:
             while pending or self.active:
                 while pending and len(self.active) < jobs:
-                    self._start(*pending.pop(0), attempt=1)
+                    self.active.append(Attempt(*pending.pop(0), self.parameters, self.timeout_s, self.events))
                 self._report_cells()
                 for run in list(self.active):
                     run.keep_deadline()
                     if run.is_over():
-                        self._finish(run)
+                        self.active.remove(run)
+                        self._emit(run.result())
         except BaseException:
             self._stop(pending)
             raise
         return [self.results[executed] for _, executed in plan]
 
-    def _start(self, notebook: Path, executed: Path, attempt: int) -> None:
-        run = Attempt(notebook, executed, self.parameters, self.timeout_s, attempt, self.events)
-        self.active.append(run)
-        run.thread.start()
-
     def _report_cells(self) -> None:
         """Wait a moment for news of cells and pass it on."""
-        try:
-            run, finished, total = self.events.get(timeout=0.1)
-        except queue.Empty:
-            return
-        if self.on_cell and run in self.active:
-            self.on_cell(run.notebook, finished, total)
-
-    def _finish(self, run: Attempt) -> None:
-        self.active.remove(run)
-        if run.stalled and run.attempt == 1:
-            self._start(run.notebook, run.executed, attempt=2)
-        else:
-            self._emit(run.result())
+        for _ in range(self.events.qsize() or 1):
+            try:
+                run, finished, total = self.events.get(timeout=0.1)
+            except queue.Empty:
+                return
+            if self.on_cell and run in self.active:
+                self.on_cell(run.notebook, finished, total)
 
     def _emit(self, result: NotebookResult) -> None:
         self.results[result.executed] = result
@@ -146,9 +146,6 @@ class _Session:
     def _stop(self, pending: Sequence[tuple[Path, Path]]) -> None:
         for run in self.active:
             run.kill()
-        deadline = time.monotonic() + KILL_GRACE_S
-        for run in self.active:
-            run.thread.join(max(0.0, deadline - time.monotonic()))
-            self._emit(replace(run.result(), status="interrupted", error="interrupted from outside"))
+            self._emit(run.result(interrupted=True))
         for notebook, executed in pending:
             self._emit(NotebookResult(notebook, executed, "not run"))

@@ -10,16 +10,16 @@ import argparse
 import ast
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import nbformat
 from IPython.core.inputtransformer2 import TransformerManager
 
-from labkit.course.parameters import refuse_unknown
+from labkit.course.files import has_mark, read_notebook, shown
+from labkit.course.parameters import is_parameters, refuse_unknown, source_of
 from labkit.errors import LabkitError
-from labkit.spmd.cells import is_silenced
+from labkit.spmd.cells import future_flags, is_future, is_silenced
 
 # A cell with this tag only makes sense in the notebook, for example one that looks at what a failed cell has left.
 NOTEBOOK_ONLY = "notebook-only"
@@ -27,18 +27,19 @@ _SPMD = re.compile(r"\A\s*%%spmd\b(?P<line>.*)\n?")
 # Magics of labkit that have no meaning in a script.
 _DROPPED_LINES = re.compile(r"^(%load_ext labkit\b|%pool\b).*\n?", re.MULTILINE)
 _WIDTH = 118
+_WRITTEN = "as one script, written by `labkit script`."
 
 
 class ScriptError(LabkitError, ValueError):
-    """A notebook, or a cell of it, cannot be written as a script.
+    """A cell of a notebook cannot be written as a script.
 
     Attributes:
-        cell: Its id; None where the file is no notebook.
+        cell: Its id.
     """
 
-    def __init__(self, notebook: Path, cell: str | None, what: str) -> None:
+    def __init__(self, notebook: Path, cell: str, what: str) -> None:
         self.cell = cell
-        super().__init__(f"{notebook.name}{'' if cell is None else f', cell {cell}'}: {what}")
+        super().__init__(f"{shown(notebook.name)}, cell {cell}: {what}")
 
 
 def write_script(notebook: Path, parameters: Mapping[str, Any] | None = None) -> str:
@@ -53,41 +54,52 @@ def write_script(notebook: Path, parameters: Mapping[str, Any] | None = None) ->
         what the cells show, and leaves out the cells that teach a failure.
 
     Raises:
-        ScriptError: A cell uses a magic other than labkit's, ``!`` or top-level ``await``, or cannot be parsed; or the file is
-            no notebook.
+        ScriptError: A cell uses a magic other than labkit's, ``!`` or top-level ``await``, or cannot be parsed.
+        NotebookError: The file is no notebook.
         UnknownParameterError: The notebook lacks one of ``parameters``.
     """
-    try:
-        cells = nbformat.read(notebook, as_version=4).cells
-    except Exception as error:  # nbformat raises what its parser does, and errors of its own
-        raise ScriptError(notebook, None, f"it is no notebook: {error}") from None
+    cells = read_notebook(notebook).cells
     values = dict(parameters or {})
     if values:
         refuse_unknown(notebook, values)
-    parts = [_head(notebook.name)]
+    given = [f"{name} = {source_of(value)}" for name, value in values.items()]
+    parts: list[str] = []
+    futures: dict[str, None] = {}
     for index, cell in enumerate(cells):
         if cell.cell_type == "code":
             name, tags = cell.get("id") or str(index), set(cell.metadata.get("tags", ()))
-            given = [f"{name} = {value!r}" for name, value in values.items()] if "parameters" in tags else []
-            parts.append("\n".join(_cell(notebook, name, "\n".join([cell.source, *given]), tags)))
-    return "\n\n".join([*parts, "job.end()"]) + "\n"
+            source = "\n".join([cell.source, *(given if is_parameters(cell) else [])])
+            parts.append("\n".join(_cell(notebook, name, source, tags, futures)))
+    return "\n\n".join([_head(notebook.name, futures), *parts, "job.end()"]) + "\n"
 
 
-def _head(name: str) -> str:
-    return f'''"""The cells of {name} as one script, written by `labkit script`.
+def _head(name: str, futures: Iterable[str]) -> str:
+    """The script's beginning: what its ``%%spmd`` cells import from ``__future__`` has to come before all other code."""
+    titled, file = (_in_docstring(text) for text in (shown(name), shlex.quote(shown(f"{Path(name).stem}.py"))))
+    imports = "".join(f"from __future__ import {feature}\n" for feature in futures)
+    return f'''"""The cells of {titled} {_WRITTEN}
 
-    torchrun --nproc-per-node 4 {Path(name).stem}.py
+    torchrun --nproc-per-node 4 {file}
 
 The %%spmd cells stand here as plain code and run on every rank. What the notebook's own process does is text in
 `job.kernel(...)`: it runs on rank 0, in a namespace of its own, as in the notebook.
 """
 
-from labkit.spmd.torchrun import Job
+{imports}from labkit.spmd.torchrun import Job
 
 job = Job.start(globals())'''
 
 
-def _cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iterator[str]:
+def _in_docstring(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def is_script(path: Path) -> bool:
+    """Whether a file is a script that `write_script` wrote."""
+    return has_mark(path, _WRITTEN)
+
+
+def _cell(notebook: Path, name: str, source: str, tags: set[str], futures: dict[str, None]) -> Iterator[str]:
     title = f"# Cell {name} "
     yield title + "-" * (_WIDTH - len(title))
     found = _SPMD.match(source)
@@ -96,7 +108,7 @@ def _cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iterator[st
     elif found is None:
         yield from _kernel_cell(notebook, name, source, tags)
     else:
-        yield from _spmd_cell(notebook, name, found["line"], source[found.end() :])
+        yield from _spmd_cell(notebook, name, found["line"], source[found.end() :], futures)
 
 
 def _kernel_cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iterator[str]:
@@ -121,7 +133,7 @@ def _literal(source: str) -> str:
     return repr(source)
 
 
-def _spmd_cell(notebook: Path, name: str, line: str, body: str) -> Iterator[str]:
+def _spmd_cell(notebook: Path, name: str, line: str, body: str, futures: dict[str, None]) -> Iterator[str]:
     yield f"# %%spmd{line}".rstrip()
     options = _options(notebook, name, line)
     if options.expect is not None:
@@ -130,6 +142,10 @@ def _spmd_cell(notebook: Path, name: str, line: str, body: str) -> Iterator[str]
     if options.timeout is not None:
         yield "# Without its limit of time: nobody watches a script."
     tree = _parse(notebook, name, body)
+    if hoisted := [statement for statement in tree.body if is_future(statement)]:
+        futures.update(dict.fromkeys(alias.name for statement in hoisted for alias in statement.names))
+        body = _without(body, hoisted)
+        tree = ast.parse(body)
     yield f"job.cell({name!r})"
     last = tree.body[-1] if tree.body else None
     code, value = _divide(body, last if isinstance(last, ast.Expr) and not is_silenced(body) else None)
@@ -140,6 +156,18 @@ def _spmd_cell(notebook: Path, name: str, line: str, body: str) -> Iterator[str]
     yield f"if world_size >= {options.needs}:"
     yield _indented("\n".join(_on_ranks(code, value, options.out, ranks)) or "pass")
     yield f"else:\n    job.skip({options.needs})"
+
+
+def _without(body: str, statements: Iterable[ast.stmt]) -> str:
+    """A cell without some statements, which leave ``pass`` where they share a line with others."""
+    lines = body.encode().split(b"\n")
+    for statement in reversed(list(statements)):
+        assert statement.end_lineno is not None
+        first, last = statement.lineno - 1, statement.end_lineno - 1
+        before, after = lines[first][: statement.col_offset], lines[last][statement.end_col_offset :]
+        alone = not before.strip() and (not after.strip() or after.lstrip().startswith(b"#"))
+        lines[first : last + 1] = [] if alone else [before + b"pass" + after]
+    return b"\n".join(lines).decode()
 
 
 def _divide(body: str, last: ast.Expr | None) -> tuple[str, str]:
@@ -220,13 +248,18 @@ def _ranks(notebook: Path, name: str, text: str) -> tuple[int, ...]:
 
 
 def _parse(notebook: Path, name: str, source: str) -> ast.Module:
-    plain = TransformerManager().transform_cell(source)
-    if plain.strip() != source.strip():
-        raise ScriptError(notebook, name, "it uses a magic or `!`, which plain Python does not know")
     try:
-        tree: Any = ast.parse(source)
-        compile(tree, name, "exec")
+        plain = TransformerManager().transform_cell(source)
+        tree = ast.parse(source) if plain.strip() == source.strip() else None
+        if tree is not None:
+            rest: Any = ast.Module([statement for statement in tree.body if not is_future(statement)], [])
+            compile(rest, name, "exec", future_flags(tree), dont_inherit=True)
     except SyntaxError as error:
         raise ScriptError(notebook, name, f"{error.msg} in line {error.lineno}") from None
-    assert isinstance(tree, ast.Module)
+    except AttributeError as error:
+        raise ScriptError(notebook, name, f"Python has no such feature: {error}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise ScriptError(notebook, name, f"Python cannot read it: {str(error) or 'it is nested too deeply'}") from None
+    if tree is None:
+        raise ScriptError(notebook, name, "it uses a magic or `!`, which plain Python does not know")
     return tree

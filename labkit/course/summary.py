@@ -13,9 +13,11 @@ from typing import Any
 from urllib.parse import quote
 
 from labkit.course.execution import NotebookResult
+from labkit.course.files import has_mark, refuse_foreign, replace_file, shown
 from labkit.version import __version__
 
 PAGE = "index.html"
+_MARK = '<meta name="generator" content="labkit run">'
 
 # The word carries the verdict; the colour only helps to find it.
 _STYLE = """
@@ -47,26 +49,35 @@ def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapp
     torch = importlib.metadata.version("torch")
     versions = f"labkit {__version__}, torch {torch}, Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     setting = f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}; {versions}; {given}"
-    page = out / PAGE
-    page.write_text(
+    text = (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n{_MARK}\n'
         f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n<p>{html.escape(setting)}</p>\n"
         f"<table>\n<thead><tr><th>Notebook</th><th>Result</th><th>Time</th></tr></thead>\n<tbody>\n"
-        f"{''.join(_row(result, out) for result in results)}</tbody>\n</table>\n</body>\n</html>\n",
-        encoding="utf-8",
+        f"{''.join(_row(result, out) for result in results)}</tbody>\n</table>\n</body>\n</html>\n"
     )
+    page = require_place(out, ())
+    replace_file(page, text)
     return page
 
 
+def require_place(out: Path, notebooks: Sequence[Path]) -> Path:
+    """Return where the page goes.
+
+    Raises:
+        OverwriteError: There is one of the notebooks, or what no earlier run wrote.
+    """
+    refuse_foreign(out / PAGE, notebooks, lambda path: has_mark(path, _MARK))
+    return out / PAGE
+
+
 def _row(result: NotebookResult, out: Path) -> str:
-    name = html.escape(result.notebook.name)
+    name = html.escape(shown(result.notebook.name))
     if result.executed.exists():
-        name = f'<a href="{html.escape(quote(os.path.relpath(result.executed, out)))}">{name}</a>'
+        name = f'<a href="{quote(os.fsencode(os.path.relpath(result.executed, out)))}">{name}</a>'
     # Open: a failure is what one comes to this page for.
     error = f"<details open><summary>Error</summary><pre>{html.escape(result.error)}</pre></details>" if result.error else ""
-    again = ", second attempt" if result.attempts > 1 else ""
     return (
-        f'<tr class="{result.status.replace(" ", "-")}"><td>{name}{error}</td><td class="status">{result.status}{again}</td>'
+        f'<tr class="{result.status.replace(" ", "-")}"><td>{name}{error}</td><td class="status">{result.status}</td>'
         f'<td class="time">{result.seconds:.1f} s</td></tr>\n'
     )

@@ -1,13 +1,20 @@
 """A notebook cell as a notebook runs it: all statements, and the value of the last expression."""
 
 from __future__ import annotations
+import __future__
 
 import ast
-from typing import Any
+from typing import Any, TypeGuard
 
 
-def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
+def run_cell(source: str, filename: str, namespace: dict[str, Any], flags: int = 0) -> Any:
     """Run a cell in a namespace.
+
+    Args:
+        source: The cell.
+        filename: Its name in tracebacks.
+        namespace: Its variables.
+        flags: The features of ``from __future__`` that it is compiled with, beside its own; see `future_flags`.
 
     Returns:
         The value of its last line if that is an expression and does not end with a semicolon, else None.
@@ -18,13 +25,27 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any]) -> Any:
     Ranks: local.
     """
     tree = ast.parse(source, filename)
+    flags |= future_flags(tree)
+    # A notebook compiles statement by statement, so that these may stand anywhere in a cell.
+    tree.body = [statement for statement in tree.body if not is_future(statement)]
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
-        exec(compile(tree, filename, "exec"), namespace)
+        exec(compile(tree, filename, "exec", flags, dont_inherit=True), namespace)
         return None
-    exec(compile(ast.Module(tree.body[:-1], []), filename, "exec"), namespace)
-    value = eval(compile(ast.Expression(last.value), filename, "eval"), namespace)
+    exec(compile(ast.Module(tree.body[:-1], []), filename, "exec", flags, dont_inherit=True), namespace)
+    value = eval(compile(ast.Expression(last.value), filename, "eval", flags, dont_inherit=True), namespace)
     return None if is_silenced(source) else value
+
+
+def is_future(statement: ast.stmt) -> TypeGuard[ast.ImportFrom]:
+    """Whether a statement is ``from __future__ import ...``."""
+    return isinstance(statement, ast.ImportFrom) and statement.module == "__future__" and not statement.level
+
+
+def future_flags(tree: ast.Module) -> int:
+    """Return the flags for ``compile`` of the features that a cell imports from ``__future__``."""
+    names = [alias.name for statement in tree.body if is_future(statement) for alias in statement.names]
+    return sum({getattr(__future__, name).compiler_flag for name in names})
 
 
 def is_silenced(source: str) -> bool:

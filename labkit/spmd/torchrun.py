@@ -7,6 +7,7 @@ tables, checks of exercises) runs on rank 0, in a namespace of its own, while th
 
 from __future__ import annotations
 
+import ast
 import gc
 import io
 import linecache
@@ -22,7 +23,7 @@ import torch.distributed as dist
 
 from labkit.errors import LabkitError
 from labkit.ranks import RankResults, RankSpec, name_ranks, parse_ranks
-from labkit.spmd.cells import run_cell, text_of
+from labkit.spmd.cells import future_flags, run_cell, text_of
 from labkit.spmd.script_pool import ScriptPool, renew
 
 Namespace = dict[str, Any]
@@ -61,6 +62,7 @@ class Job:
         self._has_pool = False
         self._store: Any = None
         self._first_names: set[str] = set()
+        self._future = 0  # what a cell of the notebook's own process imports from __future__ holds in all later ones
 
     @classmethod
     def start(cls, namespace: Namespace) -> Job:
@@ -154,7 +156,8 @@ class Job:
             return
         filename = f"<cell {name}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        shown = run_cell(source, filename, self.kernel_namespace)
+        shown = run_cell(source, filename, self.kernel_namespace, self._future)
+        self._future |= future_flags(ast.parse(source))
         if parameters:
             self.kernel_namespace["world_size"] = self.world_size
         if shown is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,16 +64,26 @@ class KeyFile:
 def write_private(path: Path, content: dict[str, Any]) -> None:
     """Write JSON for this user alone (mode 0600), over a file that is there.
 
+    It is written under a name that nobody can know before, and then renamed: no link is followed, and nothing stays beside the
+    place when that fails.
+
     Raises:
-        InvalidPoolError: It cannot be written.
+        InvalidPoolError: It cannot be written, or a link or a folder is in its place.
     """
-    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(16)}")
     try:
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(fd, "w") as file:
-            os.fchmod(fd, 0o600)
-            json.dump(content, file)
-        os.replace(beside, path)
+        if path.is_symlink() or path.is_dir():
+            kind = "link" if path.is_symlink() else "folder"
+            raise InvalidPoolError(f"a {kind} is where the key file {path} would be written. Name another: key_file=...")
+        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+        try:
+            with os.fdopen(fd, "w") as file:
+                os.fchmod(fd, 0o600)
+                json.dump(content, file)
+            os.replace(beside, path)
+        except BaseException:
+            os.unlink(beside)
+            raise
     except OSError as error:
         raise InvalidPoolError(f"the key file {path} cannot be written: {error.strerror}. Name another: key_file=...") from None
 

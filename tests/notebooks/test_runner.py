@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,23 +12,27 @@ import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote_to_bytes
 
 import nbformat
 import psutil
 import pytest
 from click.testing import CliRunner, Result
+from nbformat.v4 import new_markdown_cell
 
 from labkit.cli import main
-from labkit.course import execution
+from labkit.course import outputs
+from labkit.course.files import NotebookError
+from labkit.course.parameters import known_parameters
 from labkit.course.runner import run_notebooks
+from labkit.course.summary import write_summary
 from tests.conftest import MakeNotebook
 
 pytestmark = pytest.mark.process
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(execution, "INTERRUPT_GRACE_S", 1.0)
+# A kernel has to have started by then, on a machine that does other things as well.
+TIMEOUT_S = 15
 
 
 def _labkit(*arguments: object) -> Result:
@@ -93,40 +100,251 @@ def test_the_summary_page_links_the_copies_and_quotes_the_errors(make_notebook: 
 
 
 def test_a_hanging_notebook_is_interrupted_and_shows_where_it_stood(make_notebook: MakeNotebook, tmp_path: Path) -> None:
-    result = _labkit("run", make_notebook("hangs", "import time\ntime.sleep(1000)"), "--out", "out", "--timeout", "4")
+    hangs = make_notebook("hangs", "import time\ntime.sleep(1000)")
+    result = _labkit("run", hangs, "--out", "out", "--timeout", TIMEOUT_S)
     assert result.exit_code == 1
     assert "timed out" in result.output
-    assert "did not finish in 4 s; it was interrupted" in result.output
+    assert f"did not finish in {TIMEOUT_S} s; it was interrupted" in result.output
     assert "----> 2 time.sleep(1000)" in result.output
 
 
-STUBBORN = """
-import pathlib, signal, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-first = not pathlib.Path("seen").exists()
-pathlib.Path("seen").touch()
-while first or always:
-    time.sleep(0.1)
-print("came through")
-"""
+PRINTING = "import sys\nwhile True:\n    sys.stdout.write({!r} * 1000)"
+STUBBORN = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('kept')\ntime.sleep(1000)"
+SPAWNING = (
+    "import subprocess, time\nscript = 'trap \"\" INT HUP TERM; while :; do echo printed by a child; done'\n"
+    "print(subprocess.Popen(['sh', '-c', script], start_new_session=True).pid)\ntime.sleep(1000)"
+)
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_kernel_that_stopped_answering_gets_a_second_attempt(make_notebook: MakeNotebook, tmp_path: Path) -> None:
-    notebook = make_notebook("stubborn", STUBBORN, parameters="always = False")
-    (result,) = run_notebooks([notebook], tmp_path / "out", timeout_s=5)
-    assert (result.status, result.attempts) == ("passed", 2)
-    assert _outputs(result.executed) == "came through\n"
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("name", "cell"),
+    [
+        ("lines", PRINTING.format("line\n")),
+        ("one line", PRINTING.format("x")),
+        ("returns", PRINTING.format("\r")),
+        ("backspaces", PRINTING.format("\b")),
+        ("flushes", "while True:\n    print('.', end='', flush=True)"),
+        ("displays", "from IPython.display import HTML, display\nwhile True:\n    display(HTML('<b>x</b>' * 50))"),
+        ("past the notebook", "import os\nwhile True:\n    os.write(1, b'x' * 10_000)"),
+        ("a kernel that ignores the interrupt", STUBBORN),
+        ("a child that goes on", SPAWNING),
+    ],
+)
+def test_s7_a_notebook_has_ended_5_s_after_its_time_whatever_it_prints(
+    make_notebook: MakeNotebook, tmp_path: Path, name: str, cell: str
+) -> None:
+    notebook = make_notebook("prints", "print('before')", cell, "print('never')")
+    before = {process.pid for process in psutil.process_iter()}
+    result = _labkit("run", notebook, "--out", "out", "--timeout", TIMEOUT_S)
+    assert result.exit_code == 1
+    seconds = float(re.search(r"timed out +([0-9.]+) s", result.output)[1])
+    assert TIMEOUT_S <= seconds < TIMEOUT_S + 5, result.output
+    assert "cell 3 " in result.output
+    assert "1 code cell behind it was not run" in result.output
+    copy = nbformat.read(tmp_path / "out" / "prints.ipynb", as_version=4)
+    assert "before" in _outputs(tmp_path / "out" / "prints.ipynb")
+    assert copy.metadata.papermill.exception
+    assert _Page((tmp_path / "out" / "index.html").read_text()).rows == ["timed-out"]
+    assert [process for process in psutil.process_iter() if process.pid not in before and _is_of(process, tmp_path)] == []
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_kernel_that_never_answers_is_killed_twice_and_reported(make_notebook: MakeNotebook, tmp_path: Path) -> None:
-    notebook = make_notebook("stubborn", STUBBORN, parameters="always = True")
-    finished: list[int] = []
-    (result,) = run_notebooks([notebook], tmp_path / "out", timeout_s=3, on_cell=lambda path, done, total: finished.append(done))
-    assert (result.status, result.attempts) == ("timed out", 2)
-    assert max(finished) == 1, "the cell that hangs was counted as finished"
-    assert "did not answer the interrupt and was killed" in result.error
+def _is_of(process: psutil.Process, folder: Path) -> bool:
+    """Whether a process works in a folder, as a kernel does and what it has started."""
+    try:
+        return Path(process.cwd()) == folder
+    except psutil.Error:
+        return False
+
+
+@pytest.mark.timeout(240)
+def test_s7_a_reader_that_is_stuck_does_not_delay_the_deadline_and_the_copy_of_before_is_kept(
+    make_notebook: MakeNotebook, tmp_path: Path
+) -> None:
+    # The kernel stops the process that reads its output, as a pattern that holds Python's lock would.
+    stops = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1000)"
+    notebook = make_notebook("stops", "print('before')", stops, "print('never')")
+    (result,) = run_notebooks([notebook], tmp_path / "out", timeout_s=TIMEOUT_S)
+    assert result.status == "timed out"
+    assert result.seconds < TIMEOUT_S + 5
+    assert (result.cell.split()[:2], len(result.not_run)) == (["cell", "3"], 1)
+    assert _outputs(result.executed).startswith("before\nlabkit run: this cell was running")
+
+
+@pytest.mark.timeout(240)
+def test_s7_output_beyond_the_limit_is_said_in_the_copy_the_summary_and_the_exit(
+    make_notebook: MakeNotebook, tmp_path: Path
+) -> None:
+    notebook = make_notebook("much", "print('x' * 20_000_000)", "print('after')", "raise ValueError('y' * 1_000_000)")
+    fine = make_notebook("bars", "for n in range(2_000_000):\n    print(n, end='\\r')\nprint('done')")
+    result = _labkit("run", notebook, fine, "--out", "out")
+    assert result.exit_code == 1
+    text = _outputs(tmp_path / "out" / "much.ipynb")
+    assert "labkit run keeps 5,000,000 characters of this cell's output; the rest was left out." in text
+    assert "after\n" in text
+    assert 5_000_000 < len(text) < 5_001_000
+    assert "left out" in result.output
+    assert "characters left out" in result.output
+    page = _Page((tmp_path / "out" / "index.html").read_text())
+    assert page.rows == ["failed", "passed"]
+    assert "put out more than is kept" in page.text
+    assert _outputs(tmp_path / "out" / "bars.ipynb") == "done\n"
+
+
+def test_s7_a_notebook_whose_output_was_cut_does_not_pass(
+    make_notebook: MakeNotebook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(outputs, "CELL_LIMIT", 1000)
+    (result,) = run_notebooks([make_notebook("much", "print('x' * 2000)", "1")], tmp_path / "out", timeout_s=100)
+    assert (result.status, result.passed, result.not_run) == ("output cut", False, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [("ab\rc\n", "c\n"), ("ab\r\n", "ab\r\n"), ("ab\r", "ab\r"), ("a\nbc\r\rd", "a\nd"), ("\r\ra\r\n", "a\r\n"), ("a\bb", "a\bb")],
+)
+def test_s7_a_carriage_return_takes_its_line_back_however_the_text_comes_in_pieces(text: str, shown: str) -> None:
+    for size in range(1, len(text) + 1):
+        stream = outputs.Stream()
+        for start in range(0, len(text), size):
+            stream.add(text[start : start + size])
+        assert (str(stream), stream.size) == (shown, len(shown))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "cell", ["import sys\nsys.exit(0)", "exit()", "quit()", "raise SystemExit('bye')", "import sys\nsys.exit(3)"]
+)
+def test_d_an_early_exit_fails_names_the_cell_and_counts_the_rest_as_not_run(
+    make_notebook: MakeNotebook, tmp_path: Path, cell: str
+) -> None:
+    notebook = make_notebook("exits", "print('first')", cell, "print('second')", "print('third')")
+    result = _labkit("run", notebook, "--out", "out")
+    assert result.exit_code == 1
+    assert "0 of 1 notebooks passed" in result.output
+    assert re.search(r"cell 3 \(id \w+\); 2 code cells behind it were not run", result.output)
+    assert "SystemExit" in result.output
+    assert _outputs(tmp_path / "out" / "exits.ipynb") == "first\n"
+    assert nbformat.read(tmp_path / "out" / "exits.ipynb", as_version=4).metadata.papermill.exception
+
+
+def test_d_an_unknown_magic_is_told_with_its_reason_and_its_line(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    result = _labkit("run", make_notebook("magic", "x = 1\n%nosuch a b"), "--out", "out")
+    assert result.exit_code == 1
+    assert "UsageError: Line magic function `%nosuch` not found." in result.output
+    assert "line 2: %nosuch a b" in result.output
+
+
+VALUES = [
+    "(1, 2)",
+    "(1,)",
+    "b'a\\x00'",
+    "{1, 2}",
+    "set()",
+    "...",
+    "[..., {'a': (None, True)}]",
+    "1e999",
+    "-1e999",
+    "2j",
+    "1_000",
+    "'1'",
+]
+
+
+@pytest.mark.timeout(240)
+def test_d_a_parameter_is_every_literal_that_python_has(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    names = [f"value_{number}" for number in range(len(VALUES))]
+    notebook = make_notebook("literals", f"print([{', '.join(names)}])", parameters="\n".join(f"{name} = 0" for name in names))
+    given = [part for name, value in zip(names, VALUES, strict=True) for part in ("-p", name, value)]
+    result = _labkit("run", notebook, "--out", "out", *given)
+    assert result.exit_code == 0, result.output
+    assert _outputs(tmp_path / "out" / "literals.ipynb") == f"{[ast.literal_eval(value) for value in VALUES]}\n"
+
+
+@pytest.mark.parametrize("value", ["{[]: 1}", "0x" + "f" * 5000, "\udcff"], ids=["key", "digits", "bytes"])
+def test_s12_a_value_that_cannot_be_a_parameter_is_refused_in_a_line_and_nothing_runs(
+    make_notebook: MakeNotebook, tmp_path: Path, value: str
+) -> None:
+    result = _labkit("run", make_notebook("good", "1"), "--out", "out", "-p", "size", value)
+    assert result.exit_code == 2
+    assert "Error: " in result.output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("parameters", ["size = (", "%magic", "size = 1\x00"])
+def test_s12_a_parameters_cell_that_is_no_python_is_told_by_its_notebook(
+    make_notebook: MakeNotebook, tmp_path: Path, parameters: str
+) -> None:
+    with pytest.raises(NotebookError, match=r"odd\.ipynb, cell 1: its parameters cannot be read"):
+        known_parameters(make_notebook("odd", "1", parameters=parameters))
+
+
+@pytest.mark.parametrize("place", ["notebook", "link", "hard link", "folder", "linked folder", "index", "another's"])
+def test_s5_a_run_writes_over_no_notebook_and_nothing_that_it_did_not_write(
+    make_notebook: MakeNotebook, tmp_path: Path, place: str
+) -> None:
+    notebook, out = make_notebook("lab", "print(1)"), tmp_path / "out"
+    out.mkdir()
+    files = {
+        "notebook": lambda: out.rmdir() or out.symlink_to(tmp_path),
+        "link": lambda: (out / "lab.ipynb").symlink_to(notebook),
+        "hard link": lambda: (out / "lab.ipynb").hardlink_to(notebook),
+        "folder": lambda: (out / "lab.ipynb").mkdir(),
+        "linked folder": lambda: (out / "lab.ipynb").symlink_to(tmp_path),
+        "index": lambda: (out / "index.html").write_text("mine"),
+        "another's": lambda: (out / "lab.ipynb").write_bytes(notebook.read_bytes()),
+    }
+    files[place]()
+    before = notebook.read_bytes(), sorted(tmp_path.rglob("*"))
+    result = _labkit("run", notebook, "--out", "out")
+    assert result.exit_code == 2
+    assert "Error: " in result.output
+    assert (notebook.read_bytes(), sorted(tmp_path.rglob("*"))) == before
+
+
+def test_s5_a_copy_that_somebody_has_changed_is_refused_and_an_unchanged_one_replaced(
+    make_notebook: MakeNotebook, tmp_path: Path
+) -> None:
+    notebook, copy = make_notebook("lab", "print(label)"), tmp_path / "out" / "lab.ipynb"
+    assert _labkit("run", notebook, "--out", "out").exit_code == 0
+    assert _labkit("run", notebook, "--out", "out", "-p", "label", "anew").exit_code == 0
+    assert _outputs(copy) == "anew\n"
+    mine = nbformat.read(copy, as_version=4)
+    nbformat.write(mine, copy)  # saved as it is
+    assert _labkit("run", notebook, "--out", "out").exit_code == 0
+    mine.cells.append(new_markdown_cell("my notes"))
+    nbformat.write(mine, copy)
+    result = _labkit("run", notebook, "--out", "out")
+    assert result.exit_code == 2
+    assert "has been changed since" in result.output
+    assert "my notes" in copy.read_text()
+
+
+ODD_NAMES = ["{x}", "-x", "a b", 'it\'s "so"', "two\nlines", "100%", "[bold]x", os.fsdecode(b"\xff"), "ä" * 120]
+
+
+@pytest.mark.timeout(240)
+def test_s16_notebooks_of_any_name_run_and_become_scripts(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    notebooks = [make_notebook(name, "print(__name__)") for name in ODD_NAMES]
+    results = run_notebooks(notebooks, tmp_path / "out", parameters={"size": 2}, timeout_s=100)
+    assert [result.status for result in results] == ["passed"] * len(ODD_NAMES)
+    assert [result.executed.stem for result in results] == ODD_NAMES
+    page = _Page(write_summary(results, tmp_path / "out", {}).read_text())
+    assert [unquote_to_bytes(link) for link in page.links] == [os.fsencode(f"{name}.ipynb") for name in ODD_NAMES]
+    for number, notebook in enumerate(notebooks):
+        told = _labkit("script", "-o", f"{number}.py", "--", notebook)
+        assert told.exit_code == 0, told.output
+        assert len(told.output.splitlines()) == 1
+        compile(Path(f"{number}.py").read_text(), "script", "exec")
+
+
+def test_s16_a_copy_whose_name_is_too_long_is_refused_in_a_line(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+    notebooks = [make_notebook(f"{folder}/{'x' * 249}", "1") for folder in ("one", "two")]
+    result = _labkit("run", *notebooks, "--out", "out")
+    assert result.exit_code == 2
+    assert "File name too long" in result.output
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import html
+import os
 import re
 import shlex
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -129,6 +132,54 @@ def test_a_key_file_is_private_and_comes_back_as_it_was(tmp_path: Path) -> None:
     assert keys.server_secret.decode() not in path.read_text()
     found = KeyFile.read(path).keys()
     assert (found.server_public, found.client_secret) == (keys.server_public, keys.client_secret)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "folder"])
+def test_s13_a_link_or_a_folder_in_a_key_file_s_place_is_refused_and_no_secret_stays(tmp_path: Path, kind: str) -> None:
+    path, target = tmp_path / "labkit.key", tmp_path / "target"
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(target)
+    if kind == "link":
+        target.write_text("mine")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(InvalidPoolError, match=f"a {kind.rsplit(maxsplit=1)[-1]} is where the key file"):
+        KeyFile.of(Keys.generate()).write(path)
+    assert sorted(tmp_path.iterdir()) == before
+    assert kind != "link" or target.read_text() == "mine"
+
+
+def test_s13_a_key_file_is_made_exclusively_under_a_name_that_cannot_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / f"labkit.key.{os.getpid()}").symlink_to(target)  # a name that can be known
+    opened: list[tuple[str, int, int]] = []
+    real = os.open
+
+    def recorded(path: Any, flags: int, mode: int = 0o777, **options: Any) -> int:
+        opened.append((str(path), flags, mode))
+        return real(path, flags, mode, **options)
+
+    monkeypatch.setattr(os, "open", recorded)
+    for _ in range(2):
+        KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
+    written = [(path, flags, mode) for path, flags, mode in opened if "labkit.key" in path and flags & os.O_WRONLY]
+    assert len({path for path, _, _ in written}) == len(written) == 2
+    assert all(flags & os.O_EXCL and flags & os.O_NOFOLLOW and mode == 0o600 for _, flags, mode in written)
+    assert target.read_text() == "mine"
+
+
+def test_s13_a_failure_on_the_way_leaves_no_secret_beside_the_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(InvalidPoolError, match="No space left"):
+        KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

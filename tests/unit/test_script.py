@@ -14,7 +14,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from labkit.cli import main
 from labkit.course.script import ScriptError, write_script
 from labkit.notebook.rank_names import OPTIONS
-from labkit.spmd.cells import run_cell, text_of
+from labkit.spmd.cells import future_flags, run_cell, text_of
 
 
 @pytest.fixture
@@ -112,6 +112,76 @@ def test_a_cell_that_teaches_a_failure_is_left_out_with_its_reason(script_of: An
     assert "# Left out: it teaches a failure, RunTimeoutError." in script
 
 
+def test_d_a_future_import_comes_first_once_and_in_order_with_the_docstring_before_it(tmp_path: Path) -> None:
+    cells = [
+        "# -*- coding: latin-1 -*-\nfrom __future__ import annotations\nkernel = 1",
+        "%%spmd\nfrom __future__ import (\n    generator_stop,\n    annotations,  # twice\n)\ndef f(x: Missing): return 'ä'",
+        "%%spmd\nx = 1; from __future__ import annotations; y = 2\ny",
+    ]
+    path = tmp_path / "07_sample.ipynb"
+    nbformat.write(new_notebook(cells=[new_code_cell(cell, id=f"c{n}") for n, cell in enumerate(cells)]), path)
+    script = write_script(path)
+    tree = ast.parse(script)
+    compile(tree, "script", "exec")
+    assert ast.get_docstring(tree).startswith("The cells of 07_sample.ipynb")
+    hoisted = [ast.unparse(statement) for statement in tree.body[1:4]]
+    assert hoisted == [
+        "from __future__ import generator_stop", "from __future__ import annotations", "from labkit.spmd.torchrun import Job"
+    ]  # fmt: skip
+    assert lines(script.split("c1 -", 1)[1])[1:3] == ["# %%spmd", "def f(x: Missing): return 'ä'"]
+    assert lines(script.split("c2 -", 1)[1])[1:] == ["# %%spmd", "x = 1; pass; y = 2", "job.show(y)", "job.end()"]
+
+
+def test_d_a_cell_has_the_features_it_imports_and_those_of_cells_before_it_and_no_others() -> None:
+    namespace: dict[str, Any] = {}
+    assert run_cell("def f(x: int): ...\nf.__annotations__", "cell", namespace) == {"x": int}
+    late = "y = 1\nfrom __future__ import annotations\ndef f(x: int): ...\nf.__annotations__"
+    assert run_cell(late, "cell", namespace) == {"x": "int"}
+    assert run_cell("def f(x: int): ...\nf.__annotations__", "cell", namespace, future_flags(ast.parse(late))) == {"x": "int"}
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [("x = '\ud800'\nfrom __future__ import nonsense", "no such feature"), ("x = 1\x00", "null byte"), ("(" * 300, "")],
+)
+def test_s12_a_cell_that_python_cannot_read_is_refused_with_its_name(script_of: Any, source: str, what: str) -> None:
+    source = source.replace("\ud800", "")
+    with pytest.raises(ScriptError, match=r"07_sample\.ipynb, cell c0: ") as caught:
+        script_of(source)
+    assert what in str(caught.value)
+
+
+@pytest.mark.parametrize("spelling", ["lab.ipynb", "./x/../lab.ipynb", "link.ipynb", "hard.ipynb", "sub/lab.ipynb"])
+def test_s5_a_script_is_not_written_over_its_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelling: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("x", "sub"):
+        (tmp_path / folder).mkdir()
+    nbformat.write(new_notebook(cells=[new_code_cell("1 + 1", id="c0")]), "lab.ipynb")
+    before = Path("lab.ipynb").read_bytes()
+    Path("link.ipynb").symlink_to("lab.ipynb")
+    Path("hard.ipynb").hardlink_to("lab.ipynb")
+    Path("sub/lab.ipynb").symlink_to(tmp_path / "lab.ipynb")
+    told = CliRunner().invoke(main, ["script", "lab.ipynb", "-o", spelling])
+    assert told.exit_code == 1
+    assert "itself, which would be overwritten" in told.output
+    assert Path("lab.ipynb").read_bytes() == before
+
+
+def test_s5_a_script_replaces_an_earlier_script_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    nbformat.write(new_notebook(cells=[new_code_cell("1 + 1", id="c0")]), "lab.ipynb")
+    for _ in range(2):
+        assert CliRunner().invoke(main, ["script", "lab.ipynb", "-o", "lab.py"]).exit_code == 0
+    Path("mine.py").write_text("mine")
+    Path("link.py").symlink_to("mine.py")
+    for name, what in (("mine.py", "was not written by this command"), ("link.py", "is a link")):
+        told = CliRunner().invoke(main, ["script", "lab.ipynb", "-o", name])
+        assert told.exit_code == 1
+        assert what in told.output
+    assert Path("mine.py").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lab.ipynb", "lab.py", "link.py", "mine.py"]
+
+
 def test_a_limit_of_time_alone_is_dropped_and_the_cell_stays(script_of: Any) -> None:
     script = script_of("%%spmd --timeout 5\nwork()")
     assert "job.show(work())" in script
@@ -190,7 +260,7 @@ def test_what_is_no_notebook_or_cannot_be_written_is_told_in_a_line(tmp_path: Pa
     bad.write_text(content)
     nbformat.write(new_notebook(cells=[new_code_cell("1 + 1", id="c0")]), good)
     for arguments, what in (
-        ([str(bad)], "bad.ipynb: it is no notebook"),
+        ([str(bad)], "bad.ipynb is no valid notebook"),
         ([str(good), "-o", str(tmp_path / "no/x.py")], "No such file"),
     ):
         told = CliRunner().invoke(main, ["script", *arguments])

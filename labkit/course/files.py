@@ -1,0 +1,145 @@
+"""How the commands read notebooks and write files: nothing is written over that labkit did not write itself.
+
+The rule: a file may be replaced when it carries labkit's own mark and is as labkit left it. A notebook's mark is a hash of its
+cells in its metadata; of a text it is a line near its beginning. An input, a link, and anything else is somebody's own work, and
+is refused. A file that somebody has marked by hand is not told apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbformat import NotebookNode
+
+from labkit.errors import LabkitError
+
+_MARK = "labkit"
+# A mark stands at the beginning of a file, which may be large or no text at all.
+_HEAD_BYTES = 4096
+
+
+class NotebookError(LabkitError, ValueError):
+    """A file is no notebook that can be read."""
+
+
+class OverwriteError(LabkitError, ValueError):
+    """A command would write over its input, or over what labkit did not write."""
+
+
+def shown(path: Path | str) -> str:
+    """Return a path as one line of plain text: line breaks and bytes that are no UTF-8 become escapes."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(path))
+
+
+def plain(text: str) -> str:
+    """Return a text with nothing in it that a terminal obeys, line breaks and tabs aside."""
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+
+
+def read_notebook(path: Path) -> NotebookNode:
+    """Read a notebook of any version as version 4.
+
+    Raises:
+        NotebookError: It cannot be read or is not valid.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            notebook: NotebookNode = nbformat.read(file, as_version=4)
+        nbformat.validate(notebook, relax_add_props=True)
+    except OSError as error:
+        raise NotebookError(f"{shown(path)} cannot be read: {error.strerror}.") from None
+    except Exception as error:  # nbformat raises what its parser does, and errors of its own
+        reason = shown((str(error).splitlines() or [type(error).__name__])[0][:300])
+        raise NotebookError(
+            f"{shown(path)} is no valid notebook: {reason}. Open it in JupyterLab and save it there, or choose another."
+        ) from None
+    return notebook
+
+
+def sealed(notebook: NotebookNode, writer: str) -> str:
+    """Return a notebook as the text of a file, with the mark of the command that writes it."""
+    notebook.metadata[_MARK] = {"written_by": writer, "sha256": _hash(notebook.cells)}
+    return str(nbformat.writes(notebook)) + "\n"
+
+
+def is_sealed(path: Path, writer: str) -> bool:
+    """Whether a notebook was written by a command and has not been changed since."""
+    try:
+        notebook = json.loads(path.read_text(encoding="utf-8"))
+        mark = notebook["metadata"][_MARK]
+        return bool(mark == {"written_by": writer, "sha256": _hash(nbformat.from_dict(_joined(notebook["cells"])))})
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _joined(cells: list[dict[str, Any]]) -> Any:
+    """Cells as nbformat reads them: lists of lines are one text."""
+    return nbformat.v4.rwbase.rejoin_lines(nbformat.from_dict({"cells": cells}))["cells"]
+
+
+def _hash(cells: Any) -> str:
+    return hashlib.sha256(json.dumps(cells, sort_keys=True).encode()).hexdigest()
+
+
+def has_mark(path: Path, mark: str) -> bool:
+    """Whether a text that labkit wrote is in a file: ``mark`` is near its beginning."""
+    try:
+        with open(path, "rb") as file:
+            return mark.encode() in file.read(_HEAD_BYTES)
+    except OSError:
+        return False
+
+
+def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], bool]) -> None:
+    """Make sure that a file may be written.
+
+    Args:
+        path: The file to write.
+        inputs: What the command reads. They are recognised by what they are, not by how they are spelled.
+        is_own: Whether the file that is there was written by this command.
+
+    Raises:
+        OverwriteError: It is one of the inputs, a link, a folder, or not the command's own.
+    """
+    try:
+        there = os.lstat(path)
+        same = next((source for source in inputs if os.path.exists(path) and os.path.samefile(source, path)), None)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise OverwriteError(f"{shown(path)} cannot be written: {error.strerror}. Choose another name.") from None
+    if same is not None:
+        raise OverwriteError(f"{shown(path)} is {shown(same)} itself, which would be overwritten. Choose another place.")
+    if stat.S_ISLNK(there.st_mode):
+        raise OverwriteError(f"{shown(path)} is a link; what it leads to would be lost. Choose another place.")
+    if not stat.S_ISREG(there.st_mode) or not is_own(path):
+        raise OverwriteError(
+            f"{shown(path)} was not written by this command, or has been changed since. Nothing was touched. "
+            "Move it away, or choose another place."
+        )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a text file in one step: whoever looks finds the file of before or the new one, and a link is not followed.
+
+    Raises:
+        OSError: It cannot be written; what was there is as it was.
+    """
+    draft = path.parent / f".labkit-{secrets.token_hex(8)}"
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+    try:
+        # Half of a surrogate pair, which a kernel may send, becomes the escape that JSON has for it.
+        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+        os.replace(draft, path)
+    except BaseException:
+        os.unlink(draft)
+        raise
