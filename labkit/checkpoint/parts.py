@@ -28,7 +28,7 @@ from labkit.checkpoint.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
 )
-from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
+from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular, refuse_special, regular_size
 from labkit.checkpoint.wording import counted
 
 METADATA_FILE = ".metadata"
@@ -83,11 +83,12 @@ def _holds_one(folder: Path) -> bool:
 
 
 def _own_parts(root: Path) -> list[Part]:
-    files = sorted(child for child in root.iterdir() if child.is_file() and (child.name[0] != "." or child.name == METADATA_FILE))
+    files = sorted(child for child in root.iterdir() if child.name == METADATA_FILE or _is_plain(child))
     parts: list[Part] = []
     claimed: set[str] = set()
     names = {file.name for file in files}
     if METADATA_FILE in names:
+        refuse_special(root / METADATA_FILE)
         parts.append(Part(METADATA_FILE, "dcp"))
         claimed.add(METADATA_FILE)
     for index in (file for file in files if file.name.endswith(INDEX_SUFFIX)):
@@ -110,6 +111,17 @@ def _pattern_of(names: Sequence[str]) -> str:
     """Return names that are equal but for numbers as one pattern, with ``*`` for the numbers that differ."""
     pieces = zip(*(re.split("([0-9]+)", name) for name in names), strict=True)
     return "".join(same[0] if len(set(same)) == 1 else "*" for same in pieces)
+
+
+def _is_plain(child: Path) -> bool:
+    """Whether a child of a directory may be a file of a checkpoint. What has such a name and is a FIFO or device is refused."""
+    if child.name.endswith(INDEX_SUFFIX):
+        regular_size(child)
+    if child.is_dir() or child.name[0] == ".":
+        return False
+    if child.suffix in (*TORCH_SUFFIXES, ".safetensors"):
+        refuse_special(child)
+    return child.is_file()
 
 
 def listed_in(index: Path) -> list[str] | None:
