@@ -84,7 +84,7 @@ def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
     if path.name.endswith(INDEX_SUFFIX) or path.suffix == ".safetensors":
         return read_safetensors(path)
     with open_regular(path) as file:
-        magic = file.read(16)
+        magic = file.read(16) or b""
     if magic[:2] == b"PK" or magic[:1] == b"\x80" or not magic:
         return read_torch(path, unknown=unknown)
     if magic[8:9] == b"{":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,8 +16,6 @@ from labkit.errors import CheckpointError, printable
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
 if TYPE_CHECKING:
-    import torch
-
     from labkit.checkpoint.engine import Result
     from labkit.checkpoint.findings import Report
 
@@ -177,6 +175,7 @@ def migrate_command(
     SOURCE is only read. DESTINATION appears complete and verified, or not at all. What an interrupted or killed run has finished is
     in DESTINATION.partial, and the same command goes on from there.
     """
+    from labkit.checkpoint.dtypes import parse_dtypes
     from labkit.checkpoint.migration import migrate
     from labkit.checkpoint.rename import read_names, read_rules
 
@@ -189,7 +188,7 @@ def migrate_command(
             order=None if order is None else read_names(order),
             rules=[] if rename is None else read_rules(rename),
             drop=drop,
-            dtypes=_parse_dtypes(dtypes),
+            dtypes=parse_dtypes(dtypes),
             copies=copies,
             shard_bytes=shard_bytes,
             workers=workers,
@@ -261,21 +260,6 @@ def _say(text: str, *, err: bool = False) -> None:
 def _write_json(content: object) -> None:
     json.dump(content, sys.stdout, indent=1, default=str)
     sys.stdout.write("\n")
-
-
-def _parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
-    import torch
-
-    found: dict[str, torch.dtype] = {}
-    for text in texts:
-        pattern, _, name = text.rpartition("=")
-        dtype = getattr(torch, name, None)
-        if not pattern or not isinstance(dtype, torch.dtype):
-            raise click.BadParameter(f"{text!r} is no PATTERN=DTYPE, such as '*=bfloat16'", param_hint="--dtype")
-        if pattern in found:
-            raise click.BadParameter(f"the pattern {pattern!r} is given twice", param_hint="--dtype")
-        found[pattern] = dtype
-    return found
 
 
 def _run_and_tell(work: Callable[[], Result]) -> None:

@@ -110,7 +110,7 @@ def _read_file(path: Path, index: int, unknown: Unknown) -> _File:
     named = writer_rank(path.name)
     result = _File(path.name, index if named is None else named)
     with open_regular(path) as file:
-        magic = file.read(16)
+        magic = file.read(16) or b""
         if magic.startswith(_LEGACY):
             raise CheckpointFormatError(
                 path,
