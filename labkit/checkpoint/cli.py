@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,8 +18,6 @@ from labkit.machine import ends_lines
 
 # A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
 if TYPE_CHECKING:
-    import torch
-
     from labkit.checkpoint.engine import Result
     from labkit.checkpoint.findings import Report
 
@@ -217,6 +215,7 @@ def migrate_command(
     SOURCE is only read. DESTINATION appears complete and verified (verify finds no error in it), or not at all. A run that was
     killed leaves DESTINATION.partial; the same command removes that and starts over.
     """
+    from labkit.checkpoint.dtypes import parse_dtypes
     from labkit.checkpoint.migration import migrate
     from labkit.checkpoint.rename import read_names, read_rules
 
@@ -231,7 +230,7 @@ def migrate_command(
             parts=[_parse_part(text) for text in parts],
             only=only,
             drop=drop,
-            dtypes=_parse_dtypes(dtypes),
+            dtypes=parse_dtypes(dtypes),
             copies=copies,
             shard_bytes=shard_bytes,
             despite=despite,
@@ -321,21 +320,6 @@ def _say(text: str, *, err: bool = False) -> None:
 def _write_json(content: object) -> None:
     json.dump(content, sys.stdout, indent=1, default=str)
     sys.stdout.write("\n")
-
-
-def _parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
-    import torch
-
-    found: dict[str, torch.dtype] = {}
-    for text in texts:
-        pattern, _, name = text.rpartition("=")
-        dtype = getattr(torch, name, None)
-        if not pattern or not isinstance(dtype, torch.dtype):
-            raise click.BadParameter(f"{text!r} is no PATTERN=DTYPE, such as '*=bfloat16'", param_hint="--dtype")
-        if pattern in found:
-            raise click.BadParameter(f"the pattern {pattern!r} is given twice", param_hint="--dtype")
-        found[pattern] = dtype
-    return found
 
 
 def _run_and_tell(work: Callable[[], Result]) -> None:

@@ -6,11 +6,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from labkit.checkpoint import safe_pickle
@@ -94,7 +95,8 @@ def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkp
         shape, part = _shape(described["size"]), slice(begin, end)
         dims = slice(0, len(shape))
         files_of, starts, lengths = columns.places[part].T
-        table = ChunkTable(columns.offsets[part, dims], columns.sizes[part, dims], files_of, starts, lengths, files, archive=True)
+        boxes = _boxes(columns.offsets[part, dims], columns.sizes[part, dims])
+        table = ChunkTable(*boxes, files_of, starts, lengths, files, archive=True)
         nested = _path(state.get("planner_data") or {}, key)
         checkpoint.tensors[key] = TensorEntry(key, nested, shape, _dtype(described["properties"], key, path), table)
     _note_files(checkpoint, files, path)
@@ -204,12 +206,8 @@ def _tensor_entry(
         raise IncompleteCheckpointError(path, f"it declares a chunk of {key!r} and does not say where its bytes are") from None
     count, dims = len(chunks), len(shape)
     columns = np.array(places, dtype=np.int64).reshape(count, 3)
-    extents = _whole_numbers(sizes).reshape(count, dims)
-    if extents.prod(axis=1, dtype=np.float64).max(initial=0) >= 1 << 62:
-        raise ValueError("a chunk is larger than all tensors")
     table = ChunkTable(
-        _whole_numbers(offsets).reshape(count, dims),
-        extents,
+        *_boxes(np.array(offsets).reshape(count, dims), np.array(sizes).reshape(count, dims)),
         columns[:, 0],
         columns[:, 1],
         columns[:, 2],
@@ -226,12 +224,15 @@ def _shape(size: Any) -> tuple[int, ...]:
     return shape
 
 
-def _whole_numbers(rows: Sequence[Any]) -> Int64s:
-    found = np.array(rows)  # without a dtype: with one, numpy would take 1.5 and "1"
-    # Below 2**62, so that the end of a chunk is a number of 64 bits too.
-    if found.size and (found.dtype != np.int64 or found.min() < 0 or found.max() >= 1 << 62):
-        raise ValueError("a chunk's place is not of whole numbers, or beyond all tensors")
-    return found.astype(np.int64)
+def _boxes(offsets: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> tuple[Int64s, Int64s]:
+    """Return the offsets and sizes of chunks, which numpy has read as what they are: it would also make integers of texts."""
+    for numbers in (offsets, sizes):
+        # Below 2**62, so that the end of a chunk is a number of 64 bits too.
+        if numbers.size and (numbers.dtype != np.int64 or numbers.min() < 0 or numbers.max() >= 1 << 62):
+            raise ValueError("a chunk's place is not of whole numbers, or beyond all tensors")
+    if sizes.prod(axis=1, dtype=np.float64).max(initial=0) >= 1 << 62:
+        raise ValueError("a chunk is larger than all tensors")
+    return offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)
 
 
 def _dtype(properties: Record, key: str, path: Path) -> torch.dtype:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+
+from labkit.checkpoint.errors import CheckpointError
 
 # Exponent bits, explicit mantissa bits.
 _FLOATS = {
@@ -39,6 +43,33 @@ def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     if source in _UNSIGNED and target in _SIGNED:
         return _UNSIGNED[source] < _SIGNED[target]
     return False
+
+
+def parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
+    """Read texts such as ``*=bfloat16``: patterns of names with the dtype that these should have.
+
+    Raises:
+        CheckpointError: One cannot be read, or a pattern is there twice.
+    """
+    found: dict[str, torch.dtype] = {}
+    for text in texts:
+        pattern, _, name = text.rpartition("=")
+        dtype = getattr(torch, name, None)
+        if not pattern or not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"{text!r} (--dtype) is no PATTERN=DTYPE, such as '*=bfloat16'")
+        if pattern in found:
+            raise CheckpointError(f"the pattern {pattern!r} (--dtype) is given twice")
+        found[pattern] = dtype
+    return found
+
+
+def is_convertible(target: torch.dtype) -> bool:
+    """Return whether torch converts numbers to a dtype: not to quantized ones, nor to those of less than 8 bits."""
+    try:
+        torch.zeros(1).to(target)
+    except RuntimeError:
+        return False
+    return True
 
 
 def convert(tensor: torch.Tensor, target: torch.dtype) -> tuple[torch.Tensor, str | None]:

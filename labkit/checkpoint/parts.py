@@ -144,7 +144,7 @@ def listed_in(index: Path) -> list[str] | None:
 def format_of(file: Path) -> Format | None:
     """Return what wrote a file, by its first bytes, or by its suffix where these are damaged; None for other files."""
     with open_regular(file) as data:
-        magic = data.read(16)
+        magic = data.read(16) or b""
     if magic[:2] == b"PK":
         return "torch" if _is_torch_archive(file) or file.suffix in TORCH_SUFFIXES else None
     if magic[8:9] == b"{" and int.from_bytes(magic[:8], "little") <= file.stat().st_size:

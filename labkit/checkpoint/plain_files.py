@@ -66,9 +66,10 @@ def _refuse_special(path: Path, mode: int) -> None:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return all bytes of a regular file; errors as :func:`open_regular`."""
+    """Return all bytes that a regular file says it has; errors as :func:`open_regular`."""
     with open_regular(path) as file:
-        return file.read()
+        # Some of what the kernel shows as a regular file, such as /proc/kmsg, has no size, no end, and at times no data.
+        return file.read(os.fstat(file.fileno()).st_size) or b""
 
 
 def is_inside(name: object, *, nested: bool = False) -> bool:

@@ -67,9 +67,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        raw = file.read(8)
-        if len(raw) < 8:
+        if size < 8:
             raise IncompleteCheckpointError(path, "it is too short for a safetensors file")
+        raw = file.read(8)
         (length,) = struct.unpack("<Q", raw)
         if length > MAX_HEADER_BYTES:
             raise CheckpointFormatError(path, f"its safetensors header claims {length} bytes; it is damaged or no safetensors file")

@@ -96,7 +96,7 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
     path = root / name
     result = RankFile(name)
     with open_regular(path) as file:
-        magic = file.read(16)
+        magic = file.read(16) or b""
         if magic.startswith(LEGACY):
             raise CheckpointFormatError(
                 path,

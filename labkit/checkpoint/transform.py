@@ -10,6 +10,7 @@ import torch
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, left_out, refuse_unsupported, top_level
 from labkit.checkpoint.coverage import coverage
+from labkit.checkpoint.dtypes import is_convertible
 from labkit.checkpoint.entry_names import (
     DROP_ADVICE,
     group_names,
@@ -245,6 +246,8 @@ def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:
     for pattern, given in dtypes.items():
         if not isinstance(given, torch.dtype):
             raise CheckpointError(f"dtypes[{pattern!r}]={given!r} is no torch.dtype. Write torch.bfloat16, for example.")
+        if not is_convertible(given):
+            raise CheckpointError(f"torch converts no tensor to {given}. Choose another dtype for {pattern!r}, such as bfloat16.")
     contents.note_idle("dtype", dtypes, lambda pattern: bool(fnmatch.filter(names, pattern)))
     for index, item in enumerate(contents.tensors):
         if item.section != "model" or not item.source.dtype.is_floating_point:

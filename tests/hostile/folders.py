@@ -20,7 +20,7 @@ def special(path: Path, random: Random) -> None:
     if kind == 0:
         os.mkfifo(path)
     elif kind == 1:
-        path.symlink_to(random.choice(["/dev/zero", "/dev/random", "/dev/tty", "/proc/self/mem", "/proc/kmsg"]))
+        path.symlink_to(random.choice(["/dev/zero", "/dev/random", "/dev/tty", "/proc/self/mem", "/proc/self/pagemap"]))
     elif kind == 2:
         path.symlink_to(path.name)
     elif kind == 3:

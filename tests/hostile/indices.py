@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from labkit.checkpoint import manifest
 from tests.hostile.attacks import NAMES, NUMBERS, ODD, attack, sound_archive, sound_dcp, sound_safetensors, spoilt
@@ -61,10 +61,8 @@ def metadata_of_another_size(folder: Path, random: Random, canary: str) -> Path:
     metadata = pickle.loads(path.read_bytes())
     for _ in range(random.choice((1, 1, 2))):
         key = random.choice(["model.a", "model.b", "optim.state.0.exp_avg"])
-        described, place = (
-            metadata.state_dict_metadata[key],
-            MetadataIndex(key, torch.Size([0] * len(metadata.state_dict_metadata[key].size))),
-        )
+        described = metadata.state_dict_metadata[key]
+        place = next(index for index in metadata.storage_data if index.fqn == key)
         kind = random.randrange(8)
         if kind == 0:
             described.size = random.choice([torch.Size([2**40, 2**20]), torch.Size([0]), torch.Size([2**62, 2]), *ODD])

@@ -149,7 +149,7 @@ def save_numbered(rank: int, form: str, use_orig_params: bool, inner: bool, fold
         torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, f"{folder}/old_rank{rank}.pt")
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         truth = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-    dcp.save(truth, checkpoint_id=f"{folder}/truth")
+    dcp.save(truth, checkpoint_id=f"{folder}.truth")
     return order
 
 

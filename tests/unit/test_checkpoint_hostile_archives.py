@@ -208,7 +208,7 @@ def test_s9_what_is_no_regular_file_is_refused_and_not_waited_for(
     torch.save({"weight": torch.ones(2)}, tmp_path / "rank0.pt")
     make(tmp_path / "rank1.pt")
     with pytest.raises(CheckpointFormatError, match=r"rank1\.pt: it is a"):
-        read_torch(tmp_path / "rank1.pt")
+        read_torch(tmp_path, tmp_path, ["rank1.pt"])
     dcp.save({"a": torch.arange(4.0)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     checkpoint = open_checkpoint(tmp_path / "dcp")
     (tmp_path / "dcp/__0_0.distcp").unlink()

@@ -6,6 +6,7 @@ import pickle
 import pickletools
 import struct
 from contextlib import closing
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,8 @@ def test_the_synthetic_index_is_torchs_own_and_reads_the_same_both_ways(tmp_path
     assert_same(*both_ways(tmp_path))
 
 
-SHAPES = st.lists(st.sampled_from([1, 3, 250, 70_000, 2**33]), max_size=5)
+# A tensor's size fits 64 bits, and so does that of its chunks, of 37 rows.
+SHAPES = st.lists(st.sampled_from([1, 3, 250, 70_000, 2**33]), max_size=5).filter(lambda shape: 37 * prod(shape) < 2**62)
 
 
 @st.composite
