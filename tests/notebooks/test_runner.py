@@ -289,7 +289,7 @@ def test_s5_a_run_writes_over_no_notebook_and_nothing_that_it_did_not_write(
         "notebook": lambda: out.rmdir() or out.symlink_to(tmp_path),
         "link": lambda: (out / "lab.ipynb").symlink_to(notebook),
         "hard link": lambda: (out / "lab.ipynb").hardlink_to(notebook),
-        "folder": lambda: (out / "lab.ipynb").mkdir(),
+        "folder": (out / "lab.ipynb").mkdir,
         "linked folder": lambda: (out / "lab.ipynb").symlink_to(tmp_path),
         "index": lambda: (out / "index.html").write_text("mine"),
         "another's": lambda: (out / "lab.ipynb").write_bytes(notebook.read_bytes()),
