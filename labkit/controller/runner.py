@@ -181,14 +181,15 @@ class Runner:
         def show_hang(diagnosis: Diagnosis) -> None:
             screen.display({"text/plain": str(diagnosis), "text/html": diagnosis._repr_html_()}, {}, None, False)
 
-        self._waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
+        self._waiting = waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
         try:
             if self._sigint:
                 self._sigint = False
                 self.interrupt()
             send()  # only now: an interrupt that follows the first sign of life must find whom to interrupt
-            self._waiting.wait()
-            self._look_for_leftovers(self._waiting)
+            waiting.wait()
+            self._waiting = None
+            self._look_for_leftovers(waiting)
         finally:
             self._waiting = None
             output.finish()

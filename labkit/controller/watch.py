@@ -57,6 +57,8 @@ class Watch:
         self._asked_at = 0.0
         self._open = False
         self._earlier: deque[tuple[float, dict[int, RankReport]]] = deque()
+        self._before: dict[int, RankReport] = {}
+        self._before_at = 0.0
         self._reports: dict[int, RankReport] = {}
         self._next_look = FIRST_LOOK_S
         self._suspected = self._shown = ""
@@ -105,9 +107,10 @@ class Watch:
         self._reports = {}
         self._number += 1
         self._asked_at = time.monotonic()
-        # Of the looks that are far enough back the last one is compared with; those that are not may become it.
-        while len(self._earlier) > 1 and self._earlier[1][0] <= self._asked_at - APART_S:
-            self._earlier.popleft()
+        # What is compared with is each rank's last answer that is far enough back; it may have missed the very last look.
+        while self._earlier and self._earlier[0][0] <= self._asked_at - APART_S:
+            self._before_at, reports = self._earlier.popleft()
+            self._before |= reports
         self._ended_then = tuple(map(set, self._ended()))  # type: ignore[assignment]
         self._open = True
         for rank in self._pool.all_ranks:
@@ -128,9 +131,8 @@ class Watch:
     def present(self) -> Diagnosis:
         """Judge what is known now."""
         finished, failed = self._ended_then
-        then, before = self._earlier[0] if self._earlier else (self._asked_at, {})
-        apart_s = self._asked_at - then
-        return judge(self._ranks, self._all(), finished, failed, self._pool.dead_ranks, before, self._reports, apart_s)
+        apart_s = self._asked_at - self._before_at if self._before else 0.0
+        return judge(self._ranks, self._all(), finished, failed, self._pool.dead_ranks, self._before, self._reports, apart_s)
 
     def _all(self) -> tuple[int, ...]:
         return tuple(sorted({*self._pool.all_ranks, *self._pool.dead_ranks}))

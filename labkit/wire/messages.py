@@ -292,7 +292,7 @@ class RankReport(Record):
         in_collective: The main thread waits inside a collective, or for the device behind one.
         waits_in: The torch function it waits in, for example ``all_reduce``; empty when it does not.
         partner: The rank that this call names as its source or destination; None where it names none.
-        cpu_s: CPU seconds of the process so far; two inspections tell a computing rank from a waiting one.
+        cpu_s: CPU seconds of the process but for its control thread; two inspections tell a computing rank from a waiting one.
         collectives: The most recent collectives on the present process groups, oldest first; at least the last one of each group.
         groups: Global ranks of each process group by the group's name.
         begun: How many collectives and messages have begun on each group; equal numbers in two reports mean no progress.

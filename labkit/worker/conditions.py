@@ -64,6 +64,8 @@ class Condition:
         group_count: Torch's counter for the names of new groups.
         steps: The run's optimizers in the order of their first steps.
         in_flight: Signatures of the models in whose forward or backward the run was cut; see :func:`labkit.worker.wrappers.models`.
+        gradients: By the signature of a model: its name, and a text that tells which of its parameters have a gradient; empty where
+            none has.
         prints: By the name of a model and its parameter: a text that is equal on ranks that have changed it alike.
         random: Digests of each random state before and after the run, by name.
         unsynced: FSDP2 parameter groups whose gradients are not reduced (``set_requires_gradient_sync(False)``).
@@ -83,6 +85,7 @@ class Condition:
     group_count: int = 0
     steps: tuple[StepCondition, ...] = ()
     in_flight: tuple[str, ...] = ()
+    gradients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     prints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     random: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unsynced: int = 0
@@ -101,5 +104,6 @@ class Condition:
         }
         fields["steps"] = tuple(StepCondition(**{**step, "rates": tuple(step["rates"])}) for step in fields["steps"])
         fields["in_flight"] = tuple(fields["in_flight"])
+        fields["gradients"] = {signature: (name, text) for signature, (name, text) in fields["gradients"].items()}
         fields["random"] = {name: (before, after) for name, (before, after) in fields["random"].items()}
         return cls(**fields)

@@ -50,7 +50,7 @@ def _full_report(run_id: int | None, started: float, process_groups: ProcessGrou
     collectives = recent_collectives(process_groups)  # first: what has begun after it was read is counted, and not taken for absent
     groups, begun = _groups()
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = usage.ru_utime + usage.ru_stime
+    cpu_s = usage.ru_utime + usage.ru_stime - time.thread_time()  # without this thread's own looks
     idle = RankReport(
         None,
         cpu_s=cpu_s,

@@ -33,6 +33,7 @@ class Verdict:
     Attributes:
         renew: Give the process groups new backends.
         drop: Signatures of the models whose iteration is dropped, on every rank alike.
+        in_flight: One of them was in a forward or backward; else only some ranks had gradients of it.
         restart_reducers: Let DDP's reducers begin anew.
         steps_known: Every rank has completed the same steps of the same optimizers in the run, at least one.
         group_count: Torch's counter from now on.
@@ -43,6 +44,7 @@ class Verdict:
 
     renew: bool
     drop: tuple[str, ...]
+    in_flight: bool
     restart_reducers: bool
     steps_known: bool
     group_count: int
@@ -81,11 +83,15 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     notes = [*_judge_new(conditions), *_judge_orphaned(orphaned), *unequal.values(), *notes]
     if not well and not refusals:
         notes += _judge_prints(took_part)
+    in_flight = {name for condition in took_part for name in condition.in_flight} if touched else set()
+    uneven, kept = _judge_gradients(took_part, in_flight) if touched and cut else (set(), [])
+    notes += kept
     if cut:
         notes += _judge_random(took_part) + _judge_switches(took_part)
     return Verdict(
         renew=renew,
-        drop=tuple(sorted({name for condition in took_part for name in condition.in_flight})) if touched else (),
+        drop=tuple(sorted(in_flight | uneven)),
+        in_flight=bool(in_flight),
         restart_reducers=touched and cut,
         steps_known=not refusals and _steps_known(took_part),
         group_count=max(condition.group_count for condition in conditions),
@@ -197,6 +203,25 @@ def _judge_steps(took_part: Sequence[Condition]) -> tuple[list[Refusal], list[st
 def _steps_known(took_part: Sequence[Condition]) -> bool:
     steps = {tuple((step.signature, step.completed) for step in condition.steps) for condition in took_part}
     return len(steps) == 1 and any(completed for _, completed in next(iter(steps)))
+
+
+def _judge_gradients(took_part: Sequence[Condition], in_flight: set[str]) -> tuple[set[str], list[str]]:
+    """Find the models of which only some ranks have gradients, and what to say of those of which all have them.
+
+    A stop may fall between one rank's zero_grad() and another's: the next backward would add to old gradients on one of them.
+    """
+    uneven: set[str] = set()
+    kept: dict[str, None] = {}
+    for signature in dict.fromkeys(name for condition in took_part for name in condition.gradients):
+        found = [condition.gradients[signature] for condition in took_part if signature in condition.gradients]
+        if len({text for _, text in found}) > 1:
+            uneven.add(signature)
+        elif found[0][1] and signature not in in_flight:
+            kept[found[0][0]] = None
+    if not kept:
+        return uneven, []
+    told = "gradients are complete and kept. zero_grad() clears them; else the next backward adds to them."
+    return uneven, [f"{' and '.join(kept)}: {told}"]
 
 
 def _judge_prints(took_part: Sequence[Condition]) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,8 +111,9 @@ class Recovery:
             dropped, problems = wrappers.reset(found(), verdict.drop)
             notes = problems + notes
             if dropped:
+                what = _DROPPED if verdict.in_flight else _UNEVEN
                 known = _STEPS_KNOWN if verdict.steps_known else "." if verdict.refusals else _NO_STEP_KNOWN
-                notes.insert(0, _DROPPED + known)
+                notes.insert(0, what + known)
         for refusal in verdict.refusals:
             if self._rank in refusal.ranks:
                 self._steps.refuse(refusal.position, refusal.signature, refusal.reason)
@@ -143,6 +144,7 @@ class Recovery:
             group_count=backends.group_count(),
             steps=self._step_conditions(found),
             in_flight=tuple(model.signature for model in models if model.in_flight),
+            gradients=self._gradients(models),
             prints={self._name(model): wrappers.fingerprints(model) for model in models if model.parameters},
             random={name: (_digest(state), _digest(now[name])) for name, state in self._random.items()},
             unsynced=fsdp_private.fsdp2_unsynced(),
@@ -169,8 +171,18 @@ class Recovery:
             rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
         )
 
+    def _gradients(self, models: Sequence[wrappers.Model]) -> dict[str, tuple[str, str]]:
+        found: dict[str, tuple[str, str]] = {}
+        for model in models:
+            names, texts = found.get(model.signature, ("", ""))
+            name = f"{names} and {self._name(model)}" if names else self._name(model)
+            found[model.signature] = name, texts + model.graded
+        return found
+
     def _name(self, model: wrappers.Model) -> str:
         """A model in words: the variable that holds it, if there is one."""
+        if model.module is None:
+            return model.kind
         owned, modules = set(map(id, model.parameters.values())), {id(model.module)}
         name = next((name for name, value in list(self._namespace.items()) if _holds(value, owned, modules)), "a model")
         return f"{name} ({model.kind.removesuffix(' model')})"
@@ -187,6 +199,7 @@ class Recovery:
 
 
 _DROPPED = "A forward or backward under way is dropped: gradients are None"
+_UNEVEN = "Gradients that only some ranks still had are dropped: gradients are None"
 _STEPS_KNOWN = ", parameters are as the last completed step left them."
 _NO_STEP_KNOWN = ". This run completed no step on all ranks: parameters are as before it, or as its own code left them."
 

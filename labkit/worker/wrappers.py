@@ -79,6 +79,7 @@ class Model:
             have the same.
         module: The outermost module that is known of it; None for DTensors under no wrapper.
         parameters: Its parameters by name, where the ranks can be compared by them.
+        graded: A text that tells which of them have a gradient; empty where none has.
         in_flight: A forward or backward of it has begun and not ended.
         reset: Drops that.
     """
@@ -87,6 +88,7 @@ class Model:
     signature: str
     module: Any
     parameters: Mapping[str, torch.Tensor]
+    graded: str
     in_flight: bool
     reset: Callable[[], None]
 
@@ -105,27 +107,38 @@ def models(found: Wrappers, *, in_backward: bool = False) -> list[Model]:
         named = {name: parameter for state in states for name, parameter in private.fsdp2_named(state)}
         shapes = sorted(str(tuple(parameter.shape)) for state in states for parameter in private.fsdp2_parameters(state))
         in_flight = any(map(private.fsdp2_in_flight, states))
-        listed.append(_model("FSDP2 model", shapes, root, named, in_flight, functools.partial(private.reset_fsdp2, states)))
+        listed.append(
+            _model("FSDP2 model", shapes, root, named, _graded(named), in_flight, functools.partial(private.reset_fsdp2, states))
+        )
     for modules in found.fsdp1:
         names = sorted(name for module in modules for name in private.flat_names(module))
         in_flight = any(map(private.fsdp1_in_flight, modules))
-        listed.append(_model("FSDP1 model", names, modules[0], {}, in_flight, functools.partial(private.reset_fsdp1, modules)))
+        root = next((module for module in modules if getattr(module, "_is_root", None)), modules[0])
+        # Each rank holds some of the parameters only.
+        graded = "some" if any(parameter.grad is not None for parameter in root.parameters()) else ""
+        listed.append(_model("FSDP1 model", names, root, {}, graded, in_flight, functools.partial(private.reset_fsdp1, modules)))
     for module in found.ddp:
         named = dict(module.module.named_parameters()) if "module" in vars(module)["_modules"] else {}
         names = [f"{name}{tuple(parameter.shape)}" for name, parameter in named.items()]
         in_flight = in_backward or private.ddp_in_flight(module)
-        listed.append(_model("DDP model", names, module, named, in_flight, functools.partial(private.reset_ddp, module)))
+        listed.append(
+            _model("DDP model", names, module, named, _graded(named), in_flight, functools.partial(private.reset_ddp, module))
+        )
     owned = {id(parameter) for states in found.fsdp2 for state in states for parameter in private.fsdp2_parameters(state)}
     if loose := [tensor for tensor in found.dtensors if id(tensor) not in owned]:
-        listed.append(_model("DTensors", (), None, {}, in_backward, functools.partial(_drop_gradients, loose)))
+        graded = str(sum(tensor.grad is not None for tensor in loose) or "")
+        listed.append(_model("DTensors", (), None, {}, graded, in_backward, functools.partial(_drop_gradients, loose)))
     return listed
 
 
-def _model(
-    kind: str, parts: Sequence[str], module: Any, named: Mapping[str, torch.Tensor], in_flight: bool, reset: Callable[[], None]
-) -> Model:
+def _graded(named: Mapping[str, torch.Tensor]) -> str:
+    found = [name for name, parameter in named.items() if parameter.grad is not None]
+    return hashlib.blake2b("\n".join(found).encode(), digest_size=8).hexdigest() if found else ""
+
+
+def _model(kind: str, parts: Sequence[str], module: Any, *rest: Any) -> Model:
     digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
-    return Model(kind, f"{kind} {digest}", module, named, in_flight, reset)
+    return Model(kind, f"{kind} {digest}", module, *rest)
 
 
 def _drop_gradients(tensors: Iterable[torch.Tensor]) -> None:

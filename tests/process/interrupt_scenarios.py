@@ -201,6 +201,11 @@ def train(name: str, num_steps: int) -> list[float]:
     return [float(loss) for loss in LIVE[name].losses]
 
 
+def clear_gradients(name: str) -> None:
+    """Begin the next step as a script would."""
+    LIVE[name].optimizer.zero_grad()
+
+
 def steps_taken(name: str) -> int:
     """Optimizer steps that changed the parameters, by the optimizer's own count."""
     counts = {int(state["step"]) for state in LIVE[name].optimizer.state.values()}

@@ -90,6 +90,7 @@ def test_p6_gradients_of_a_finished_backward_outlive_a_stop(pool: WorkerPool, tm
     error = stopped_in_its_sleep(pool, BACKWARD, tmp_path)
     assert isinstance(error, RunInterrupted)
     assert not any("dropped" in note for note in error.notes)
+    assert any("gradients are complete and kept. zero_grad() clears them" in note for note in error.notes)
     assert value(pool, "alike(before, gradients())") == {0: True, 1: True}
     train_on(pool)
 
@@ -122,6 +123,13 @@ dist.barrier()
     assert value(pool, "len(gradients())") == {0: 0, 1: 0}
     pool.run_cell("model(x).sum().backward()", timeout_s=60)
     train_on(pool)
+
+
+@pytest.mark.parametrize("pool", KINDS, indirect=True)
+def test_p6_gradients_that_one_rank_has_cleared_are_dropped_on_both(pool: WorkerPool, tmp_path: Path) -> None:
+    error = stopped_in_its_sleep(pool, f"{BACKWARD}if rank == 0:\n    optimizer.zero_grad()\n", tmp_path)
+    assert any(note.startswith("Gradients that only some ranks still had are dropped") for note in error.notes)
+    assert value(pool, "len(gradients())") == {0: 0, 1: 0}
 
 
 CUT = "\nif rank == 1:\n    time.sleep(1000)\nmodel(x).sum().backward()"

@@ -54,6 +54,18 @@ def test_p6_only_models_that_were_cut_somewhere_are_dropped(
     assert judge(ranks(first, second)).drop == drop
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "drop", "kept"),
+    [("ab", "ab", (), True), ("ab", "", ("DDP a",), False), ("ab", "a", ("DDP a",), False), ("", "", (), False)],
+)
+def test_p6_gradients_are_kept_where_every_rank_has_the_same(first: str, second: str, drop: tuple[str, ...], kept: bool) -> None:
+    has = [{"touched": True, "cut": True, "gradients": {"DDP a": ("model (DDP)", text)}} for text in (first, second)]
+    verdict = judge(ranks(*has))
+    assert (verdict.drop, verdict.in_flight) == (drop, False)
+    told = "model (DDP): gradients are complete and kept. zero_grad() clears them; else the next backward adds to them."
+    assert verdict.notes == ((told,) if kept else ())
+
+
 def test_p7_steps_are_known_only_where_every_rank_completed_the_same_ones() -> None:
     assert judge(ranks({}, {})).steps_known
     for other in ((), (replace(STEP, completed=2),), (replace(STEP, under_way=True),)):
