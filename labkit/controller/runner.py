@@ -21,7 +21,7 @@ from labkit.controller.run import Run, RunWait
 from labkit.controller.verdict import judge
 from labkit.errors import PoolStateError, WireError
 from labkit.ranks import RankResults, format_ranks, name_ranks
-from labkit.wire.messages import Execute, GroupSpec, Output, RankReport, Release, Result
+from labkit.wire.messages import Execute, Failed, Output, RankReport, Release, Result
 from labkit.wire.payload import Packed, unpack
 
 # Making new groups takes some 0.03 s on gloo and 1.3 s on NCCL.
@@ -30,6 +30,8 @@ REBUILD_LIMIT_S = 60.0
 REBUILD_DEAF_S = 10.0
 # Then it can be repeated.
 REBUILD_ATTEMPTS = 3
+# An idle rank answers within milliseconds.
+ASK_S = 2.0
 
 
 class Runner:
@@ -243,32 +245,37 @@ class Runner:
         stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
         if replaced:
             self._members.start_again(replaced, group)
-        return self._serve("rebuild", stay, group)
-
-    def _serve(self, kind: Literal["rebuild", "ask"], ranks: tuple[int, ...], group: GroupSpec | None = None) -> Run:
-        """Let ranks do something for the pool itself; a second Ctrl-C or too much time stops it."""
         self._count += 1
-        run = Run(self._count, ranks)
-        self._members.begin(run)
-        self._members.send_work(ranks, Execute(run.run_id, ranks, kind, group=group))
-        wait = RunWait(run, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
+        rebuild = Run(self._count, stay)
+        self._members.begin(rebuild)
+        self._members.send_work(stay, Execute(rebuild.run_id, stay, "rebuild", group=group))
+        wait = RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
         with caught_sigint(wait.on_sigint):
             return wait.wait()
 
     def _find_obstacle(self, replaced: tuple[int, ...] = ()) -> str:
-        """Ask the ranks that stay what keeps new ones from joining them; empty where nothing does. Later errors say it too."""
-        stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
-        if not stay:
-            return ""
-        answers = self._serve("ask", stay)
+        """Ask the ranks that stay what keeps new ones from joining them; empty where nothing does. Later errors say it too.
+
+        Blocks for ASK_S at most: a rank that does not answer stands in nobody's way here, and shows itself in the next run.
+        """
+        self._count += 1
+        run = Run(self._count, tuple(rank for rank in self._members.all_ranks if rank not in replaced))
+        self._members.begin(run)
+        self._members.send_work(run.ranks, Execute(run.run_id, run.ranks, "ask"))
+        deadline = time.monotonic() + ASK_S
+        while run.pending and time.monotonic() < deadline:
+            for message, frames in self._members.receive(0.1):
+                if isinstance(message, Result) and message.run_id == run.run_id:
+                    run.results[message.rank] = message, frames
+                elif isinstance(message, Failed) and message.run_id == run.run_id:
+                    run.failures[message.rank] = message.failure
         found: dict[str, list[int]] = {}
-        for rank, what in self.values(answers).items():
+        for rank, what in self.values(run).items():
             if what:
                 found.setdefault(what, []).append(rank)
-        self._obstacle = " and ".join(
-            f"the default process group was {what} on {name_ranks(tuple(ranks))}" for what, ranks in found.items()
-        )
-        return self._obstacle
+        parts = [f"the default process group was {what} on {name_ranks(ranks)}" for what, ranks in found.items()]
+        self._obstacle = " and ".join(parts) or self._obstacle  # or what an earlier attempt failed of
+        return " and ".join(parts)
 
     def _ask_for_obstacle(self) -> None:
         with contextlib.suppress(PoolStateError), self.alone():
@@ -306,6 +313,7 @@ class Runner:
                     "pool.restart() gives fresh ranks."
                 )
             self._members.await_ready(timeout_s)
+            self._obstacle = ""
             notes = dict.fromkeys(note for item in self.values(rebuild).values() for note in item["notes"])
         return tuple(notes)
 

@@ -186,3 +186,17 @@ def test_all_ranks_named_is_a_fresh_start(pool: WorkerPool) -> None:
     pool.restart([0, 1, 2])
     assert pool.pull("'kept' in globals()").same() is False
     assert sum_of_ranks(pool) == 3.0
+
+
+def test_p9_rank_that_does_not_answer_keeps_no_death_from_being_reported(pool: WorkerPool) -> None:
+    kill(pool, 1)
+    stopped = psutil.Process(pool.pids[2])
+    stopped.suspend()
+    try:
+        with pytest.raises(PoolStateError, match=r"rank 1 is dead .*pool\.restart\(\[1\]\)"):
+            pool.pull("kept", ranks=1)
+    finally:
+        stopped.resume()
+    pool.restart([1])
+    assert sum_of_ranks(pool) == 3.0
+    assert pool.pull("kept", ranks=2)[2].tolist() == [2.0, 2.0]
