@@ -76,8 +76,8 @@ def load(
         narrowing: Allow conversions to a dtype that cannot hold every value of the saved one. Values that overflow are
             still refused.
         despite: Codes of errors of ``verify`` to load with (:data:`labkit.checkpoint.findings.CODES`). Rank 0 looks at the index,
-            the moments and the lists of parameters of what is loaded; it does not look at NaN, nor at values one by one. ``unsafe`` changes
-            nothing here: what asks for code is never read.
+            the moments and the lists of parameters of what is loaded; it does not look at NaN, nor at values one by one.
+            ``unsafe`` changes nothing here: what asks for code is never read.
         group: The ranks that load; None for all of them.
 
     Returns:
