@@ -85,7 +85,7 @@ def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkp
     _place_rest(columns, at_offset, path)
     for key, (begin, end) in columns.bounds.items():
         described = state["state_dict_metadata"][key].state
-        shape, part = _shape(described["size"]), slice(begin, end)
+        shape, part = tuple(described["size"]), slice(begin, end)
         dims = slice(0, len(shape))
         files_of, starts, lengths = columns.places[part].T
         table = ChunkTable(columns.offsets[part, dims], columns.sizes[part, dims], files_of, starts, lengths, files, archive=True)
@@ -173,7 +173,7 @@ def _tensor_entry(
     nested: Path_,
     path: Path,
 ) -> TensorEntry:
-    shape = _shape(described["size"])
+    shape = tuple(described["size"])
     chunks = described["chunks"]
     offsets = [chunk["offsets"] for (chunk,) in chunks]
     sizes = [chunk["sizes"] for (chunk,) in chunks]
@@ -194,12 +194,6 @@ def _tensor_entry(
         archive=True,
     )
     return TensorEntry(key, nested, shape, _dtype(described["properties"], key, path), table)
-
-
-def _shape(size: Any) -> tuple[int, ...]:
-    if not isinstance(size, tuple | list) or not all(type(extent) is int and extent >= 0 for extent in size):
-        raise ValueError(f"the size {size!r} of a tensor")
-    return tuple(size)
 
 
 def _dtype(properties: Record, key: str, path: Path) -> torch.dtype:

@@ -125,15 +125,9 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
     with Reader(checkpoint) as reader:
         for key in lists:
             try:
-                value = reader.value(key)
+                yield from map(str, reader.value(key))
             except CheckpointError as error:
                 report.error("unreadable", key, str(error), "the optimizer's groups cannot be restored")
-                continue
-            if isinstance(value, list | tuple):
-                yield from map(str, value)
-            else:
-                what = f"it is no list of parameters, but {type(value).__name__}"
-                report.error("unreadable", key, what, "the optimizer's groups cannot be restored")
     flattened = {key.removeprefix(head).rpartition(".")[0] for key in keys}
     if not lists:  # flatten_optimizer_state_dict: param_groups.<fqn>.lr
         yield from (name for name in flattened if not name.isdigit())

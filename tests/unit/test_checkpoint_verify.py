@@ -405,26 +405,3 @@ def test_show_tells_a_missing_file_and_what_it_held(four_files: Path) -> None:
     (missing,) = json.loads(CliRunner().invoke(command, ["show", str(four_files), "--json"]).output)["missing"]
     assert (missing["file"], missing["num_tensors"], missing["num_values"]) == ("__2_0.distcp", 6, 0)
     assert missing["first"][0] == "model.first.weight"
-
-
-def of_text(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["model.first.weight"].size = "xx"
-
-
-def negative(metadata: Metadata) -> None:
-    metadata.state_dict_metadata["model.first.weight"].size = [-6, -4]
-
-
-@pytest.mark.parametrize("change", [of_text, negative])
-def test_a_shape_that_is_none_is_an_index_that_cannot_be_read(plain: Path, change: Callable[[Metadata], None]) -> None:
-    edit_metadata(plain, change)
-    assert codes(verify(plain)) == {"unreadable"}
-    with pytest.raises(CheckpointError, match="the size"):
-        checkpoint.open_checkpoint(plain)
-
-
-def test_a_group_without_a_list_of_parameters_is_an_error(tmp_path: Path) -> None:
-    state = {0: {"exp_avg": torch.ones(2), "step": 1}}
-    torch.save({"w": torch.ones(2), "optim": {"state": state, "param_groups": [{"params": 0.5}]}}, tmp_path / "x.pt")
-    (found,) = [finding for finding in verify(tmp_path / "x.pt").findings if finding.severity == "error"]
-    assert (found.code, found.where) == ("unreadable", "optim.param_groups.0.params")
