@@ -79,6 +79,7 @@ def load(
             still refused.
         despite: Codes of errors of ``verify`` to load with (:data:`labkit.checkpoint.findings.CODES`). Rank 0 looks at the index,
             the moments and the lists of parameters of what is loaded; it does not look at NaN, nor at values one by one.
+            ``unsafe`` changes nothing here: what asks for code is never read.
         group: The ranks that load; None for all of them.
 
     Returns:

@@ -160,7 +160,7 @@ def check_written(folder: Path, single: str | None, destination: Path, gate: Gat
 
 
 def check_loaded(reader: Reader, gate: Gate, *, without: Collection[str]) -> list[str]:
-    """Check what is going to be loaded: its index, its moments and its step counters. No header of a tensor's file is read.
+    """Check what is going to be loaded: its index, its moments and whether its optimizer state is complete.
 
     Args:
         reader: Of the opened checkpoint; what it learns of tensors' headers, the load need not look up again.
