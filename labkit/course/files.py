@@ -7,6 +7,7 @@ is refused. A file that somebody has marked by hand is not told apart.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -110,6 +111,9 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
         OverwriteError: It is one of the inputs, a link, a folder, or not the command's own.
     """
     try:
+        folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+        if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         there = os.lstat(path)
         same = next((source for source in inputs if os.path.exists(path) and os.path.samefile(source, path)), None)
     except (FileNotFoundError, NotADirectoryError):

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.process
 
 
 # A kernel has to have started by then, on a machine that does other things as well.
-TIMEOUT_S = 15
+TIMEOUT_S = 20
 
 
 def _labkit(*arguments: object) -> Result:
@@ -224,7 +224,8 @@ def test_d_an_early_exit_fails_names_the_cell_and_counts_the_rest_as_not_run(
     assert "0 of 1 notebooks passed" in result.output
     assert re.search(r"cell 3 \(id \w+\); 2 code cells behind it were not run", result.output)
     assert "SystemExit" in result.output
-    assert _outputs(tmp_path / "out" / "exits.ipynb") == "first\n"
+    assert _outputs(tmp_path / "out" / "exits.ipynb").startswith("first\n")
+    assert "second" not in _outputs(tmp_path / "out" / "exits.ipynb")
     assert nbformat.read(tmp_path / "out" / "exits.ipynb", as_version=4).metadata.papermill.exception
 
 
@@ -289,7 +290,7 @@ def test_s5_a_run_writes_over_no_notebook_and_nothing_that_it_did_not_write(
         "notebook": lambda: out.rmdir() or out.symlink_to(tmp_path),
         "link": lambda: (out / "lab.ipynb").symlink_to(notebook),
         "hard link": lambda: (out / "lab.ipynb").hardlink_to(notebook),
-        "folder": lambda: (out / "lab.ipynb").mkdir(),
+        "folder": (out / "lab.ipynb").mkdir,
         "linked folder": lambda: (out / "lab.ipynb").symlink_to(tmp_path),
         "index": lambda: (out / "index.html").write_text("mine"),
         "another's": lambda: (out / "lab.ipynb").write_bytes(notebook.read_bytes()),

@@ -63,6 +63,8 @@ def write_pdf(print_page: str, path: Path, chromium: str) -> None:
         source.write_text(print_page, encoding="utf-8")
         command = [chromium, "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
         command += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder}/profile", "--no-pdf-header-footer"]
+        # Nothing runs, and whatever asks for something meets a proxy that is not there, on this machine too.
+        command += ["--blink-settings=scriptEnabled=false", "--proxy-server=127.0.0.1:9", "--proxy-bypass-list=<-loopback>"]
         command += ["--generate-pdf-document-outline", f"--print-to-pdf={target}", source.as_uri()]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             command.insert(1, "--no-sandbox")  # Chromium's sandbox refuses to run as root
