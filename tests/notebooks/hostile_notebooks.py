@@ -95,7 +95,7 @@ def hostile_cells(number: int, traps: Traps) -> list[NotebookNode]:
         new_output("stream", name="stdout", text=f"\x1b[31m{text}\x1b[0m"),
         new_output("error", ename=text, evalue=text, traceback=[text]),
     ]
-    tagged = {"tags": [f'a">{text}', "exercise"]}
+    tagged = {"tags": [f'a">{text}'.replace(",", ""), "exercise"]}
     cells = [
         new_markdown_cell(f"## {text}\n\n{text}\n\n> {text}\n\n| a |\n|---|\n| {text} |", attachments=attached),
         new_markdown_cell(f"![a](attachment:a.png) ![b](attachment:b{text}.svg)", attachments=attached, metadata=tagged),

@@ -153,6 +153,7 @@ def test_s8_the_policy_and_the_printer_each_hold_without_the_sanitizer(
     assert SECRET not in _text(tmp_path / "raw.pdf")
     assert asked[1] == []
     write_pdf((tmp_path / "raw.html").read_text().replace(POLICY, ""), tmp_path / "open.pdf", CHROMIUM)
+    assert SECRET not in _text(tmp_path / "open.pdf")
     assert asked[1] == []  # the printer has no network, whatever the page allows
 
 
