@@ -86,7 +86,15 @@ def main() -> None:
     "--timeout", type=click.FloatRange(min=0, min_open=True), default=600, show_default=True, help="Seconds per notebook."
 )
 @click.option("--jobs", type=click.IntRange(min=1), help="Notebooks at once. Default: from this machine's cores and memory.")
-def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], out: Path, timeout: float, jobs: int | None) -> None:
+@click.option("--junit", type=click.Path(dir_okay=False, path_type=Path), help="Also write a report for CI, one case a notebook.")
+def run(
+    notebooks: tuple[Path, ...],
+    parameters: tuple[tuple[str, str], ...],
+    out: Path,
+    timeout: float,
+    jobs: int | None,
+    junit: Path | None,
+) -> None:
     """Execute NOTEBOOKS without a browser.
 
     Writes executed copies and a summary page, index.html, into the folder --out, over those of earlier runs and over nothing
@@ -100,6 +108,8 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
     a file or a parameter does not exist or something is in the way, 130 after Ctrl-C or SIGTERM.
     """
     try:
+        from labkit.course import junit as reports
+        from labkit.course.files import shown
         from labkit.course.progress import Progress
         from labkit.course.runner import run_notebooks
         from labkit.course.summary import require_place, write_summary
@@ -113,6 +123,8 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
     with Progress() as progress:
         try:
             require_place(out, notebooks)
+            if junit is not None:
+                reports.require_place(junit, notebooks)
             run_notebooks(
                 notebooks, out, parameters=values, timeout_s=timeout, jobs=jobs, on_cell=progress.cell, on_result=progress.result
             )
@@ -125,7 +137,13 @@ def run(notebooks: tuple[Path, ...], parameters: tuple[tuple[str, str], ...], ou
     results = sorted(progress.results, key=lambda result: notebooks.index(result.notebook))
     _report(results)
     passed = sum(result.passed for result in results)
-    click.echo(f"{passed} of {len(results)} notebooks passed. Summary: {write_summary(results, out, values)}")
+    try:
+        if junit is not None:
+            reports.write_report(results, junit)
+        summary = write_summary(results, out, values)
+    except (LabkitError, OSError) as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(f"{passed} of {len(results)} notebooks passed. Summary: {shown(summary)}")
     sys.exit(INTERRUPTED_EXIT_CODE if interrupted else int(passed < len(results)))
 
 

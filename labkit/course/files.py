@@ -7,6 +7,7 @@ is refused. A file that somebody has marked by hand is not told apart.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -24,6 +25,8 @@ from labkit.errors import LabkitError
 _MARK = "labkit"
 # A mark stands at the beginning of a file, which may be large or no text at all.
 _HEAD_BYTES = 4096
+# nbformat 4.5 gave cells their ids.
+_WITH_IDS = 5
 
 
 class NotebookError(LabkitError, ValueError):
@@ -44,6 +47,12 @@ def plain(text: str) -> str:
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
+def papermill_of(part: NotebookNode) -> dict[str, Any]:
+    """Return what papermill has recorded about a notebook or a cell; nothing where something else is in its place."""
+    found = part.metadata.get("papermill")
+    return dict(found) if isinstance(found, dict) else {}
+
+
 def read_notebook(path: Path) -> NotebookNode:
     """Read a notebook of any version as version 4.
 
@@ -53,6 +62,10 @@ def read_notebook(path: Path) -> NotebookNode:
     try:
         with open(path, encoding="utf-8") as file:
             notebook: NotebookNode = nbformat.read(file, as_version=4)
+        if notebook.nbformat_minor < _WITH_IDS:
+            notebook = nbformat.v4.upgrade(notebook)
+            for number, cell in enumerate(notebook.cells, start=1):
+                cell.id = f"cell-{number}"  # the same each time
         nbformat.validate(notebook, relax_add_props=True)
     except OSError as error:
         raise NotebookError(f"{shown(path)} cannot be read: {error.strerror}.") from None
@@ -110,6 +123,9 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
         OverwriteError: It is one of the inputs, a link, a folder, or not the command's own.
     """
     try:
+        folder = next(folder for folder in path.absolute().parents if folder.is_dir())
+        if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
+            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
         there = os.lstat(path)
         same = next((source for source in inputs if os.path.exists(path) and os.path.samefile(source, path)), None)
     except (FileNotFoundError, NotADirectoryError):

@@ -14,10 +14,12 @@ import click
 import nbformat
 from nbformat import NotebookNode
 
+from labkit.course.files import is_sealed, read_notebook, refuse_foreign, replace_file, sealed, shown
 from labkit.course.handouts.cells import tags
 from labkit.errors import LabkitError
 
 BEGIN = "### BEGIN SOLUTION"
+_WRITER = "labkit nbgrader"
 _EXERCISE = re.compile(r"^### Exercise[^\n★]*(★*)", re.MULTILINE)
 
 
@@ -64,14 +66,25 @@ def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
 
     Each of NOTEBOOKS goes to OUT/source/NAME/NAME.ipynb. In OUT, `nbgrader generate_assignment NAME --create` makes the release
     without solutions, and `nbgrader autograde NAME` grades what came back. A check gives as many points as its exercise has
-    stars.
+    stars. All notebooks are read before the first is written. An assignment of an earlier call is replaced where nobody has changed
+    it since, and no other file is.
     """
-    for path in notebooks:
-        target = out / "source" / path.stem / path.name
+    made: dict[Path, str] = {}
+    try:
+        for path in notebooks:
+            target = out / "source" / path.stem / f"{path.stem}.ipynb"
+            if target in made:
+                raise AssignmentError(f"there are several notebooks named {shown(path.stem)}")
+            refuse_foreign(target, notebooks, lambda path: is_sealed(path, _WRITER))
+            made[target] = sealed(assignment_of(read_notebook(path)), _WRITER)
+    except AssignmentError as error:
+        raise click.ClickException(f"{shown(path)}: {error}") from None
+    except LabkitError as error:
+        raise click.ClickException(str(error)) from None
+    for target, text in made.items():
         try:
-            assignment = assignment_of(nbformat.read(path, as_version=4))
-        except AssignmentError as error:
-            raise click.ClickException(f"{path}: {error}") from None
-        target.parent.mkdir(parents=True, exist_ok=True)
-        nbformat.write(assignment, target)
-        click.echo(f"made {target}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(target, text)
+        except OSError as error:
+            raise click.ClickException(f"{shown(target)} cannot be written: {error.strerror}") from None
+        click.echo(f"made {shown(target)}")

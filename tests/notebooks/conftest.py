@@ -26,6 +26,7 @@ def execute() -> Execute:
         if (path, world_size) not in results:
             # They stay there for whoever wants to see what a failed run showed.
             out = ROOT / "build" / "tests" / f"{world_size}-ranks"
+            (out / path.name).unlink(missing_ok=True)
             (results[path, world_size],) = run_notebooks([path], out, parameters={"world_size": world_size}, timeout_s=TIMEOUT_S)
         return results[path, world_size]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from labkit.cli import main
@@ -50,3 +50,66 @@ def test_the_command_lays_them_out_as_a_course(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     made = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.ipynb"))
     assert made == [f"source/{path.stem}/{path.name}" for path in NOTEBOOKS[:2]]
+
+
+def _lab(path: Path) -> Path:
+    cells = [
+        new_markdown_cell("### Exercise 1: a ★"),
+        new_code_cell("### BEGIN SOLUTION\na = 1\n### END SOLUTION"),
+        new_code_cell("check()", metadata={"tags": ["check"]}),
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(new_notebook(cells=cells), path)
+    return path
+
+
+def _nbgrader(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["nbgrader", *map(str, arguments)])
+
+
+@pytest.mark.parametrize("kind", ["input", "hard link", "link", "another's", "changed"])
+def test_s5_an_assignment_is_written_over_nothing_but_an_earlier_one(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "source" / "a" / "a.ipynb"
+    lab = _lab(target if kind == "input" else tmp_path / "a.ipynb")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "hard link":
+        target.hardlink_to(lab)
+    elif kind == "link":
+        target.symlink_to(lab)
+    elif kind == "another's":
+        _lab(target)
+    elif kind == "changed":
+        for _ in range(2):
+            assert _nbgrader(lab, "-o", tmp_path).exit_code == 0
+        mine = nbformat.read(target, as_version=4)
+        mine.cells.append(new_markdown_cell("my notes"))
+        nbformat.write(mine, target)
+    before = target.read_bytes()
+    told = _nbgrader(lab, "-o", tmp_path)
+    assert told.exit_code == 1
+    assert target.read_bytes() == before == (lab.read_bytes() if kind in ("input", "hard link", "link") else before)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"cells": 3}', '{"nbformat": 4, "nbformat_minor": 5, "metadata": {}, "cells": [1]}']
+)
+def test_s12_what_is_no_notebook_is_refused_in_a_line_and_no_assignment_is_left(tmp_path: Path, content: str) -> None:
+    bad = tmp_path / "bad.ipynb"
+    bad.write_text(content)
+    told = _nbgrader(_lab(tmp_path / "good.ipynb"), bad, "-o", tmp_path / "out")
+    assert (told.exit_code, len(told.output.splitlines())) == (1, 1), told.output
+    assert "bad.ipynb is no valid notebook" in told.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_s12_a_notebook_of_an_older_format_whose_cells_have_no_ids_becomes_an_assignment(tmp_path: Path) -> None:
+    lab = _lab(tmp_path / "old.ipynb")
+    old = nbformat.read(lab, as_version=4)
+    old.nbformat_minor = 4
+    for cell in old.cells:
+        del cell["id"]
+    nbformat.write(old, lab)
+    told = _nbgrader(lab, "-o", tmp_path)
+    assert told.exit_code == 0, told.output
+    made = nbformat.read(tmp_path / "source" / "old" / "old.ipynb", as_version=4)
+    assert [cell.metadata.nbgrader.grade_id for cell in made.cells[1:]] == ["exercise-cell-2", "check-cell-3"]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote_to_bytes
+from xml.etree import ElementTree as ET
 
 import nbformat
 import psutil
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.process
 
 
 # A kernel has to have started by then, on a machine that does other things as well.
-TIMEOUT_S = 15
+TIMEOUT_S = 20
 
 
 def _labkit(*arguments: object) -> Result:
@@ -224,7 +225,8 @@ def test_d_an_early_exit_fails_names_the_cell_and_counts_the_rest_as_not_run(
     assert "0 of 1 notebooks passed" in result.output
     assert re.search(r"cell 3 \(id \w+\); 2 code cells behind it were not run", result.output)
     assert "SystemExit" in result.output
-    assert _outputs(tmp_path / "out" / "exits.ipynb") == "first\n"
+    assert _outputs(tmp_path / "out" / "exits.ipynb").startswith("first\n")
+    assert "second" not in _outputs(tmp_path / "out" / "exits.ipynb")
     assert nbformat.read(tmp_path / "out" / "exits.ipynb", as_version=4).metadata.papermill.exception
 
 
@@ -368,6 +370,26 @@ def test_what_a_dying_kernel_wrote_past_the_notebook_is_kept(make_notebook: Make
     (result,) = run_notebooks([make_notebook("dies", cell)], tmp_path / "out", timeout_s=60)
     assert "killed by SIGABRT" in result.error
     assert "Fatal Python error: Aborted" in result.error
+
+
+def test_a_report_for_ci_holds_times_the_failing_cell_s_error_and_the_cells_behind_it(
+    make_notebook: MakeNotebook, tmp_path: Path
+) -> None:
+    bad = make_notebook("bad", "raise ValueError('<b>&\x1b]0;x\x07')", "print('never')")
+    for _ in range(2):
+        result = _labkit("run", make_notebook("good", "1"), bad, "--out", "out", "--junit", "reports/junit.xml")
+        assert result.exit_code == 1
+    root = ET.parse(tmp_path / "reports" / "junit.xml").getroot()
+    assert {name: root.get(name) for name in ("tests", "failures", "skipped")} == {"tests": "2", "failures": "1", "skipped": "0"}
+    good, failed = root.iter("testcase")
+    assert float(good.get("time")) > 0
+    assert len(good) == 0
+    assert "ValueError: <b>&" in failed[0].text
+    assert failed[0].get("message").startswith("failed: cell 2 (id ")
+    assert re.search(r"^not run: cell 3 \(id \w+\)$", failed[0].text, re.MULTILINE)
+    before = bad.read_bytes()
+    assert _labkit("run", bad, "--out", "out", "--junit", bad).exit_code == 2
+    assert bad.read_bytes() == before
 
 
 def test_notebooks_of_the_same_name_get_copies_of_their_own(make_notebook: MakeNotebook, tmp_path: Path) -> None:

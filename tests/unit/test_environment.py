@@ -88,6 +88,8 @@ COMES_WITH = {
     "fontTools": "matplotlib",
     "pygments": "ipython",
     "bs4": "nbconvert",
+    "bleach": "nbconvert",
+    "tinycss2": "nbconvert",
 }
 # Compared with on a GPU machine where it is installed; nothing needs it.
 OPTIONAL = {"trl"}

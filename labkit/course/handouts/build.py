@@ -11,6 +11,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from labkit import machine
+from labkit.course.files import papermill_of, read_notebook, shown
 from labkit.course.handouts.bundle import INDEX, Entry, about, write_index, write_zip
 from labkit.course.handouts.cells import is_executed, title, without_dead_links
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
@@ -75,16 +76,14 @@ def make_handouts(
     Raises:
         HandoutError: A notebook fails when it runs, or cannot be made into a page; or something in ``out`` is in the way.
         SolutionLeakError: A student's file would hold a line of a solution.
+        NotebookError: A file is no notebook.
         ValueError: Two notebooks have the same name.
 
     It blocks for at most ``timeout_s`` plus 30 s per notebook to be run, and about 10 s per notebook and audience after that.
     Ranks: controller.
     """
     stems = [path.stem for path in notebooks]
-    if twice := sorted({stem for stem in stems if stems.count(stem) > 1}):
-        raise ValueError(f"there are several notebooks named {', '.join(twice)}; the handouts would overwrite each other.")
-    if Path(INDEX).stem in stems:
-        raise ValueError(f"a notebook named {Path(INDEX).stem} would become {INDEX}, the page that leads to all. Rename it.")
+    _require_names(stems)
     place = Place(out)
     place.require_apart(notebooks, AUDIENCES)
     read = _read(notebooks)
@@ -111,16 +110,29 @@ def make_handouts(
     )
 
 
+def _require_names(stems: Sequence[str]) -> None:
+    # Some file systems take names for the same that differ in case.
+    folded = [stem.casefold() for stem in stems]
+    if twice := sorted({shown(stem) for stem in stems if folded.count(stem.casefold()) > 1}):
+        raise ValueError(f"there are several notebooks named {', '.join(twice)}; the handouts would overwrite each other.")
+    if Path(INDEX).stem in folded:
+        raise ValueError(f"a notebook named {Path(INDEX).stem} would become {INDEX}, the page that leads to all. Rename it.")
+    if odd := [stem for stem in stems if not stem.isprintable()]:
+        raise HandoutError(f"{shown(odd[0])}: no page can link to a file with control characters in its name. Rename it.")
+
+
 def _zip_name(audience: Audience) -> str:
     return f"labkit-{audience}.zip"
 
 
 def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
-    read = {path: nbformat.read(path, as_version=4) for path in notebooks}
+    read = {path: read_notebook(path) for path in notebooks}
     for path, notebook in read.items():
         require_paired_markers(notebook, str(path))
-        if notebook.metadata.get("papermill", {}).get("exception"):
-            raise HandoutError(f"{path} is the copy of a run that failed. Run the notebook again, or give the notebook itself.")
+        if papermill_of(notebook).get("exception"):
+            raise HandoutError(
+                f"{shown(path)} is the copy of a run that failed. Run the notebook again, or give the notebook itself."
+            )
     return read
 
 
@@ -145,7 +157,7 @@ def _run(
     if failed := [result for result in results if not result.passed]:
         told = "\n".join(f"{result.notebook} {result.status}:\n{result.error}" for result in failed)
         raise HandoutError(f"{len(failed)} of {len(results)} notebooks did not run; no handouts were made.\n{told}")
-    return {result.notebook: nbformat.read(result.executed, as_version=4) for result in results}
+    return {result.notebook: read_notebook(result.executed) for result in results}
 
 
 def _build(

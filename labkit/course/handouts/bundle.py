@@ -8,10 +8,12 @@ import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from nbformat import NotebookNode
 
 from labkit.course.handouts.page import KINDS, Audience, embed_fonts, style
+from labkit.course.handouts.safe import POLICY
 
 INDEX = "index.html"
 # The oldest that a zip can hold: the same handouts give the same zip.
@@ -55,7 +57,7 @@ def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> P
     page = folder / INDEX
     head = f"<th scope=col>Notebook</th><th scope=col colspan={len(_FORMS)}>Files</th>"
     page.write_text(
-        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n{POLICY}\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{html.escape(heading)}</title>\n'
         f"<style>\n{embed_fonts(style('page.css'), html.unescape(shown))}\n</style>\n</head>\n"
         f'<body class="{audience}">\n<header class="running"><span>{KINDS[audience]}</span></header>\n<main>\n'
@@ -68,7 +70,7 @@ def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> P
 
 def _row(folder: Path, entry: Entry) -> str:
     links = [
-        f'<a href="{entry.stem}{ending}" aria-label="{word} {html.escape(entry.title, quote=True)}">{word}</a>'
+        f'<a href="{quote(entry.stem + ending)}" aria-label="{word} {html.escape(entry.title, quote=True)}">{word}</a>'
         f'<br><small style="white-space:nowrap">{ending[1:]}, {_size(folder / (entry.stem + ending))}</small>'
         for ending, word in _FORMS
         if (folder / (entry.stem + ending)).exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import nbformat
 from nbformat import NotebookNode
 
 import labkit
+from labkit.course.files import papermill_of
 
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -146,13 +148,14 @@ def note(after: NotebookNode, kind: str, source: str) -> NotebookNode:
 
 def parameters(notebook: NotebookNode) -> dict[str, Any]:
     """The parameters that the run was given beside the notebook's own; empty when papermill did not run it."""
-    return dict(notebook.metadata.get("papermill", {}).get("parameters", {}))
+    found = papermill_of(notebook).get("parameters")
+    return dict(found) if isinstance(found, dict) else {}
 
 
 def seconds(cells: Iterable[NotebookNode]) -> float | None:
     """The time that cells took in the run, in seconds; None where the run did not record it."""
-    durations = [cell.metadata.get("papermill", {}).get("duration") for cell in cells if cell.cell_type == "code"]
-    known = [float(duration) for duration in durations if duration is not None]
+    durations = [papermill_of(cell).get("duration") for cell in cells if cell.cell_type == "code"]
+    known = [float(duration) for duration in durations if isinstance(duration, int | float) and 0 <= duration < math.inf]
     return sum(known) if known else None
 
 

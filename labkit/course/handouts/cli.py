@@ -61,6 +61,8 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
             )
     except (LabkitError, ValueError) as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or out}: {error.strerror}. What was in {out} is as it was.") from None
     except KeyboardInterrupt:
         click.echo(f"No handouts were made. What was in {out} is as it was.", err=True)
         raise

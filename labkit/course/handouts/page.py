@@ -23,11 +23,13 @@ from traitlets.config import Config
 from labkit.course.handouts.cells import title
 from labkit.course.handouts.fonts import font_css
 from labkit.course.handouts.formulas import formula
+from labkit.course.handouts.safe import POLICY, picture_data, sanitized
 
 Audience = Literal["student", "instructor"]
 KINDS: Mapping[Audience, str] = {"student": "labkit course", "instructor": "labkit course, instructor's copy"}
 _TEMPLATES = Path(str(files("labkit.course.handouts").joinpath("templates")))
 _CODE_STYLE = "default"
+_SHOWN = ["text/html", "text/markdown", "image/svg+xml", "text/latex", "image/png", "image/jpeg", "text/plain"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,13 @@ def make_page(notebook: NotebookNode, audience: Audience) -> Page:
         HandoutError: A formula cannot be drawn.
     """
     heading = title(notebook)
-    handout = {"title": heading, "audience": audience, "kind": KINDS[audience], "css": _Fonts.PLACE + style("page.css")}
+    handout = {
+        "title": heading,
+        "audience": audience,
+        "kind": KINDS[audience],
+        "policy": POLICY,
+        "css": _Fonts.PLACE + style("page.css"),
+    }
     body, _ = _exporter().from_notebook_node(notebook, resources={"handout": handout})
     body = _with_contents(body)
     return Page(heading, audience, _Fonts.filled(body))
@@ -62,7 +70,9 @@ def style(name: str, **values: str) -> str:
     """A style sheet of this package, with the rules for code, and values filled in."""
     text = (_TEMPLATES / name).read_text(encoding="utf-8")
     for key, value in values.items():
-        text = text.replace(f"{{{{ {key} }}}}", value.replace("\\", "\\\\").replace('"', '\\"'))
+        # Every unusual character as an escape: "</style>" would end the style sheet.
+        written = re.sub(r"[^\w .,:]", lambda char: f"\\{ord(char[0]):x} ", value)
+        text = text.replace(f"{{{{ {key} }}}}", written)
     return text + (HtmlFormatter(style=_CODE_STYLE, nobackground=True).get_style_defs("pre") if name == "page.css" else "")
 
 
@@ -85,11 +95,16 @@ def embed_fonts(css: str, shown: str) -> str:
 @cache
 def _exporter() -> HTMLExporter:
     config = Config()
+    # Without scripts and widgets, which a page does not show: the next form of such an output is taken.
+    config.NbConvertBase.display_data_priority = _SHOWN
     config.TemplateExporter.extra_template_basedirs = [str(_TEMPLATES)]
     exporter = HTMLExporter(config=config, template_name="handout")
     exporter.register_filter("prose", prose)
+    exporter.register_filter("sanitized", sanitized)
+    exporter.register_filter("picture_data", picture_data)
     exporter.register_filter("highlighted", highlighted)
     exporter.register_filter("alternative", _alternative)
+    exporter.register_filter("width", _width)
     exporter.register_filter("in_base64", lambda text: base64.b64encode(text.encode()).decode())
     return exporter
 
@@ -108,8 +123,8 @@ def highlighted(source: str) -> str:
 class _Prose(IPythonRenderer):
     """Markdown whose formulas are pictures and whose links lead from page to page."""
 
-    def __init__(self) -> None:
-        super().__init__(escape=False, exclude_anchor_links=False)
+    def __init__(self, attachments: dict[str, Any]) -> None:
+        super().__init__(escape=False, exclude_anchor_links=False, attachments=attachments)
 
     def block_math(self, body: str) -> str:
         return formula(body, display=True)
@@ -134,18 +149,31 @@ class _Prose(IPythonRenderer):
             url = re.sub(r"\.ipynb(?=$|#)", ".html", url)
         return super().link(text, url, title)
 
+    def image(self, text: str, url: str, title: str | None = None) -> str:
+        if url.startswith("attachment:") and url.removeprefix("attachment:") not in self.attachments:
+            return f'<img alt="{html.escape(text, quote=True)}">'
+        return super().image(text, url, title)
 
-def prose(source: str) -> str:
-    """Markdown as HTML."""
-    return str(MarkdownWithMath(renderer=_Prose()).render(source))
+
+def prose(source: str, attachments: dict[str, Any] | None = None) -> str:
+    """Markdown as HTML, with the pictures that are attached to its cell; pictures that lie elsewhere are only named."""
+    return sanitized(str(MarkdownWithMath(renderer=_Prose(attachments or {})).render(source)))
 
 
 def _alternative(output: Any) -> str:
     """The alternative text of a picture: its own, else what it shows as text."""
     for mime in ("image/svg+xml", "image/png", "image/jpeg"):
-        if alt := (output.metadata.get(mime) or {}).get("alt"):
+        about = output.metadata.get(mime)
+        if isinstance(about, dict) and (alt := about.get("alt")):
             return html.escape(str(alt), quote=True)
     return html.escape(str(output.data.get("text/plain", "")), quote=True)
+
+
+def _width(output: Any) -> int:
+    """The width of a picture on the page; 0 where its output does not say."""
+    about = output.metadata.get("image/png")
+    width = about.get("width") if isinstance(about, dict) else None
+    return int(width) if isinstance(width, int | float) and 0 < width < 10_000 else 0
 
 
 def _with_contents(page: str) -> str:

@@ -39,8 +39,8 @@ class Place:
         if (out / LIST).exists():
             try:
                 listed = json.loads((out / LIST).read_text(encoding="utf-8"))["files"]
-                self.written = {str(name): str(hashed) for name, hashed in listed.items() if (out / name).is_file()}
-            except (ValueError, KeyError, AttributeError):
+                self.written = {str(name): str(hashed) for name, hashed in listed.items() if self._is_inside(str(name))}
+            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
                 raise HandoutError(f"{out / LIST} is no list of handouts. Choose another folder.") from None
 
     def require_apart(self, inputs: Sequence[Path], folders: Iterable[str]) -> None:
@@ -49,8 +49,8 @@ class Place:
         Raises:
             HandoutError: It names them.
         """
-        taken = [(self.out / folder).resolve() for folder in folders]
-        inside = [path for path in inputs if any(path.resolve().is_relative_to(folder) for folder in taken)]
+        taken = [self.out / folder for folder in folders]
+        inside = [path for path in inputs if any(_is_below(path, folder) for folder in taken)]
         if inside:
             names = ", ".join(map(str, inside))
             raise HandoutError(f"{names}: handouts go into this folder and could overwrite it. Choose another folder with --out.")
@@ -61,7 +61,7 @@ class Place:
         Raises:
             HandoutError: It names the files.
         """
-        foreign = {self.out / name: "" for name in names if (self.out / name).exists() and not self._is_own(name)}
+        foreign = {self.out / name: "" for name in names if os.path.lexists(self.out / name) and not self._is_own(name)}
         foreign |= {folder: "" for name in names for folder in _files_above(self.out, name)}
         if foreign:
             shown = "\n".join(f"    {path}" for path in foreign)
@@ -109,15 +109,28 @@ class Place:
             draft.write_text(json.dumps({"files": self.written}, indent=1), encoding="utf-8")
             os.replace(draft, self.out / LIST)
 
+    def _is_inside(self, name: str) -> bool:
+        """Whether a listed name is a file of this folder: a list may come from elsewhere, and a link may lead there."""
+        parts = Path(name).parts
+        above = [self.out.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
+        if Path(name).is_absolute() or ".." in parts or any(path.is_symlink() for path in above):
+            return False
+        return (self.out / name).is_file()
+
     def _is_own(self, name: str) -> bool:
         path = self.out / name
-        return name in self.written and path.is_file() and _hash(path) == self.written[name]
+        return name in self.written and path.is_file() and not path.is_symlink() and _hash(path) == self.written[name]
+
+
+def _is_below(path: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder, however the two are spelled."""
+    return folder.exists() and any(above.samefile(folder) for above in path.resolve().parents)
 
 
 def _files_above(out: Path, name: str) -> list[Path]:
     """What should be a folder on the way to a file and is none."""
     above = [out.joinpath(*Path(name).parts[:count]) for count in range(1, len(Path(name).parts))]
-    return [path for path in above if path.exists() and not path.is_dir()]
+    return [path for path in above if os.path.lexists(path) and not path.is_dir()]
 
 
 def _hash(path: Path) -> str:

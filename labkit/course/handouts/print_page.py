@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 
 from bs4 import BeautifulSoup, Tag
 
-from labkit.course.handouts.errors import HandoutError
+from labkit.course.handouts.chromium import print_pdf
 from labkit.course.handouts.page import KINDS, Page, embed_fonts, style
 
-PDF_TIMEOUT_S = 120
 # A page holds about 70 lines of output.
 _MAX_LINES, _FIRST_LINES, _LAST_LINES = 56, 30, 12
 _LONG_LINES = 45
@@ -56,23 +52,9 @@ def write_pdf(print_page: str, path: Path, chromium: str) -> None:
         chromium: Chromium's path.
 
     Raises:
-        HandoutError: Chromium fails or takes longer than PDF_TIMEOUT_S.
+        HandoutError: See `labkit.course.handouts.chromium.print_pdf`.
     """
-    with tempfile.TemporaryDirectory(prefix="labkit-print-", ignore_cleanup_errors=True) as folder:
-        source, target = Path(folder, "page.html"), Path(folder, "page.pdf")
-        source.write_text(print_page, encoding="utf-8")
-        command = [chromium, "--headless", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
-        command += ["--disable-component-update", "--disable-sync", f"--user-data-dir={folder}/profile", "--no-pdf-header-footer"]
-        command += ["--generate-pdf-document-outline", f"--print-to-pdf={target}", source.as_uri()]
-        if hasattr(os, "geteuid") and os.geteuid() == 0:
-            command.insert(1, "--no-sandbox")  # Chromium's sandbox refuses to run as root
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=PDF_TIMEOUT_S, check=False)
-        except subprocess.TimeoutExpired:
-            raise HandoutError(f"Chromium did not print {path.name} in {PDF_TIMEOUT_S} s.") from None
-        if done.returncode or not target.exists():
-            raise HandoutError(f"Chromium could not print {path.name} (exit code {done.returncode}):\n{done.stderr[-2000:]}")
-        path.write_bytes(target.read_bytes())
+    path.write_bytes(print_pdf(print_page, chromium, path.name))
 
 
 def _cut_long_outputs(main: Tag) -> None:
