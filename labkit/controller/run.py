@@ -149,7 +149,7 @@ class RunWait:
         self.run, self._pool = run, pool
         self._hears_from = run.started + deaf_s
         self._on_output, self._on_tick = on_output, on_tick
-        self.watch = Watch(pool, run.ranks, lambda: (set(run.results), set(run.failures)), on_hang)
+        self.watch = Watch(pool, run.ranks, lambda: (set(run.results), set(run.failures)), on_hang, timeout_s)
         self._limit = None if timeout_s is None else run.started + timeout_s
         self._grace_ends: float | None = None
         self._last_failure = 0.0

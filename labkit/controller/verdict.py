@@ -137,7 +137,9 @@ def _verdict_on_waiting(states: tuple[RankState, ...], waiting: list[RankState])
     if stalled and not may_come and (found := _deadlock(states, stalled)):
         return found
     first = waiting[0].collective
-    if first is not None and all(state.state == "waiting" and is_in(state, first) for state in members(states, waiting[0])):
+    together = members(states, waiting[0])
+    at_work = [state for state in states if state.state in ("waiting", "working", "native", "silent")]
+    if first is not None and at_work == together and all(state.state == "waiting" and is_in(state, first) for state in together):
         return "same collective", f"{_who(waiting)} {_is(waiting)} all in {waiting[0].call} at {_places(waiting)}.", False
     return "running", f"{'; '.join(_parts({state.rank: _doing(state) for state in states}))}.", False
 

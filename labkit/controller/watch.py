@@ -16,6 +16,8 @@ from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
 # A cell that lasts this long is looked at once a second; two looks in a row that find the same hang show it.
 FIRST_LOOK_S = 2.0
 LOOK_EVERY_S = 1.0
+# The answers to a look that the last one is compared with have this long to arrive.
+EARLY_S = 0.2
 # A control thread answers within milliseconds unless native code holds Python's lock.
 ANSWER_S = 0.5
 
@@ -43,6 +45,7 @@ class Watch:
         ranks: The ranks of the run.
         ended: Gives the ranks that have ended the run, and of these the ones that failed.
         on_hang: Called once for each hang that is found.
+        limit_s: The run's time limit; when it passes there has to be an earlier look to compare with.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Watch:
         ranks: tuple[int, ...],
         ended: Callable[[], tuple[set[int], set[int]]],
         on_hang: Callable[[Diagnosis], None],
+        limit_s: float | None = None,
     ) -> None:
         self._pool, self._ranks, self._ended, self._on_hang = pool, ranks, ended, on_hang
         self._number = 0
@@ -60,7 +64,7 @@ class Watch:
         self._before: dict[int, RankReport] = {}
         self._before_at = 0.0
         self._reports: dict[int, RankReport] = {}
-        self._next_look = FIRST_LOOK_S
+        self._next_look = FIRST_LOOK_S if limit_s is None else min(FIRST_LOOK_S, max(0.0, limit_s - APART_S - EARLY_S))
         self._suspected = self._shown = ""
         self._ended_then: tuple[set[int], set[int]] = (set(), set())
         self.latest: Diagnosis | None = None

@@ -247,6 +247,14 @@ def test_p1_one_look_says_where_the_ranks_are_and_blames_none(moment: str) -> No
         assert "rank 0 in " in found.verdict
 
 
+def test_p1_ranks_of_two_groups_are_not_all_in_the_collective_of_one() -> None:
+    pair = {rank: waits(5, 4, "all_reduce", "1") for rank in (0, 1)}
+    for other in (waits(6, 3, "all_reduce", "2"), computes(6)):
+        found = judge(range(3), range(3), (), (), (), {}, {**pair, 2: other}, 0.0)
+        assert (found.kind, found.hangs) == ("running", False)
+        assert "ranks 0-1 in all_reduce #4 at Cell In[7], line 5; rank 2 " in found.verdict
+
+
 def test_p1_two_looks_at_one_moment_prove_nothing() -> None:
     reports = ONCE["one rank ahead"]
     assert judge((0, 1), (0, 1), (), (), (), reports, reports, 0.1).kind == "running"
