@@ -63,6 +63,7 @@ class DcpWriter:
     def _value(self, value: OutValue, reader: Reader) -> io.BytesIO:
         entry = value.entry
         if value.key not in self.plain and entry is not None and entry.length:
+            reader.check_value(entry)  # DCP runs whatever it names: that is not handed on
             data = bytearray(entry.length)
             got = read_into(reader.open(entry.file).fileno(), memoryview(data), entry.start)
             if got != entry.length:

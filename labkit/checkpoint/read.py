@@ -138,6 +138,11 @@ class Reader:
             return entry.inline, ()
         return self._archive(entry.file, entry.start, entry.length).load("opaque")
 
+    def check_value(self, entry: ValueEntry) -> None:
+        """Raise :class:`UnsafeCheckpointError` where a value's pickle names something outside the allow-list."""
+        if entry.length:
+            self._archive(entry.file, entry.start, entry.length).load()
+
     def _unknown(self, key: str, names: Iterable[str], others: Iterable[str], method: str) -> FQNMismatchError:
         close = get_close_matches(key, names, n=3)
         advice = f"Read it with {method}." if key in others else "Checkpoint.tensors and Checkpoint.values list what there is."
