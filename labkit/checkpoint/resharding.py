@@ -80,8 +80,8 @@ def reshard(
         rules: What other axes shard. A dim that a data axis and an inner axis both shard is cut by the inner axis first, as
             FSDP2 over tensor parallelism does it.
         workers: Files that are written at the same time.
-        despite: As for :func:`labkit.checkpoint.migrate`. Values are copied without being rebuilt, so ``unsafe`` lets what torch
-            would run through into the copy.
+        despite: As for :func:`labkit.checkpoint.migrate`. ``unsafe`` does not help here: a value that torch would run is never
+            copied, and only ``migrate`` can leave it out.
         for_torch: As for :func:`labkit.checkpoint.migrate`.
 
     Raises:
