@@ -210,10 +210,11 @@ def _report(results: list[NotebookResult]) -> None:
 
     for result in results:
         if result.error:
-            lines = result.error.splitlines()
+            # The first line names the cell; an error's reason is at its end.
+            first, *lines = result.error.splitlines()
             cut = [f"... {len(lines) - _ERROR_LINES} lines, all in the executed copy"] if len(lines) > _ERROR_LINES else []
             copy = f"-> {shown(result.executed)}\n" if result.executed.exists() else ""
-            click.echo("\n".join([f"\n{shown(result.notebook)}: {result.status}", *cut, *lines[-_ERROR_LINES:], copy]))
+            click.echo("\n".join([f"\n{shown(result.notebook)}: {result.status}", first, *cut, *lines[-_ERROR_LINES:], copy]))
 
 
 @main.command()
