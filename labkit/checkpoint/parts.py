@@ -16,14 +16,15 @@ are to each other, :mod:`labkit.checkpoint.rank_files` decides.
 from __future__ import annotations
 
 import re
-import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from labkit.checkpoint.archive import TorchArchive
 from labkit.checkpoint.errors import (
     AmbiguousCheckpointError,
+    CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -156,10 +157,11 @@ def format_of(file: Path) -> Format | None:
 
 def _is_torch_archive(file: Path) -> bool:
     try:
-        with zipfile.ZipFile(file) as archive:
-            return any(name.endswith("/data.pkl") and name.count("/") == 1 for name in archive.namelist())
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        with open_regular(file) as data:
+            TorchArchive(data, file, 0, file.stat().st_size)
+    except CheckpointError:
         return False
+    return True
 
 
 def by_number(names: Sequence[str]) -> list[str]:

@@ -69,7 +69,7 @@ def assert_refused(place: Path, monkeypatch: pytest.MonkeyPatch, *commands: Sequ
         result = CliRunner().invoke(main, ["checkpoint", *map(str, command)])
         assert isinstance(result.exception, SystemExit), (command, result.exc_info, result.output)
         assert result.exit_code in ((1, 2) if code is None else (code,)), (command, result.output)
-        assert len(result.output.splitlines()) == 1 or "Usage: " in result.output or "does not fit:" in result.output, result.output
+        assert len(result.output.splitlines()) == 1 or "Usage: " in result.output or "\n  - " in result.output, result.output
         assert "Error: " in result.output
         assert "Traceback" not in result.output
         assert contents(place) == before, command
