@@ -90,6 +90,14 @@ def reshard_once(rank: int, source_path: str, destination: str) -> int:
     return reshard(source_path, destination, 8).num_files
 
 
+def changed_at(folder: Path) -> int:
+    """When a folder's entries changed last; 0 where it is not there."""
+    try:
+        return folder.stat().st_ctime_ns
+    except FileNotFoundError:
+        return 0
+
+
 @pytest.mark.parametrize("kills", KILLS)
 @pytest.mark.parametrize("work", [migrate_once, reshard_once])
 def test_a_killed_migration_leaves_nothing_or_everything_and_a_rerun_finishes(
@@ -97,16 +105,22 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_a_rerun_finishes(
 ) -> None:
     tensors = source(tmp_path / "source")
     digests = {path.name: manifest.hash_file(path) for path in (tmp_path / "source").iterdir()}
-    draw, destination = random.Random(kills), tmp_path / "destination"
+    draw, destination, partial = random.Random(kills), tmp_path / "destination", tmp_path / "destination.partial"
+    caught = 0
     for _ in range(kills):
+        before, deadline = changed_at(partial), time.monotonic() + 60
         run = launcher.start(work, 1, tmp_path, str(tmp_path / "source"), str(destination))
-        pause, began = draw.random() * 0.25, time.monotonic()
+        while changed_at(partial) == before and run.alive() and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        pause, began = draw.random() * 0.15, time.monotonic()
         while run.alive() and time.monotonic() - began < pause:
             time.sleep(0.001)
         run.kill()
+        caught += partial.exists()
         if destination.exists():
             assert verify(destination, against=tmp_path / "source").findings == []
             shutil.rmtree(destination)
+    assert caught or kills < 10  # a few may all come too late
     if not destination.exists():
         launcher.run(work, 1, tmp_path, str(tmp_path / "source"), str(destination))
     with Reader(open_checkpoint(destination)) as reader:
