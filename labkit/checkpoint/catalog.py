@@ -8,9 +8,23 @@ from pathlib import Path
 
 from labkit.checkpoint import manifest, sections
 from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
-from labkit.checkpoint.errors import CheckpointFormatError, CheckpointNotFoundError, IncompleteCheckpointError
+from labkit.checkpoint.errors import (
+    AmbiguousCheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    IncompleteCheckpointError,
+)
 from labkit.checkpoint.model import Checkpoint, ChunkTable, tie
-from labkit.checkpoint.parts import INDEX_SUFFIX, format_of, is_pattern, listed_in, matching_files, only_part, parts_of
+from labkit.checkpoint.parts import (
+    INDEX_SUFFIX,
+    check_numbered,
+    format_of,
+    is_pattern,
+    listed_in,
+    matching_files,
+    only_part,
+    parts_of,
+)
 from labkit.checkpoint.plain_files import open_regular, refuse_special
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import read_safetensors
@@ -99,6 +113,7 @@ def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
         return read_dcp(path.parent, unknown=unknown)
     if path.name.endswith(INDEX_SUFFIX):
         listed = listed_in(path) or []
+        check_numbered(path.parent, listed)
         if listed and not all(name.endswith(".safetensors") for name in listed):
             return read_torch(path, path.parent, indexed_files(path), unknown=unknown)
         return read_safetensors(path)
@@ -146,13 +161,17 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     """
     whole = Checkpoint(path=root, root=root, kind="parts")
     for name, relative in parts:
-        part = open_checkpoint(root / relative, unknown=unknown)
+        try:
+            part = open_checkpoint(root / relative, unknown=unknown)
+        except AmbiguousCheckpointError as error:
+            raise error.seen_from(root) from None
         if not part.root.resolve().is_relative_to(root.resolve()):
             raise CheckpointFormatError(root, f"the part {relative} lies elsewhere. Name the directory that holds all parts.")
         _add_part(whole, name, part)
     sections.classify(whole)
-    named = {Path(relative).parts[0] for _, relative in parts if relative}
-    left = [part.text for part in parts_of(root) if part.name not in named and not named & set(part.files)]
+    read = set(whole.files)
+    folders = {name.partition("/")[0] for name in read if "/" in name}
+    left = [part.text for part in parts_of(root) if part.name not in read | folders and not read & set(part.files)]
     whole.notes += [f"left out, since no --part names it: {text}" for text in left]
     return whole
 

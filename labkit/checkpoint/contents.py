@@ -25,6 +25,7 @@ from labkit.checkpoint.pickle_records import QUANTIZED
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import is_moment_piece
 from labkit.checkpoint.sources import EntrySource, Source
+from labkit.checkpoint.values import digest
 from labkit.checkpoint.wording import counted, listed
 from labkit.ranks import format_ranks
 
@@ -176,6 +177,7 @@ def _ranked(path: Path_, rank: int) -> Path_:
 def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) -> set[str]:
     roots: set[str] = set()
     differing: list[str] = []
+    _refuse_unplaced_shards(checkpoint)
     with Reader(checkpoint, checksums=True) as reader:
         for entry in checkpoint.tensors.values():
             if entry.replicas and not is_moment_piece(entry) and not copies_agree(reader, entry):
@@ -201,6 +203,27 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
     return roots
 
 
+def _refuse_unplaced_shards(checkpoint: Checkpoint) -> None:
+    """Raise :class:`RankDivergenceError` for tensors that have another shape in each rank's file, and so are no copies."""
+    problems = []
+    for entry in checkpoint.tensors.values():
+        if entry.section == "other" or is_moment_piece(entry) or len(entry.chunks) != 1:
+            continue
+        for table in entry.replicas:
+            if len(table) == 1 and tuple(table[0].sizes) != entry.chunks[0].sizes:
+                shapes = ["x".join(map(str, one.sizes)) for one in (entry.chunks[0], table[0])]
+                files = entry.chunks.files[0], table.files[0]
+                problems.append(f"{entry.key} is {shapes[0]} in {files[0]} and {shapes[1]} in {files[1]}")
+                break
+    if problems:
+        raise RankDivergenceError(
+            checkpoint.path,
+            problems,
+            advice="They are shards of one tensor, or of several, and no file says where they lie in it, as DTensors would. "
+            "labkit does not put them together: save them as DTensors, or join them in the program that cut them.",
+        )
+
+
 def _camps(checkpoint: Checkpoint, reader: Reader, entry: TensorEntry) -> str:
     """Return which file differs from the first, in words."""
     other = next(
@@ -221,11 +244,11 @@ def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
     return True
 
 
-def _comparable(value: Any) -> str:
+def _comparable(value: Any) -> bytes:
     try:
-        return repr(safe_pickle.plain(value, "a value"))
-    except CheckpointError:
-        return repr(value)
+        return digest(safe_pickle.plain(value, "a value"))
+    except (CheckpointError, TypeError, LookupError):  # what no save would write, such as a date in a file of another making
+        return repr(value).encode()
 
 
 def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: str) -> Mapping[str, Any]:

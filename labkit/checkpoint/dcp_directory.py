@@ -27,6 +27,7 @@ from labkit.checkpoint.dcp_writer import DCP_VERSION, write_item, write_metadata
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.manifest import FileSum
+from labkit.checkpoint.model import IntKey, Path_
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.torch_writer import write_tensor
 from labkit.checkpoint.writers import OutFile, Reserve, Ties, Written
@@ -78,8 +79,8 @@ class DcpWriter:
         paths: dict[str, tuple[str | int, ...]] = {}
         tensors = {piece.tensor.key: piece.tensor for file in self.files for piece in file.pieces}
         for file in self.files:
-            paths |= {value.key: value.path for value in file.values}
-            paths |= {piece.tensor.key: piece.tensor.path for piece in file.pieces}
+            paths |= {value.key: _as_torch_flattens(value.path) for value in file.values}
+            paths |= {piece.tensor.key: _as_torch_flattens(piece.tensor.path) for piece in file.pieces}
             for key, offsets, sizes, start, length in done[file.name].items:
                 info = _StorageInfo(file.name, start, length)
                 if offsets is None:
@@ -97,9 +98,14 @@ class DcpWriter:
             made = described[owner]
             assert isinstance(made, TensorStorageMetadata)
             described[key] = replace(made, chunks=list(made.chunks))
-            paths[key] = tensor.path
+            paths[key] = _as_torch_flattens(tensor.path)
             for number, chunk in enumerate(made.chunks):
                 storage[MetadataIndex(key, chunk.offsets, number)] = storage[MetadataIndex(owner, chunk.offsets)]
         metadata = Metadata(dict(described), planner_data=paths, storage_data=storage, version=DCP_VERSION)
         metadata.storage_meta = StorageMeta()
         return {METADATA_FILE: write_metadata(folder, metadata, self.fields)}
+
+
+def _as_torch_flattens(path: Path_) -> Path_:
+    """Return a path as DCP notes it: keys of dicts are text, positions in lists are ints."""
+    return tuple(str(step) if isinstance(step, IntKey) else step for step in path)

@@ -35,7 +35,7 @@ def map_state_names(contents: Contents, change: Callable[[str], str]) -> None:
 
     def moved(path: Path_) -> Path_:
         split = split_state(path)
-        return path if split is None else (*split[0], change(split[1]), split[2])
+        return path if split is None or change(split[1]) == split[1] else (*split[0], change(split[1]), split[2])
 
     contents.tensors = [replace(t, path=moved(t.path)) if t.section == "optimizer" else t for t in contents.tensors]
     contents.values = [replace(v, path=moved(v.path)) if v.section == "optimizer" else v for v in contents.values]

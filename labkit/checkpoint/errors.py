@@ -54,12 +54,18 @@ class AmbiguousCheckpointError(CheckpointFormatError):
     """
 
     def __init__(self, path: object, reason: str, readings: Sequence[str], *, advice: str) -> None:
-        self.readings = tuple(readings)
+        self.readings, self.advice = tuple(readings), advice
         super().__init__(path, reason)
         self.args = ("\n".join(map(printable, [f"{path}: {reason}.", *(f"  - {reading}" for reading in readings), advice])),)
 
     def __str__(self) -> str:
         return Exception.__str__(self)
+
+    def seen_from(self, root: object) -> AmbiguousCheckpointError:
+        """Return the same error with paths relative to a directory, as an option that names parts of it takes them."""
+        here = f"{root}/"
+        readings = [reading.replace(here, "") for reading in self.readings]
+        return AmbiguousCheckpointError(self.path, self.reason, readings, advice=self.advice.replace(here, ""))
 
 
 class UnsafeCheckpointError(CheckpointFormatError):

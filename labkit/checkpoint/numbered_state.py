@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, read_values
 from labkit.checkpoint.coverage import coverage
@@ -12,10 +13,10 @@ from labkit.checkpoint.entry_names import DROP_ADVICE, is_group_parameters, map_
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.flat import ParameterList, Stretch, units_of
 from labkit.checkpoint.model import Chunk, ChunkTable, TensorEntry
-from labkit.checkpoint.names import canonical_fqn
+from labkit.checkpoint.names import canonical_fqn, canonical_names, match_names
 from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order, with_units_of
 from labkit.checkpoint.rank_shares import moment_shares
-from labkit.checkpoint.sections import is_moment_piece, name_in
+from labkit.checkpoint.sections import is_moment_piece, name_in, parameters_of_group
 from labkit.checkpoint.sources import EntrySource, FlatSource
 from labkit.checkpoint.wording import counted
 
@@ -45,7 +46,8 @@ def name_numbers(
     numbering = _numbering(contents, [ids[item.key] for item in numbered], parameters, where)
     if order is not None and parameters is not None:
         numbering = with_units_of(numbering, order, parameters, int(contents.checkpoint.metadata.get("ranks", 1)))
-    meaning = _meaning(contents, numbering, parameters, order)
+    own = _own_names(contents, numbered, ids, parameters)
+    meaning = _meaning(contents, numbering, parameters, order, own)
     if meaning.units:
         held = {number: numbering.units[unit] for number, unit in meaning.units.items()}
         members = {number: [stretch.name for stretch in stretches] for number, stretches in held.items()}
@@ -60,9 +62,45 @@ def name_numbers(
         if item.key in keys:
             listed = [name for number in ids[item.key] for name in members[number]]
             contents.values[index] = OutValue(item.path, item.section, listed)
+            beside = next((at for at, other in enumerate(contents.values) if other.path == (*item.path[:-1], "param_names")), None)
+            if beside is not None:
+                contents.values[beside] = OutValue(contents.values[beside].path, item.section, listed)
     if parameters is not None:
         _join_pieces(contents, parameters)
         _check_moments(contents, parameters)
+
+
+def _own_names(
+    contents: Contents, groups: Sequence[OutValue], ids: Mapping[str, Any], parameters: ParameterList | None
+) -> dict[int, str] | None:
+    """Return the names that the optimizer itself has noted beside its numbers (``param_names``), where it was made with names."""
+    lists = {item.path[:-1]: item for item in contents.values if item.section == "optimizer" and item.path[-1] == "param_names"}
+    beside = [lists.get(group.path[:-1]) for group in groups]
+    found = [item for item in beside if item is not None]
+    if len(found) < len(groups):
+        return None
+    values = read_values(contents, found, drop_advice=DROP_ADVICE)
+    raw: dict[int, str] = {}
+    for group, item in zip(groups, found, strict=True):
+        names = parameters_of_group(values[item.key], f"{contents.checkpoint.path}: {item.key}")
+        if len(names) != len(ids[group.key]) or not all(isinstance(name, str) for name in names):
+            raise FQNMismatchError(
+                contents.checkpoint.path,
+                problems=[f"{item.key} does not name each of the parameters that {group.key} numbers"],
+                advice=f"Leave it out with drop=[...] (--drop), and name them otherwise. {ORDER_ADVICE}",
+            )
+        raw |= dict(zip(ids[group.key], map(str, names), strict=True))
+    clean = canonical_names(raw.values(), contents.checkpoint.path)
+    if parameters is not None:
+        clean |= match_names(raw.values(), parameters.shapes)
+        strange = [name for name in clean.values() if name not in parameters.shapes and name not in parameters.tied]
+        if strange:
+            raise FQNMismatchError(
+                contents.checkpoint.path,
+                unexpected=[f"the optimizer's parameter {name}" for name in strange],
+                advice="Name its model.",
+            )
+    return {number: clean[name] for number, name in raw.items()}
 
 
 def _refuse_shares(contents: Contents) -> None:
@@ -117,9 +155,27 @@ def _numbering(
     return Numbering(checkpoint.path, groups, lengths, names, where, padded)
 
 
-def _meaning(contents: Contents, numbering: Numbering, parameters: ParameterList | None, order: Sequence[str] | None) -> Meaning:
-    if order is not None:
-        return by_order(numbering, order, parameters)
+def _meaning(
+    contents: Contents,
+    numbering: Numbering,
+    parameters: ParameterList | None,
+    order: Sequence[str] | None,
+    own: Mapping[int, str] | None,
+) -> Meaning:
+    told = by_order(numbering, order, parameters) if order is not None else None
+    if own is not None:
+        against = [] if told is None else [n for n, name in told.parameters.items() if own[n] != name]
+        if told is not None and (against or told.units):
+            raise FQNMismatchError(
+                numbering.path,
+                problems=[
+                    f"order names {told.parameters.get(n)} where the optimizer itself has noted {own[n]}" for n in against[:8]
+                ],
+                advice="The optimizer's own names (param_names) are right: leave the order out.",
+            )
+        return Meaning(parameters=own)
+    if told is not None:
+        return told
     if parameters is None:
         raise FQNMismatchError(
             numbering.path,

@@ -38,7 +38,7 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 Format = Literal["dcp", "torch", "safetensors", "directory"]
 
 _WHAT = {"dcp": "DCP", "torch": "torch.save", "safetensors": "safetensors", "directory": "a directory with a checkpoint"}
-_NUMBERED = re.compile(r"-([0-9]{5})-of-([0-9]{5})\.")
+_NUMBERED = re.compile(r"-([0-9]+)-of-([0-9]+)\b")
 _PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
 
 
@@ -181,11 +181,13 @@ def only_part(root: Path) -> Part:
     if not parts:
         raise CheckpointNotFoundError(root, "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors)")
     if len(parts) == 1 and parts[0].format != "directory":
-        if not parts[0].name.endswith(INDEX_SUFFIX):
-            _check_numbered(root, parts[0].files)
+        check_numbered(root, parts[0].files)
         return parts[0]
     here = any(part.format != "directory" for part in parts)
     number = counted(len(parts), "checkpoint")
+    folders = [part.name for part in parts if part.format == "directory"]
+    alike = len(folders) > 1 and len({re.sub("[0-9]+", "", name) for name in folders}) == 1
+    pattern = root / _pattern_of(folders).replace("*", "{rank}", 1) / "FILE" if alike else None
     raise AmbiguousCheckpointError(
         root,
         f"it holds {number}, and labkit does not guess which you mean"
@@ -193,17 +195,18 @@ def only_part(root: Path) -> Part:
         else f"it holds none itself, and {number} in folders",
         [part.text for part in parts[:20]],
         advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them "
-        "together: --part NAME=PART reads a part under that name, and may be repeated.",
+        "together: --part NAME=PART reads a part under that name, and may be repeated."
+        + (f" If each folder is that of a rank, write {pattern}." if pattern is not None else ""),
     )
 
 
-def _check_numbered(root: Path, names: Sequence[str]) -> None:
+def check_numbered(root: Path, names: Sequence[str]) -> None:
     """Raise :class:`IncompleteCheckpointError` where files that are numbered in Hugging Face's form are not all there."""
     found = [match for name in names if (match := _NUMBERED.search(name)) is not None]
     numbers = {int(match[1]) for match in found}
     missing = sorted(set(range(1, max((int(match[2]) for match in found), default=0) + 1)) - numbers)
     if missing:
-        example = _NUMBERED.sub(f"-{missing[0]:05d}-of-{found[0][2]}.", names[0])
+        example = _NUMBERED.sub(f"-{missing[0]:0{len(found[0][1])}d}-of-{found[0][2]}", names[0])
         raise IncompleteCheckpointError(
             root,
             f"its files are numbered to {int(found[0][2])}, and {counted(len(missing), 'file')} of them is missing: {example}"

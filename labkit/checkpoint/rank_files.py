@@ -6,8 +6,9 @@
 | no tensor is in two files, and values that are in several are equal | parts of one state |
 | each holds tensors that say which rank wrote them (DTensor, ShardedTensor), all differ, and so do the names in that number alone \
 | the files of the ranks that they say |
-| weights that are in several files are equal, so are the optimizer's settings and step counts, and the names differ in one number \
-| the files of the ranks that this number says |
+| weights that are in several files are equal, so are the optimizer's settings and step counts, the numbers at the top level are \
+equal or the rank, and the names differ in one number, by which no more ranks are missing than there are | the files of the ranks \
+that this number says |
 | anything else: two numbers differ, weights differ, only random states or the like are in common | not decided: ask |
 
 Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights say that the files are of one
@@ -31,6 +32,7 @@ from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry
 from labkit.checkpoint.plain_files import open_regular
 from labkit.checkpoint.sections import classify
+from labkit.checkpoint.values import digest
 from labkit.checkpoint.wording import listed
 
 _NUMBER = re.compile(r"[0-9]+")
@@ -138,10 +140,13 @@ def _by_equal_weights(files: Sequence[RankFile], root: Path) -> dict[str, int]:
         raise _undecided(files, root, f"their names differ in {len(differing)} numbers")
     if max(differing[0]) >= MOST_RANKS:
         raise _undecided(files, root, f"{max(differing[0])} is too large for a rank")
-    why = _different_moments(files, root)
+    if max(differing[0]) + 1 > 2 * len(files):
+        raise _undecided(files, root, f"as ranks, most of those up to {max(differing[0])} would be missing")
+    numbers = {file.name: number for file, number in zip(files, differing[0], strict=True)}
+    why = _different_moments(files, root, numbers)
     if why:
         raise _undecided(files, root, why)
-    return {file.name: number for file, number in zip(files, differing[0], strict=True)}
+    return numbers
 
 
 def _columns(files: Sequence[RankFile]) -> list[list[int]]:
@@ -149,8 +154,14 @@ def _columns(files: Sequence[RankFile]) -> list[list[int]]:
     return [list(column) for column in zip(*([int(n) for n in _NUMBER.findall(file.name)] for file in files), strict=True)]
 
 
-def _different_moments(files: Sequence[RankFile], root: Path) -> str:
-    """Return why the files may be of different moments of a training; nothing where they are of one."""
+def _different_moments(files: Sequence[RankFile], root: Path, numbers: Mapping[str, int]) -> str:
+    """Return why the files may be of different moments of a training; nothing where they are of one.
+
+    Args:
+        files: The files.
+        root: Their directory.
+        numbers: File name to the number that may be its rank.
+    """
     sections = _sections(files[0], root)
     counts = {key for key, found in files[0].tensors.items() if sections[key] == "optimizer" and not found.shape}
     weights = {key for key in files[0].tensors if sections[key] == "model"}
@@ -163,6 +174,14 @@ def _different_moments(files: Sequence[RankFile], root: Path) -> str:
             key
             for key in file.values.keys() & files[0].values.keys()
             if sections[key] == "optimizer" and not _same_value(files[0].values[key][1], file.values[key][1])
+        ]
+        differing += [
+            key
+            for key, (path, value) in file.values.items()
+            if len(path) == 1
+            and isinstance(value, int | float)
+            and (first_value := files[0].values.get(key, (path, value))[1]) != value
+            and (first_value, value) != (numbers[files[0].name], numbers[file.name])
         ]
         if differing:
             return f"{differing[0]} differs between {files[0].name} and {file.name}"
@@ -199,8 +218,8 @@ def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
 
 def _same_value(left: Any, right: Any) -> bool:
     try:
-        return repr(safe_pickle.plain(left, "a value")) == repr(safe_pickle.plain(right, "a value"))
-    except CheckpointError:
+        return digest(safe_pickle.plain(left, "a value")) == digest(safe_pickle.plain(right, "a value"))
+    except (CheckpointError, TypeError, LookupError):
         return repr(left) == repr(right)
 
 

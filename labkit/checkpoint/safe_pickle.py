@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError, UnsupportedTensorError
+from labkit.checkpoint.model import IntKey
 from labkit.checkpoint.pickle_budget import FREE_UNITS, UNITS_PER_BYTE
 from labkit.checkpoint.pickle_records import Class, Record, TensorRef, UnsupportedTensor, is_tensor
 from labkit.checkpoint.safe_machine import NumpyArray, NumpyScalar, SafeMachine, encode
@@ -223,7 +224,7 @@ class Walk:
                 yield prefix, item
 
     def _key(self, key: Any) -> str | int:
-        found = key if isinstance(key, int) else str(key)
+        found = IntKey(key) if type(key) is int else str(key)
         self._charge((found,), 1)
         return found
 

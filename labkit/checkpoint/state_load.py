@@ -33,13 +33,13 @@ def nest(leaves: Mapping[Path_, Any], source: object) -> Any:
         return leaves[()]
     _refuse_gaps(leaves, source)
     ordered = leaves.get((ORDER,), {})
-    root: Any = [] if any(isinstance(path[0], int) for path in leaves) else {}
+    root: Any = [] if any(type(path[0]) is int for path in leaves) else {}
     for path, value in leaves.items():
         if path == (ORDER,):
             continue
         here: Any = root
         for index, step in enumerate(path[:-1]):
-            follower: Any = [] if isinstance(path[index + 1], int) else {}
+            follower: Any = [] if type(path[index + 1]) is int else {}
             here = _step_into(here, step, follower)
         _set(here, path[-1], value)
     for path in sorted(ordered, key=len, reverse=True):
@@ -55,7 +55,7 @@ def _refuse_gaps(leaves: Mapping[Path_, Any], source: object) -> None:
     positions: dict[Path_, set[int]] = {}
     for path in leaves:
         for index, step in enumerate(path):
-            if isinstance(step, int):
+            if type(step) is int:
                 positions.setdefault(path[:index], set()).add(step)
     problems = [
         f"{flat_key(path) or 'the state'} is numbered {', '.join(map(str, sorted(found)[:4]))}, which is no list"
@@ -76,13 +76,13 @@ def _step_into(here: Any, step: Any, follower: Any) -> Any:
     if isinstance(here, list):
         _set(here, step, here[step] if step < len(here) and here[step] is not None else follower)
         return here[step]
-    return here.setdefault(step, follower)
+    return here.setdefault(int(step) if isinstance(step, int) else step, follower)
 
 
 def _set(here: Any, step: Any, value: Any) -> None:
     if isinstance(here, list):
         here.extend([None] * (step + 1 - len(here)))
-    here[step] = value
+    here[int(step) if isinstance(step, int) else step] = value
 
 
 def key_of(container: Any, step: str | int) -> Any:

@@ -136,17 +136,17 @@ def _write(
 
 
 def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
-    """Nested dicts and lists from leaves by path.
+    """Return nested dicts and lists from leaves by path.
 
-    Integers are list positions, except right below an optimizer's ``state``, where they are parameter numbers. Digits there
-    that DCP turned into text become numbers again: ``load_state_dict`` takes text without a word and restores nothing.
+    An int is a position in a list and an :class:`IntKey` a key of a dict. Digits right below an optimizer's ``state`` are parameter
+    numbers, also where DCP turned them into text: ``load_state_dict`` takes text without a word and restores nothing.
     """
-    root: dict[Any, Any] = {}
+    root: Any = [] if any(type(path[0]) is int for path in leaves) else {}
     for path, value in leaves.items():
         here: Any = root
         for index, step in enumerate(path):
             numbered = index > 0 and path[index - 1] == "state" and str(step).isdigit()
-            key = int(step) if numbered else step
+            key = int(step) if numbered or isinstance(step, int) else step
             last = index == len(path) - 1
             follower: Any = None if last else _container(path, index + 1)
             if isinstance(here, list):
@@ -162,4 +162,4 @@ def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
 
 
 def _container(path: tuple[str | int, ...], index: int) -> Any:
-    return [] if isinstance(path[index], int) and path[index - 1] != "state" else {}
+    return [] if type(path[index]) is int and path[index - 1] != "state" else {}

@@ -125,14 +125,18 @@ def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
     found = {nest: _canonical_in(contents, names, parameters, nest) for nest, names in nests.items()}
     for index, item in enumerate(contents.tensors):
         if item.section == "model":
-            nest = nest_of(item.path)
-            contents.tensors[index] = replace(item, path=(*nest, found[nest][name_in(item.path)]))
+            contents.tensors[index] = _renamed(item, found[nest_of(item.path)][name_in(item.path)])
     states = [split[1] for item in contents.items if item.section == "optimizer" and (split := split_state(item.path)) is not None]
     states += group_names(contents)
     named = [name for name in dict.fromkeys(states) if not name.isdigit()]
     names = _canonical_in(contents, named, parameters, ("optimizer",))
     map_state_names(contents, lambda name: names.get(name, name))
     map_group_names(contents, lambda name: names.get(name, name))
+
+
+def _renamed(item: OutTensor, name: str) -> OutTensor:
+    """Return a tensor of the model under another name. Under the same one it stays where it was, in lists and dicts of its own."""
+    return item if name == name_in(item.path) else replace(item, path=(*nest_of(item.path), name))
 
 
 def _canonical_in(contents: Contents, names: Sequence[str], parameters: ParameterList | None, nest: Nest) -> dict[str, str]:
@@ -230,7 +234,7 @@ def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
 
     for index, item in enumerate(contents.tensors):
         if item.section == "model":
-            contents.tensors[index] = replace(item, path=(*nest_of(item.path), change(name_in(item.path))))
+            contents.tensors[index] = _renamed(item, change(name_in(item.path)))
     map_state_names(contents, change)
     map_group_names(contents, change)
     contents.tensors = [item for item in contents.tensors if not _dropped(item)]

@@ -98,7 +98,7 @@ def open_source(path: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -
         unknown: Unknown = "opaque" if gate.allows("unsafe") else "refuse"
         return open_parts(path, parts, unknown=unknown) if parts else open_checkpoint(path, unknown=unknown)
     except UnsafeCheckpointError as error:
-        advice = "To go on, with what asks for it left out or unread, pass despite=['unsafe'] (--despite unsafe)."
+        advice = "To go on without it, pass despite=['unsafe'] (--despite unsafe) and leave it out with drop (--drop NAME)."
         raise UnsafeCheckpointError(error.path, error.names, advice=advice) from None
 
 

@@ -45,12 +45,14 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
             what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"
             report.error("short-file", path, what, "a load of what lies at its end fails")
     if checkpoint.missing_ranks:
+        ranks = sorted(checkpoint.ranks.values())
+        from_one = ranks == list(range(1, len(ranks) + 1))
+        hint = "; if the names count from 1, write {rank+1} in the place of the number" if from_one else ""
         report.error(
             "missing-rank",
             checkpoint.path,
-            f"there are files of {name_ranks(sorted(checkpoint.ranks.values()))}, and none of "
-            f"{name_ranks(checkpoint.missing_ranks)}. Copy them from where those ranks saved; if the names count from 1, write "
-            "{rank+1} in the place of the number",
+            f"there are files of {name_ranks(ranks)}, and none of "
+            f"{name_ranks(checkpoint.missing_ranks)}. Copy them from where those ranks saved{hint}",
             "what those ranks saved is lost",
         )
     if checkpoint.kind == "dcp":

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.swa_utils import AveragedModel
 
 from labkit.checkpoint import Reader, migrate, open_checkpoint, save, verify
@@ -24,6 +25,7 @@ from labkit.checkpoint.errors import (
     IncompleteCheckpointError,
     RankDivergenceError,
 )
+from labkit.checkpoint.values import digest
 
 ONE = torch.ones(2, 2)
 
@@ -277,6 +279,84 @@ def test_j_a_numbered_file_that_is_missing_is_named(tmp_path: Path, there: list[
     missing = next(number for number in (1, 2, 3) if number not in there)
     with pytest.raises(IncompleteCheckpointError, match=f"model-{missing:05d}-of-00003.safetensors"):
         open_checkpoint(tmp_path)
+
+
+# -- what somebody found who knew the help texts only -----------------------------------------------------------------
+
+
+def named_backwards(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer, Path]:
+    """A file whose optimizer was made of named parameters in reverse, all of one shape."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3, bias=False), torch.nn.Linear(3, 3, bias=False))
+    optimizer = torch.optim.AdamW(list(model.named_parameters())[::-1])
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, folder / "x.pt")
+    return model, optimizer, folder / "x.pt"
+
+
+@pytest.mark.parametrize("with_model", [True, False])
+def test_names_that_the_optimizer_has_noted_decide_over_the_models_order(tmp_path: Path, with_model: bool) -> None:
+    model, optimizer, file = named_backwards(tmp_path)
+    migrate(file, tmp_path / "new", model=model if with_model else None)
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        for name, parameter in model.named_parameters():
+            assert torch.equal(reader.tensor(f"optim.state.{name}.exp_avg"), optimizer.state[parameter]["exp_avg"])
+        assert reader.value("optim.param_groups.0.params") == ["1.weight", "0.weight"]
+    with pytest.raises(FQNMismatchError, match="the optimizer itself has noted"):
+        migrate(file, tmp_path / "other", order=["0.weight", "1.weight"])
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"m": {30: 1, 60: 1}},
+        {"m": {1: 3, 2: 4}, "deep": {"workers": {0: {"pos": 1}, 1: {"pos": 2}}}},
+        {"i": [torch.ones(2), torch.zeros(2)]},
+        {"ema": {"decay": 0.9, "shadow_params": [torch.ones(2), None]}},
+        {0: torch.ones(2), "a": [{"b": torch.ones(1)}]},
+    ],
+)
+def test_dicts_with_int_keys_stay_dicts_and_lists_stay_lists(tmp_path: Path, state: dict[Any, Any]) -> None:
+    torch.save(state | {"w": torch.ones(2, 2)}, tmp_path / "x.pt")
+    migrate(tmp_path / "x.pt", tmp_path / "y.pt")
+    assert torch.load(tmp_path / "y.pt", weights_only=True).keys() == (state | {"w": 0}).keys()
+    before, after = (torch.load(tmp_path / name, weights_only=True) for name in ("x.pt", "y.pt"))
+    assert digest(after) == digest(before)
+    migrate(tmp_path / "x.pt", tmp_path / "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "z.pt")  # as torch's own save of the same state: int keys become text
+    assert set(torch.load(tmp_path / "z.pt", weights_only=True)) == {str(key) for key in (*state, "w")}
+
+
+def test_parts_of_a_tensor_in_rank_files_are_no_copies(tmp_path: Path) -> None:
+    for rank, rows in enumerate((4, 3)):
+        torch.save({"model": {"w": torch.ones(rows, 2), "scale": ONE}}, folder(tmp_path / "f") / f"rank_{rank}.pt")
+    for copies in ("refuse", "first"):
+        with pytest.raises(RankDivergenceError, match=r"w is 4x2 in rank_0\.pt and 3x2 in rank_1\.pt"):
+            migrate(tmp_path / "f/rank_{rank}.pt", tmp_path / "new", copies=copies)  # type: ignore[arg-type]
+
+
+def test_a_part_that_a_pattern_names_is_not_called_left_out(tmp_path: Path) -> None:
+    save_file({"w": ONE}, folder(tmp_path / "c") / "model.safetensors")
+    for rank in range(2):
+        torch.save({"cpu": torch.tensor([rank], dtype=torch.uint8)}, tmp_path / f"c/rng_state_{rank}.pth")
+    parts = [("model", "model.safetensors"), ("rng", "rng_state_{rank}.pth")]
+    result = migrate(tmp_path / "c", tmp_path / "new", parts=parts)
+    assert not any("left out" in note for note in result.notes)
+    with pytest.raises(AmbiguousCheckpointError, match=r"in their names: rng_state_\{rank\}\.pth"):
+        migrate(tmp_path / "c", tmp_path / "other", parts=[parts[0], ("rng", "rng_state_*.pth")])
+
+
+def test_c_equal_weights_with_another_epoch_or_at_far_numbers_are_no_ranks(tmp_path: Path) -> None:
+    for epoch in range(2):
+        torch.save({"model": {"w": ONE}, "epoch": epoch + 5}, folder(tmp_path / "e") / f"epoch_{epoch}.pt")
+        torch.save({"model": {"w": ONE}}, folder(tmp_path / "s") / f"step_{100 + 100 * epoch}.pt")
+        torch.save({"model": {"w": ONE}, "rank": epoch}, folder(tmp_path / "r") / f"file_{epoch}.pt")
+    with pytest.raises(AmbiguousCheckpointError, match=r"epoch differs"):
+        open_checkpoint(tmp_path / "e")
+    with pytest.raises(AmbiguousCheckpointError, match=r"up to 200 would be missing"):
+        open_checkpoint(tmp_path / "s")
+    assert open_checkpoint(tmp_path / "r").ranks == {"file_0.pt": 0, "file_1.pt": 1}
 
 
 # -- names of every kind over files that say who they are -------------------------------------------------------------
