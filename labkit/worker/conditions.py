@@ -66,7 +66,8 @@ class Condition:
         in_flight: Signatures of the models in whose forward or backward the run was cut; see :func:`labkit.worker.wrappers.models`.
         gradients: By the signature of a model: its name, and a text that tells which of its parameters have a gradient; empty where
             none has.
-        prints: By the name of a model and its parameter: a text that is equal on ranks that have changed it alike.
+        prints: By what tells a model and its ranks apart from others: its name, and by parameter a text that is equal on ranks
+            that have changed it alike.
         random: Digests of each random state before and after the run, by name.
         unsynced: FSDP2 parameter groups whose gradients are not reduced (``set_requires_gradient_sync(False)``).
     """
@@ -86,7 +87,7 @@ class Condition:
     steps: tuple[StepCondition, ...] = ()
     in_flight: tuple[str, ...] = ()
     gradients: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    prints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    prints: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     random: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unsynced: int = 0
 
@@ -105,5 +106,6 @@ class Condition:
         fields["steps"] = tuple(StepCondition(**{**step, "rates": tuple(step["rates"])}) for step in fields["steps"])
         fields["in_flight"] = tuple(fields["in_flight"])
         fields["gradients"] = {signature: (name, text) for signature, (name, text) in fields["gradients"].items()}
+        fields["prints"] = {key: (name, prints) for key, (name, prints) in fields["prints"].items()}
         fields["random"] = {name: (before, after) for name, (before, after) in fields["random"].items()}
         return cls(**fields)

@@ -75,6 +75,12 @@ def fsdp2_named(state: Any) -> list[tuple[str, Any]]:
     return [(parameter._param_fqn or f"parameter {place}", parameter.sharded_param) for place, parameter in enumerate(parameters)]
 
 
+def fsdp2_ranks(states: list[Any]) -> tuple[int, ...]:
+    """The global ranks that the modules of one tree are sharded or replicated over."""
+    meshes = [group.mesh_info.mesh.mesh for state in states for group in _fsdp2_groups(state)]
+    return tuple(sorted({int(rank) for mesh in meshes for rank in mesh.flatten()}))
+
+
 def fsdp2_unsynced() -> int:
     """The number of parameter groups whose gradients are not reduced now."""
     return sum(not group.reduce_grads for state in fsdp2_states() for group in _fsdp2_groups(state))

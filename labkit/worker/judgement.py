@@ -227,8 +227,9 @@ def _judge_gradients(took_part: Sequence[Condition], in_flight: set[str]) -> tup
 def _judge_prints(took_part: Sequence[Condition]) -> list[str]:
     """Whether ranks have come to hold different parameters: by an update of the reader's own that was cut half way, for example."""
     notes = []
-    for model in dict.fromkeys(model for condition in took_part for model in condition.prints):
-        known = {condition.rank: condition.prints[model] for condition in took_part if model in condition.prints}
+    for key in dict.fromkeys(key for condition in took_part for key in condition.prints):
+        known = {condition.rank: condition.prints[key][1] for condition in took_part if key in condition.prints}
+        model = next(condition.prints[key][0] for condition in took_part if key in condition.prints)
         names = next(iter(known.values()))
         unlike = [name for name in names if len({prints.get(name) for prints in known.values()}) > 1]
         if not unlike:

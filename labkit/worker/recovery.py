@@ -145,7 +145,7 @@ class Recovery:
             steps=self._step_conditions(found),
             in_flight=tuple(model.signature for model in models if model.in_flight),
             gradients=self._gradients(models),
-            prints={self._name(model): wrappers.fingerprints(model) for model in models if model.parameters},
+            prints=self._prints(models),
             random={name: (_digest(state), _digest(now[name])) for name, state in self._random.items()},
             unsynced=fsdp_private.fsdp2_unsynced(),
         )
@@ -170,6 +170,16 @@ class Recovery:
             shared=any(id(parameter) in owners for parameter in parameters_of(optimizer)),
             rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
         )
+
+    def _prints(self, models: Sequence[wrappers.Model]) -> dict[str, tuple[str, dict[str, str]]]:
+        named = [(self._name(model), model) for model in models if model.parameters]
+        keys = [f"{name} {model.signature} {model.ranks}" for name, model in named]
+        # Of two that nothing tells apart nobody knows which is which on another rank.
+        return {
+            key: (name, wrappers.fingerprints(model))
+            for key, (name, model) in zip(keys, named, strict=True)
+            if keys.count(key) == 1
+        }
 
     def _gradients(self, models: Sequence[wrappers.Model]) -> dict[str, tuple[str, str]]:
         found: dict[str, tuple[str, str]] = {}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from labkit.worker import backends
 from labkit.worker import fsdp_private as private
 
 
@@ -78,6 +79,7 @@ class Model:
         signature: Tells models apart on different ranks: its kind and its parameters' names or shapes. Models that look alike
             have the same.
         module: The outermost module that is known of it; None for DTensors under no wrapper.
+        ranks: The ranks that it is sharded or replicated over, where they can be compared.
         parameters: Its parameters by name, where the ranks can be compared by them.
         graded: A text that tells which of them have a gradient; empty where none has.
         in_flight: A forward or backward of it has begun and not ended.
@@ -87,6 +89,7 @@ class Model:
     kind: str
     signature: str
     module: Any
+    ranks: tuple[int, ...]
     parameters: Mapping[str, torch.Tensor]
     graded: str
     in_flight: bool
@@ -101,44 +104,67 @@ def models(found: Wrappers, *, in_backward: bool = False) -> list[Model]:
         in_backward: The run was cut inside a backward. Of DDP models and DTensors nothing else tells that for sure: those of
             them that were in no backward are taken for cut as well.
     """
-    listed = []
-    for states in found.fsdp2:
-        root = next((state for state in states if state._is_root), states[0])._modules[0]
-        named = {name: parameter for state in states for name, parameter in private.fsdp2_named(state)}
-        shapes = sorted(str(tuple(parameter.shape)) for state in states for parameter in private.fsdp2_parameters(state))
-        in_flight = any(map(private.fsdp2_in_flight, states))
-        listed.append(
-            _model("FSDP2 model", shapes, root, named, _graded(named), in_flight, functools.partial(private.reset_fsdp2, states))
-        )
-    for modules in found.fsdp1:
-        names = sorted(name for module in modules for name in private.flat_names(module))
-        in_flight = any(map(private.fsdp1_in_flight, modules))
-        root = next((module for module in modules if getattr(module, "_is_root", None)), modules[0])
-        # Each rank holds some of the parameters only.
-        graded = "some" if any(parameter.grad is not None for parameter in root.parameters()) else ""
-        listed.append(_model("FSDP1 model", names, root, {}, graded, in_flight, functools.partial(private.reset_fsdp1, modules)))
-    for module in found.ddp:
-        named = dict(module.module.named_parameters()) if "module" in vars(module)["_modules"] else {}
-        names = [f"{name}{tuple(parameter.shape)}" for name, parameter in named.items()]
-        in_flight = in_backward or private.ddp_in_flight(module)
-        listed.append(
-            _model("DDP model", names, module, named, _graded(named), in_flight, functools.partial(private.reset_ddp, module))
-        )
     owned = {id(parameter) for states in found.fsdp2 for state in states for parameter in private.fsdp2_parameters(state)}
-    if loose := [tensor for tensor in found.dtensors if id(tensor) not in owned]:
-        graded = str(sum(tensor.grad is not None for tensor in loose) or "")
-        listed.append(_model("DTensors", (), None, {}, graded, in_backward, functools.partial(_drop_gradients, loose)))
-    return listed
+    loose = [tensor for tensor in found.dtensors if id(tensor) not in owned]
+    made = [_made("FSDP2 model", _fsdp2_model, private.reset_fsdp2, states) for states in found.fsdp2]
+    made += [_made("FSDP1 model", _fsdp1_model, private.reset_fsdp1, modules) for modules in found.fsdp1]
+    made += [_made("DDP model", functools.partial(_ddp_model, in_backward), private.reset_ddp, module) for module in found.ddp]
+    if loose:
+        made.append(_made("DTensors", functools.partial(_loose_tensors, in_backward), _drop_gradients, loose))
+    return made
+
+
+class _Parts(NamedTuple):
+    shape: Iterable[str]
+    module: Any
+    ranks: tuple[int, ...]
+    parameters: Mapping[str, torch.Tensor]
+    graded: str
+    in_flight: bool
+
+
+def _made(kind: str, look: Callable[[Any], _Parts], reset: Callable[[Any], None], item: Any) -> Model:
+    act = functools.partial(reset, item)
+    try:
+        parts = look(item)
+    except Exception:
+        # Its making was cut off. A model of which nothing is known is taken for one that was cut.
+        return Model(kind, f"{kind}, half made", None, (), {}, "", in_flight=True, reset=act)
+    digest = hashlib.blake2b("\n".join(parts.shape).encode(), digest_size=8).hexdigest()
+    return Model(kind, f"{kind} {digest}", parts.module, parts.ranks, parts.parameters, parts.graded, parts.in_flight, act)
+
+
+def _fsdp2_model(states: list[Any]) -> _Parts:
+    root = next((state for state in states if state._is_root), states[0])
+    named = {name: parameter for state in states for name, parameter in private.fsdp2_named(state)}
+    shapes = sorted(str(tuple(parameter.shape)) for state in states for parameter in private.fsdp2_parameters(state))
+    in_flight = any(map(private.fsdp2_in_flight, states))
+    return _Parts(shapes, root._modules[0], private.fsdp2_ranks(states), named, _graded(named), in_flight)
+
+
+def _fsdp1_model(modules: list[Any]) -> _Parts:
+    names = sorted(name for module in modules for name in private.flat_names(module))
+    root = next((module for module in modules if module._is_root), modules[0])
+    # Each rank holds some of the parameters only.
+    graded = "some" if any(parameter.grad is not None for parameter in root.parameters()) else ""
+    return _Parts(names, root, (), {}, graded, any(map(private.fsdp1_in_flight, modules)))
+
+
+def _ddp_model(in_backward: bool, module: Any) -> _Parts:
+    named = dict(module.module.named_parameters())
+    shape = [f"{name}{tuple(parameter.shape)}" for name, parameter in named.items()]
+    ranks = backends.group_ranks(module.process_group)
+    return _Parts(shape, module, ranks, named, _graded(named), in_backward or private.ddp_in_flight(module))
+
+
+def _loose_tensors(in_backward: bool, tensors: list[torch.Tensor]) -> _Parts:
+    graded = sum(tensor.grad is not None for tensor in tensors)
+    return _Parts((), None, (), {}, str(graded or ""), in_backward)
 
 
 def _graded(named: Mapping[str, torch.Tensor]) -> str:
     found = [name for name, parameter in named.items() if parameter.grad is not None]
     return hashlib.blake2b("\n".join(found).encode(), digest_size=8).hexdigest() if found else ""
-
-
-def _model(kind: str, parts: Sequence[str], module: Any, *rest: Any) -> Model:
-    digest = hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
-    return Model(kind, f"{kind} {digest}", module, *rest)
 
 
 def _drop_gradients(tensors: Iterable[torch.Tensor]) -> None:
@@ -177,15 +203,23 @@ def fingerprints(model: Model) -> dict[str, str]:
     Of replicas it is made of their values. A shard's values are its own, so there it is the number of changes in place, as
     autograd counts them; changes through ``.data`` are not counted.
     """
-    if model.kind == "DDP model":
-        return {name: _sum_of_bits(parameter) for name, parameter in model.parameters.items()}
-    return {name: f"{parameter._version} changes" for name, parameter in model.parameters.items()}
+    print_of = _sum_of_bits if model.kind == "DDP model" else _changes
+    return {name: print_of(parameter) for name, parameter in model.parameters.items()}
+
+
+def _changes(tensor: torch.Tensor) -> str:
+    return f"{tensor._version} changes"
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> str:
-    values = tensor.detach().contiguous()
-    size = values.element_size()
-    return str(int(values.flatten().view(_INTEGERS[size]).sum(dtype=torch.int64))) if size in _INTEGERS else ""
+    """Return the sum of a tensor's values taken as integers; empty for tensors that have none here, such as DTensors."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.element_size() not in _INTEGERS:
+        return ""
+    try:
+        values = tensor.detach().contiguous().flatten().view(_INTEGERS[tensor.element_size()])
+        return str(int(values.sum(dtype=torch.int64)))
+    except RuntimeError:
+        return ""
 
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -74,13 +74,14 @@ def test_p7_steps_are_known_only_where_every_rank_completed_the_same_ones() -> N
 
 
 def test_p7_parameters_that_ranks_changed_differently_are_named_with_their_model() -> None:
-    values = {"model (DDP)": {"weight": "5", "bias": "7"}}
-    [note] = judge(ranks({"prints": values}, {"prints": {"model (DDP)": {"weight": "5", "bias": "8"}}})).notes
+    def prints(kind: str, **texts: str) -> dict[str, object]:
+        return {"prints": {f"{kind} over (0, 1)": (f"model ({kind})", texts)}}
+
+    [note] = judge(ranks(prints("DDP", weight="5", bias="7"), prints("DDP", weight="5", bias="8"))).notes
     assert note.startswith("1 of 2 parameters of model (DDP) differ between rank 0 and rank 1: bias.")
-    counts = {"model (FSDP2)": {"weight": "5 changes"}}
-    [note] = judge(ranks({"prints": counts}, {"prints": {"model (FSDP2)": {"weight": "4 changes"}}})).notes
+    [note] = judge(ranks(prints("FSDP2", weight="5 changes"), prints("FSDP2", weight="4 changes"))).notes
     assert note.startswith("1 of 1 parameters of model (FSDP2) may differ between")
-    assert judge(ranks({"prints": values}, {"prints": values})).notes == ()
+    assert judge(ranks(prints("DDP", weight="5"), prints("DDP", weight="5"))).notes == ()
 
 
 def test_c2_groups_out_of_step_after_a_good_end_are_renewed_and_nothing_else_is_said() -> None:
