@@ -31,7 +31,7 @@ SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_r
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, "cpu", launcher="torchrun", replace=True) as pool:
+    with WorkerPool(2, "cpu", launcher="agents", replace=True) as pool:
         yield pool
 
 
@@ -98,7 +98,7 @@ def test_a_dead_rank_is_replaced_and_the_other_keeps_its_variables(pool: WorkerP
 
 def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again() -> None:
     before = _left()
-    pool = WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    pool = WorkerPool(1, "cpu", launcher="agents", replace=True)
     ours = [item for item in _descendants() if _is_agent(item)]
     assert len(ours) == 1
     pool.close()
@@ -111,7 +111,7 @@ def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again
 
 def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
     code = (
-        "import json, labkit, psutil\npool = labkit.WorkerPool(2, 'cpu', launcher='torchrun')\n"
+        "import json, labkit, psutil\npool = labkit.WorkerPool(2, 'cpu', launcher='agents')\n"
         "print(json.dumps([item.pid for item in psutil.Process().children(recursive=True)]), flush=True)\n"
         "pool.run_cell('import time\\nwhile True: time.sleep(1)')"
     )
@@ -127,7 +127,7 @@ def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
 
 
 def test_a_played_machine_that_has_stopped_is_waited_for_by_nobody_and_ends_with_the_pool() -> None:
-    with WorkerPool(2, "cpu", launcher="torchrun", num_nodes=2, replace=True) as pool:
+    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
         pool.run_cell("kept = rank")
         stopped = [psutil.Process(pool.nodes[1].agent_pid), psutil.Process(pool.pids[1])]
         for item in stopped:
@@ -148,7 +148,7 @@ def test_torchrun_that_cannot_start_the_agent_is_quoted(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
     monkeypatch.setenv("LOGLEVEL", "NOT_A_LEVEL")
     with pytest.raises(WorkerStartError, match="torchrun has ended") as caught:
-        WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+        WorkerPool(1, "cpu", launcher="agents", replace=True)
     assert "NOT_A_LEVEL" in str(caught.value)
 
 
@@ -156,7 +156,7 @@ def test_an_agent_that_cannot_start_is_quoted_and_torchrun_s_summary_is_not(monk
     arguments = Launch.arguments
     monkeypatch.setattr(Launch, "arguments", lambda self, endpoint: [*arguments(self, endpoint), "--wait", "nan"])
     with pytest.raises(WorkerStartError, match=r"torchrun has ended[\s\S]*argument --wait: invalid") as caught:
-        WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+        WorkerPool(1, "cpu", launcher="agents", replace=True)
     assert "ChildFailedError" not in str(caught.value)
 
 
@@ -190,7 +190,7 @@ def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys:
 
 
 def test_an_agent_whose_torchrun_is_killed_ends_with_its_ranks_and_restart_begins_from_the_start() -> None:
-    with WorkerPool(2, "cpu", launcher="torchrun", replace=True) as pool:
+    with WorkerPool(2, "cpu", launcher="agents", replace=True) as pool:
         (torchrun,) = (item for item in psutil.Process().children() if "torch.distributed.run" in item.cmdline())
         below = torchrun.children(recursive=True)
         torchrun.kill()
