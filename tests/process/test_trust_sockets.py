@@ -286,11 +286,11 @@ def test_case_23_a_port_for_other_machines_refuses_a_peer_without_the_key(
         stranger.send(f"tcp://127.0.0.1:{hub.port}", pickle.dumps(Bomb(crater)))
         assert stranger.outcome() == "refused"
         stranger.close()
-        friend = HubLink(f"tcp://127.0.0.1:{hub.port}", keys, 3)
+        friend = HubLink(f"tcp://127.0.0.1:{hub.port}", keys, "a friend")
         friend.send([pickle.dumps(NodeFailed("hello"))])
         heard: list[Any] = []
         until(lambda: heard.extend(hub.receive(0.1)) or heard, "the machine with the key is heard")
-        assert heard == [(3, NodeFailed("hello"), [])]
+        assert heard == [("a friend", NodeFailed("hello"), [])]
         assert not crater.exists()
         friend.close()
     finally:
@@ -302,7 +302,7 @@ def test_what_travels_between_machines_cannot_be_read_on_the_way() -> None:
     keys = Keys.generate()
     hub = Hub("tcp://127.0.0.1:*", keys)
     relay = socket.create_server(("127.0.0.1", 0))
-    friend = HubLink(f"tcp://127.0.0.1:{relay.getsockname()[1]}", keys, 0)
+    friend = HubLink(f"tcp://127.0.0.1:{relay.getsockname()[1]}", keys, "a friend")
     inner, _ = relay.accept()
     outer = socket.create_connection(("127.0.0.1", hub.port))
     seen: list[bytes] = []
