@@ -98,6 +98,19 @@ def test_a_dead_rank_is_replaced_and_the_other_keeps_its_variables(pool: WorkerP
     assert pool.pull("kept", ranks=0)[0] == 0
 
 
+def test_s1_ranks_meet_in_another_store_when_theirs_has_ended(pool: WorkerPool) -> None:
+    pool.run_cell("kept = rank")
+    before = pool._members._world.group(0).store
+    (store,) = (item for item in _descendants() if _listens(item, before) and item.pid not in pool.pids.values())
+    store.kill()
+    until(lambda: not survivors([store]), "the store has ended")
+    with pytest.raises(WorkerDiedError):
+        pool.run_cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    pool.restart([1])
+    assert pool.pull("kept", ranks=0)[0] == 0
+    assert pool._members._world.group(0).store != before
+
+
 def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again() -> None:
     before = _left()
     pool = WorkerPool(1, "cpu", launcher="agents", replace=True)
@@ -202,19 +215,6 @@ def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the
             pool.run(lambda: 1)
         pool.restart()
         assert pool.run(lambda: 1).same() == 1
-
-
-def test_s1_ranks_meet_in_another_store_when_theirs_has_ended(pool: WorkerPool) -> None:
-    pool.run_cell("kept = rank")
-    before = pool._members._world.group(0).store
-    (store,) = (item for item in _descendants() if _listens(item, before) and item.pid not in pool.pids.values())
-    store.kill()
-    until(lambda: not survivors([store]), "the store has ended")
-    with pytest.raises(WorkerDiedError):
-        pool.run_cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
-    pool.restart([1])
-    assert pool.pull("kept", ranks=0)[0] == 0
-    assert pool._members._world.group(0).store != before
 
 
 def test_s1_a_store_that_cannot_be_opened_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
