@@ -113,7 +113,7 @@ def test_pushed_tensors_cross_the_link_once_for_each_host(pool: WorkerPool, host
 def test_a_host_that_is_cut_off_is_named_within_5_seconds_and_its_ranks_are_replaced_when_it_is_back(
     pool: WorkerPool, hosts: list[Host]
 ) -> None:
-    pool.run_cell("import os\nkept = rank\nhere = os.environ['LABKIT_HOST']")
+    pool.run_cell("import os\nimport torch.distributed as dist\nkept = rank\nhere = os.environ['LABKIT_HOST']")
     (lost,) = (host for host in hosts if str(host.number) == pool.pull("here")[2])
     cut_at: list[float] = []
 
