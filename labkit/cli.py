@@ -218,12 +218,11 @@ def _report(results: list[NotebookResult]) -> None:
 
 
 @main.command()
-@click.argument("scheduler", type=click.Choice(["torchrun", "slurm", "kubernetes"]))
+@click.argument("scheduler", type=click.Choice(["shell", "slurm", "kubernetes"]))
 @click.option("--num-nodes", type=click.IntRange(min=1), required=True, help="How many machines.")
 @click.option("--workers-per-node", type=click.IntRange(min=1), required=True, help="Ranks on each.")
 @click.option("--connect", required=True, metavar="tcp://HOST:PORT", help="The notebook, as WorkerPool.attach() shows it.")
 @click.option("--key-file", default="/etc/labkit/labkit.key", show_default=True, help="The key file's path on the machines.")
-@click.option("--rdzv-endpoint", metavar="HOST:PORT", help="Where torchrun's agents meet; schedulers choose the first machine.")
 @click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True, help="What each rank gets there.")
 @click.option("--linger", type=float, help="Seconds that ranks wait for a notebook that has gone.")
 @click.option("--image", default="YOUR_IMAGE", show_default=True, help="For Kubernetes: an image with torch and labkit.")
@@ -233,15 +232,14 @@ def launch(
     workers_per_node: int,
     connect: str,
     key_file: str,
-    rdzv_endpoint: str | None,
     device: str,
     linger: float | None,
     image: str,
 ) -> None:
     """Write what starts the ranks of an attached pool.
 
-    For SCHEDULER torchrun, the command to run on each machine; for slurm, a script for sbatch; for kubernetes, manifests for
-    kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
+    For SCHEDULER shell, the command to run on each machine, by ssh for example; for slurm, a script for sbatch; for kubernetes,
+    a manifest for kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
     """
     from labkit.controller.launch_text import Launch
     from labkit.controller.plan import is_endpoint
@@ -250,15 +248,11 @@ def launch(
         raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")
     if scheduler == "kubernetes" and key_file.count("/") < 2:
         raise click.BadParameter(f"{key_file!r}: write where the pods find it, in a folder of its own", param_hint="--key-file")
-    if rdzv_endpoint is not None and not is_endpoint(rdzv_endpoint):
-        raise click.BadParameter(f"{rdzv_endpoint!r} is no meeting place: write HOST:PORT", param_hint="--rdzv-endpoint")
     if linger is not None and not 0 < linger < math.inf:
         raise click.BadParameter("write a positive number of seconds", param_hint="--linger")
-    host = connect.removeprefix("tcp://").rpartition(":")[0]
-    where = (connect, key_file, rdzv_endpoint or f"{host}:29400")
-    found = Launch(num_nodes, workers_per_node, *where, linger, on_gpus=device == "cuda")
-    if scheduler == "torchrun":
-        text = found.torchrun()
+    found = Launch(num_nodes, workers_per_node, connect, key_file, linger, on_gpus=device == "cuda")
+    if scheduler == "shell":
+        text = found.command()
     else:
         text = found.slurm() if scheduler == "slurm" else found.kubernetes(image)
     click.echo(text.rstrip("\n"))

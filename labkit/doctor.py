@@ -72,7 +72,7 @@ def examine() -> list[Finding]:
         The findings, in the order in which to read them.
     """
     looks: list[Callable[[], Iterator[Finding]]] = [
-        _system, _packages, _torch, _gpus, _processor_and_memory, _shared_memory, _open_files, _kernel, _chromium, _pools,
+        _system, _packages, _torch, _gpus, _processor_and_memory, _shared_memory, _open_files, _kernel, _chromium, _trust, _pools,
     ]  # fmt: skip
     findings: list[Finding] = []
     for look in looks:
@@ -260,6 +260,13 @@ def _pool(world_size: int, device: Literal["cpu", "cuda"]) -> Finding:
     wrong = "" if total == expected else f"the all-reduce of the ranks gave {total} instead of {expected}"
     advice = "Check the network interface that the ranks use (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)."
     return Finding(name, f"{world_size} ranks, started in {seconds:.1f} s", wrong, advice, fatal=bool(wrong) and device == "cpu")
+
+
+def _trust() -> Iterator[Finding]:
+    """What no look at a machine finds out: who reaches it."""
+    from labkit.controller.launch_text import TRUST
+
+    yield Finding("trust between ranks", TRUST)
 
 
 def _sum_of_ranks() -> Any:

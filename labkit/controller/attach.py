@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from labkit.controller.launch_text import Launch
-from labkit.controller.launchers.torchrun import LocalTorchrun
+from labkit.controller.launchers.agents import LocalAgents
 from labkit.controller.nodes import Nodes
 from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.output import present_screen
@@ -62,18 +62,18 @@ class Meeting:
         workers_per_node: Ranks on each; 0 where that is decided when the machine is there.
         listen: ``tcp://INTERFACE:PORT``.
         host: Where the machines find this one.
-        rdzv_endpoint: Where torchrun's agents meet.
         device: What the reader asked for: ``auto``, ``cpu`` or ``cuda``.
         linger_s: How long ranks wait for a notebook that has fallen silent; None for the agents' default.
+        on_one_machine: All ranks run on one.
     """
 
     num_nodes: int
     workers_per_node: int
     listen: str
     host: str
-    rdzv_endpoint: str
     device: str
     linger_s: float | None = None
+    on_one_machine: bool = False
 
 
 class AttachedSite:
@@ -126,7 +126,8 @@ class AttachedSite:
 
     def _listen(self) -> None:
         meeting, keys = self.meeting, self._keys or Keys.generate()
-        self._nodes = Nodes(meeting.num_nodes, meeting.workers_per_node, meeting.listen, keys, lambda: self._caller.way_back)
+        size = (meeting.num_nodes, meeting.workers_per_node)
+        self._nodes = Nodes(*size, meeting.listen, keys, lambda: self._caller.way_back)
         try:
             self._caller.begin()
             self._refuse_foreign_file()
@@ -137,10 +138,7 @@ class AttachedSite:
                 own = {name: value.decode() for name, value in asdict(keys).items()}
                 write_private(notebook_half(self.key_file), {"keys": own, "meeting": asdict(meeting) | {"listen": listen}})
             connect = f"tcp://{meeting.host}:{self._nodes.port}"
-            name = f"labkit-{self._nodes.port}"
-            where = (connect, str(self.key_file), meeting.rdzv_endpoint)
-            size = (meeting.num_nodes, meeting.workers_per_node)
-            self._caller.call(Launch(*size, *where, meeting.linger_s, name, on_gpus=meeting.device != "cpu"))
+            self._caller.call(Launch(*size, connect, str(self.key_file), meeting.linger_s, on_gpus=meeting.device != "cpu"))
         except BaseException:
             self.leave()
             raise
@@ -152,12 +150,11 @@ class AttachedSite:
 
     def open_world(self, plan: PoolPlan) -> NodesWorld:
         """Make every machine ready; see :class:`labkit.controller.world.Site`."""
-        return NodesWorld(plan, self.nodes, self.nodes.open_world())
+        return self.world(plan, self.nodes.open_world())
 
-    @property
-    def begun_anew(self) -> bool:
-        """Whether torchrun has started all agents again; see :class:`labkit.controller.world.Site`."""
-        return self._nodes is not None and self._nodes.begun_anew and not self._nodes.missing
+    def world(self, plan: PoolPlan, name: str) -> NodesWorld:
+        """The world of that name on these machines."""
+        return NodesWorld(plan, self.nodes, name, on_one_machine=self.meeting.on_one_machine)
 
     @property
     def gone(self) -> bool:
@@ -257,7 +254,7 @@ class ShownCommand:
     def way_back(self) -> str:
         """The command once more."""
         assert self._launch is not None
-        return f"Wait until it is back, or run its command there again: {self._launch.torchrun()}"
+        return f"Wait until it is back, or run its command there again: {self._launch.command()}"
 
     def end(self) -> None:
         """Agents end by themselves."""
@@ -268,11 +265,11 @@ _LOCAL_LINGER_S, _PLAYED_LINGER_S = 3.0, 10.0
 
 
 def local_site(num_nodes: int, workers_per_node: int, device: str) -> AttachedSite:
-    """Machines in play, on this one: torchrun is started here for each, and their agents come through the loopback device."""
+    """Machines in play, on this one: an agent is started here for each, and comes through the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
     linger_s = _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
-    meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", "", device, linger_s)
-    return AttachedSite(meeting, folder / "labkit.key", LocalTorchrun(folder), outlives_notebook=False)
+    meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", device, linger_s, on_one_machine=True)
+    return AttachedSite(meeting, folder / "labkit.key", LocalAgents(folder), outlives_notebook=False)
 
 
 def own_address() -> str:

@@ -5,6 +5,13 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+# Said where people are about to put ranks on a network.
+TRUST = (
+    "torch neither authenticates nor encrypts what ranks say to each other (its TCPStore, gloo, NCCL), and its object collectives "
+    "unpickle it: whoever can connect to the ranks' ports can stop the job, and can run code in it. Keep these ports, loopback "
+    "included, to people you trust."
+)
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -15,9 +22,7 @@ class Launch:
         workers_per_node: Ranks on each; a scheduler needs to know them for the GPUs and cores.
         connect: ``tcp://host:port`` of the notebook.
         key_file: The key file's path on the machines.
-        rdzv_endpoint: ``host:port`` of one of the machines, where torchrun's agents meet.
         linger_s: How long ranks wait for a notebook that has fallen silent; None for the default.
-        name: Of this pool among those that meet at the same place.
         on_gpus: Each rank may get a GPU; False where all ranks are to run on the CPU.
     """
 
@@ -25,23 +30,17 @@ class Launch:
     workers_per_node: int
     connect: str
     key_file: str
-    rdzv_endpoint: str
     linger_s: float | None = None
-    name: str = "labkit"
     on_gpus: bool = True
 
-    def arguments(self, rdzv_endpoint: str | None = None) -> list[str]:
-        """Torchrun's arguments; the same on every machine."""
+    def arguments(self) -> list[str]:
+        """Python's arguments; the same on every machine."""
         linger = [] if self.linger_s is None else ["--linger", f"{self.linger_s:g}"]
-        return [
-            *("--nnodes", str(self.num_nodes), "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
-            *("--rdzv-endpoint", rdzv_endpoint or self.rdzv_endpoint, "--rdzv-id", self.name),
-            *("-m", "labkit.worker", "--connect", self.connect, "--key-file", self.key_file, *linger),
-        ]
+        return ["-m", "labkit.worker", "--connect", self.connect, "--key-file", self.key_file, *linger]
 
-    def torchrun(self) -> str:
+    def command(self) -> str:
         """The command to run on each machine, in a shell."""
-        return shlex.join(["torchrun", *self.arguments()])
+        return shlex.join(["python", *self.arguments()])
 
     def writer(self, scheduler: str) -> str:
         """The command that writes this for a scheduler."""
@@ -59,8 +58,7 @@ class Launch:
         return shlex.join(words + ([] if self.linger_s is None else ["--linger", f"{self.linger_s:g}"]))
 
     def slurm(self) -> str:
-        """A batch script for SLURM: one torchrun on each machine."""
-        command = shlex.join(["torchrun", *self.arguments("ENDPOINT")]).replace("ENDPOINT", '"$first":29400')
+        """A batch script for SLURM: one agent on each machine, which knows its node rank from SLURM_NODEID."""
         gpus = f"#SBATCH --gpus-per-node={self.workers_per_node}\n" if self.on_gpus else ""
         return f"""#!/bin/bash
 #SBATCH --job-name=labkit
@@ -68,14 +66,13 @@ class Launch:
 #SBATCH --ntasks-per-node=1
 {gpus}#SBATCH --exclusive
 # Submit with sbatch while the notebook waits in WorkerPool.attach(). The key file must be readable on every machine.
-first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 # Without --cpus-per-task srun may leave one core of each machine to all its ranks.
-srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" {command}
+srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" {self.command()}
 """
 
     def kubernetes(self, image: str = "YOUR_IMAGE", name: str = "labkit") -> str:
-        """Manifests for Kubernetes: an indexed job with one pod for each machine, and the service by which the pods meet."""
-        arguments = "".join(f"\n            - {_yaml(item)}" for item in ["torchrun", *self.arguments(f"{name}-0.{name}:29400")])
+        """A manifest for Kubernetes: an indexed job, one pod a machine, which knows its node rank from JOB_COMPLETION_INDEX."""
+        arguments = "".join(f"\n            - {_yaml(item)}" for item in ["python", *self.arguments()])
         per_node = self.workers_per_node
         resources = (
             f"""
@@ -87,15 +84,6 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" {command}
               cpu: {per_node}"""
         )
         return f"""# kubectl create secret generic {name}-key --from-file={self.key_file.rpartition("/")[2]}=labkit.key
-apiVersion: v1
-kind: Service
-metadata:
-  name: {name}
-spec:
-  clusterIP: None
-  selector:
-    job-name: {name}
----
 apiVersion: batch/v1
 kind: Job
 metadata:
@@ -108,7 +96,6 @@ spec:
   template:
     spec:
       restartPolicy: Never
-      subdomain: {name}
       containers:
         - name: ranks
           image: {_yaml(image)}

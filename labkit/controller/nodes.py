@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from labkit.controller.launchers.launcher import OnExit, WorkerExit
-from labkit.controller.node import Node, NodeStatus, refusal_of
+from labkit.controller.node import Node, NodeStatus, place_for
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
 from labkit.ranks import name_ranks
 from labkit.wire.hub import Hub
@@ -25,8 +25,10 @@ from labkit.wire.node_messages import (
     Leave,
     Left,
     NodeFailed,
+    OpenStore,
     OpenWorld,
     StartRank,
+    Welcome,
 )
 from labkit.wire.transport import Channel, Keys
 
@@ -62,23 +64,19 @@ class Nodes:
         self._handles = itertools.count(1)
         self._next_probe = 0.0
         self._stash: list[tuple[FromWorker, list[bytes]]] = []
-        self._world_name = ""
-        self.begun_anew = False
+        self._world_name = self._refused = ""
 
     def statuses(self) -> tuple[NodeStatus, ...]:
         """For people: the machines that have arrived."""
-        per_node = self.workers_per_node
         return tuple(
-            NodeStatus(
-                node.node_rank,
-                node.arrived.hostname,
-                tuple(range(node.node_rank * per_node, (node.node_rank + 1) * per_node)),
-                node.reachable,
-                node.arrived.pid,
-            )
+            NodeStatus(node.node_rank, node.arrived.hostname, self._ranks_of(node), node.reachable, node.arrived.pid)
             for node in self.nodes
             if node.arrived is not None
         )
+
+    def _ranks_of(self, node: Node) -> tuple[int, ...]:
+        first = node.node_rank * self.workers_per_node
+        return tuple(range(first, first + self.workers_per_node))
 
     # ---- arrival -------------------------------------------------------------------------------------------------
 
@@ -100,17 +98,17 @@ class Nodes:
         """
         deadline = time.monotonic() + timeout_s
         seen: list[tuple[str, bool]] = []
+        self._refused = ""
         while True:
             self.receive(0.2)
             now = [(node.name, node.reachable) for node in self.nodes]
             if now != seen:
                 seen = now
                 on_change()
-            for node in self.nodes:
-                if node.fault:
-                    raise WorkerStartError(f"{node.name}: {node.fault}")
             if not self.missing:
                 return
+            if self._refused:
+                raise WorkerStartError(self._refused)
             if time.monotonic() > deadline:
                 raise WorkerStartError(self._not_there(timeout_s))
             stop_if_asked()
@@ -123,8 +121,7 @@ class Nodes:
             return f"{text}This notebook listens where only programs on this machine reach it: listen='tcp://0.0.0.0:*'"
         return (
             f"{text}Does the command run there, does it reach this machine's port {self.port}, and has it the present key file? "
-            "It says so itself. torchrun waits in silence until all machines have come; where none does, the machine of its "
-            "--rdzv-endpoint may not know that address as its own: use its host name, or add --rdzv-conf is_host=1 there"
+            "It says so itself"
         )
 
     @property
@@ -144,10 +141,10 @@ class Nodes:
 
     def open_world(self) -> str:
         """Make the machines ready for the ranks of a new world; returns its name, which no other has."""
-        self._world_name, self.begun_anew = uuid.uuid4().hex[:12], False
+        self._world_name = uuid.uuid4().hex[:12]
         for node in self.nodes:
             node.running.clear()
-            self._hub.send(node.node_rank, OpenWorld(self._world_name))
+            self._hub.send(node.peer, OpenWorld(self._world_name))
         return self._world_name
 
     def left(self) -> dict[int, Left]:
@@ -174,7 +171,7 @@ class Nodes:
     def leave(self) -> None:
         """Tell every machine to end, and close the port. Blocks for at most about 1 s."""
         for node in self.nodes:
-            self._hub.send(node.node_rank, Leave())
+            self._hub.send(node.peer, Leave())
         self._hub.close()
 
     # ---- messages ------------------------------------------------------------------------------------------------
@@ -184,31 +181,36 @@ class Nodes:
         pickled = pickle.dumps(message, protocol=5)
         for node in self.nodes:
             here = tuple(rank for rank in ranks if rank // self.workers_per_node == node.node_rank)
-            if here and node.reachable and not self._hub.send(node.node_rank, ForRanks(here, channel), pickled, *frames):
+            if here and node.reachable and not self._hub.send(node.peer, ForRanks(here, channel), pickled, *frames):
                 self._lose(node, "it does not answer")
 
     def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
         """Wait for messages of the ranks; what the machines themselves say is dealt with here. See :class:`Wire`."""
         received: list[tuple[FromWorker, list[bytes]]] = []
-        for node_rank, tag, parts in self._hub.receive(min(timeout_s, PROBE_EVERY_S)):
-            if isinstance(tag, FromRank):
-                received.append((pickle.loads(parts[0]), parts[1:]))
-            elif isinstance(tag, Arrived):
+        for peer, tag, parts in self._hub.receive(min(timeout_s, PROBE_EVERY_S)):
+            node = next((node for node in self.nodes if node.peer == peer), None)
+            if isinstance(tag, Arrived):
                 self._arrive(tag)
+            elif isinstance(tag, NodeFailed):
+                self._refused = tag.reason
+            elif node is None:
+                continue  # it was refused, or another machine has its place
+            elif isinstance(tag, FromRank):
+                received.append((pickle.loads(parts[0]), parts[1:]))
             elif isinstance(tag, Exited):
-                on_exit = self.nodes[node_rank].running.pop(tag.handle, None)
+                on_exit = node.running.pop(tag.handle, None)
                 if on_exit is not None:
                     on_exit(WorkerExit(tag.handle, tag.exitcode, tag.stdout, tag.stderr, tag.memory))
-            elif isinstance(tag, NodeFailed):
-                self.nodes[node_rank].fault = tag.reason
+            else:
+                node.store, node.no_store = tag.address, tag.reason
         self._probe()
         stashed, self._stash = self._stash, []
         return stashed + received
 
-    def look(self) -> None:
+    def look(self, timeout_s: float = 0.0) -> None:
         """Take note of what has happened while nobody waited. What the ranks have said is kept for the next :meth:`receive`."""
         self._next_probe = 0.0
-        self._stash = self.receive(0.0)
+        self._stash = self.receive(timeout_s)
 
     def wake(self) -> None:
         """Make :meth:`receive` return; see :class:`Wire`."""
@@ -221,7 +223,7 @@ class Nodes:
             return
         self._next_probe = now + PROBE_EVERY_S
         for node in self.nodes:
-            if node.reachable and not self._hub.send(node.node_rank, AreYouThere()):
+            if node.reachable and not self._hub.send(node.peer, AreYouThere()):
                 self._lose(node, "its connection is lost: the machine is down, cut off, or its labkit process has ended")
 
     def _lose(self, node: Node, why: str) -> None:
@@ -234,21 +236,22 @@ class Nodes:
             on_exit(WorkerExit(handle, _NO_EXIT_CODE, cause=cause))
 
     def _arrive(self, tag: Arrived) -> None:
-        refusal = refusal_of(tag, len(self.nodes))
-        if refusal:
-            self._hub.send(tag.node_rank, Leave(refusal))
-            if tag.node_rank < len(self.nodes):
-                node = self.nodes[tag.node_rank]
-                node.arrived, node.fault = tag, refusal
+        self._next_probe = 0.0
+        self._probe()  # a machine that has just gone does not keep its place from the one that was started for it
+        node = place_for(tag, self.nodes)
+        if isinstance(node, str):
+            self._refused = f"{tag.hostname} (process {tag.pid}) cannot take part: {node}"
+            self._hub.send(tag.life, Leave(node))
             return
-        node = self.nodes[tag.node_rank]
-        before, node.arrived, node.fault = node.arrived, tag, ""
-        if before is not None and before.life != tag.life:
-            self._end_running(node, f"torchrun has started {node.name} anew (restart {tag.restarts})")
-            self.begun_anew = True
-        elif before is not None and not node.reachable:
+        before, node.arrived = node.arrived, tag
+        anew = before is not None and before.life != tag.life
+        self._hub.send(node.peer, Welcome(node.node_rank))
+        if anew:
+            self._end_running(node, f"the labkit process of {node.name} was started anew")
+            node.store = ""  # it ended with the agent
+        if self._world_name and (anew or (before is not None and not node.reachable)):
             # Its ranks count as dead, and the others have gone on without them.
-            self._hub.send(tag.node_rank, OpenWorld(self._world_name))
+            self._hub.send(node.peer, OpenWorld(self._world_name))
         node.reachable = True
 
     # ---- processes -----------------------------------------------------------------------------------------------
@@ -260,7 +263,7 @@ class Nodes:
             PoolStateError: Its machine is out of reach.
         """
         node = self.nodes[message.rank // self.workers_per_node]
-        if not node.reachable or not self._hub.send(node.node_rank, message):
+        if not node.reachable or not self._hub.send(node.peer, message):
             raise self._out_of_reach(node)
         node.running[message.handle] = on_exit
         return message.handle
@@ -275,9 +278,7 @@ class Nodes:
             raise self._out_of_reach(node)
 
     def _out_of_reach(self, node: Node) -> PoolStateError:
-        first = node.node_rank * self.workers_per_node
-        names = name_ranks(tuple(range(first, first + self.workers_per_node)))
-        return PoolStateError(f"{node.name} ({names}) is out of reach. {self._way_back()}")
+        return PoolStateError(f"{node.name} ({name_ranks(self._ranks_of(node))}) is out of reach. {self._way_back()}")
 
     def next_handle(self) -> int:
         """A number that no other process of the pool has."""
@@ -287,11 +288,10 @@ class Nodes:
         """Kill a process by its number."""
         for node in self.nodes:
             if handle in node.running:
-                self._hub.send(node.node_rank, KillRank(handle))
+                self._hub.send(node.peer, KillRank(handle))
 
-    @property
-    def store(self) -> str:
-        """The store that torchrun keeps for its workers."""
-        first = self.nodes[0].arrived
-        assert first is not None
-        return first.store
+    def ask_for_store(self, message: OpenStore) -> None:
+        """Ask node 0 for the store, which it names in a later :meth:`look`; raises PoolStateError where it is out of reach."""
+        first = self.nodes[0]
+        if not first.reachable or not self._hub.send(first.peer, message):
+            raise self._out_of_reach(first)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 from labkit.controller.launchers.launcher import OnExit
 from labkit.controller.nodes import Nodes
 from labkit.controller.plan import PoolPlan
 from labkit.controller.world import ENVIRONMENT
+from labkit.errors import WorkerStartError
 from labkit.wire.messages import GroupSpec
-from labkit.wire.node_messages import StartRank
+from labkit.wire.node_messages import OpenStore, StartRank
+
+STORE_WITHIN_S = 30.0
 
 
 class NodesWorld:
@@ -17,12 +22,13 @@ class NodesWorld:
         plan: What to start.
         nodes: The machines.
         name: No other world has it.
+        on_one_machine: All machines are this one, or there is only one: the ranks meet on its loopback device.
     """
 
     share_memory = False
 
-    def __init__(self, plan: PoolPlan, nodes: Nodes, name: str) -> None:
-        self._plan, self._nodes, self.name = plan, nodes, name
+    def __init__(self, plan: PoolPlan, nodes: Nodes, name: str, *, on_one_machine: bool) -> None:
+        self._plan, self._nodes, self.name, self._on_one_machine = plan, nodes, name, on_one_machine
         self.wire = nodes
 
     def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
@@ -46,8 +52,23 @@ class NodesWorld:
         self._nodes.kill(handle)
 
     def group(self, generation: int) -> GroupSpec:
-        """Where the ranks meet: in torchrun's store, under names of this world's own."""
-        return GroupSpec(f"{self._nodes.store}/{self.name}", generation, self._plan.world_size)
+        """Where the ranks meet: in the store of node 0, under names of this world's own.
+
+        Raises:
+            PoolStateError: Node 0 has not opened one yet, and is out of reach.
+            WorkerStartError: It opens none.
+        """
+        first, *others = self._nodes.nodes
+        if not first.store:
+            first.no_store, deadline = "", time.monotonic() + STORE_WITHIN_S
+            addresses = tuple(node.arrived.address for node in others if node.arrived is not None)
+            self._nodes.ask_for_store(OpenStore(self._on_one_machine, addresses))
+            while not first.store:
+                self._nodes.look(0.2)
+                if first.no_store or not first.reachable or time.monotonic() > deadline:
+                    reason = first.no_store or "it does not answer"
+                    raise WorkerStartError(f"{first.name} opens no store in which the ranks can meet: {reason}")
+        return GroupSpec(f"{first.store}/{self.name}", generation, self._plan.world_size)
 
     def look(self) -> None:
         """See which machines have come and gone."""

@@ -15,7 +15,7 @@ from labkit.controller.launchers.spawn import SpawnLauncher
 from labkit.errors import InvalidPoolError, PoolStateError
 
 DEVICES = ("auto", "cpu", "cuda")
-LAUNCHERS = ("local", "torchrun")
+LAUNCHERS = ("local", "agents")
 DEFAULT_WORLD_SIZE = 2
 # More processes than this on one machine is a typing error more often than a wish.
 MOST_WORKERS = 256
@@ -54,10 +54,11 @@ def check_arguments(world_size: int | None, device: str, launcher: str = "local"
     """
     _refuse_in_rank()
     if launcher not in LAUNCHERS:
-        raise InvalidPoolError(f"unknown launcher {launcher!r}. Write 'local' or 'torchrun'.")
+        renamed = "labkit starts its agents itself now, without torchrun. " if launcher == "torchrun" else ""
+        raise InvalidPoolError(f"unknown launcher {launcher!r}. {renamed}Write 'local' or 'agents'.")
     _check_count("num_nodes", "machines", num_nodes)
-    if num_nodes > 1 and launcher != "torchrun":
-        raise InvalidPoolError(f"num_nodes={num_nodes} plays machines on this one, which needs launcher='torchrun'.")
+    if num_nodes > 1 and launcher != "agents":
+        raise InvalidPoolError(f"num_nodes={num_nodes} plays machines on this one, which needs launcher='agents'.")
     _check_device(device)
     if world_size is None:
         if num_nodes > 1:
@@ -76,7 +77,6 @@ def check_attachment(
     device: str,
     listen: str,
     host: str | None,
-    rdzv_endpoint: str | None,
     linger_s: float | None,
 ) -> None:
     """Refuse what no machines can run.
@@ -96,10 +96,6 @@ def check_attachment(
         raise InvalidPoolError(f"listen={listen!r}: ports go from 1 to 65535, and * takes a free one.")
     if host is not None and not re.fullmatch(r"[^\s:/]+|\[[0-9a-fA-F:]+\]", host):
         raise InvalidPoolError(f"host={host!r} is no name of a machine. Write its name or address alone; the port is in listen.")
-    if rdzv_endpoint is not None and not is_endpoint(rdzv_endpoint):
-        raise InvalidPoolError(
-            f"rdzv_endpoint={rdzv_endpoint!r} is no meeting place. Write 'HOST:PORT', for example 'gpu01:29400'."
-        )
     number = isinstance(linger_s, int | float) and not isinstance(linger_s, bool) and math.isfinite(linger_s) and linger_s > 0
     if linger_s is not None and not number:
         raise InvalidPoolError(f"linger_s is how long ranks wait for a notebook, a positive number of seconds, not {linger_s!r}.")

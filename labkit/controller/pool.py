@@ -16,7 +16,6 @@ from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.interrupts import held_sigint
 from labkit.controller.members import Members
 from labkit.controller.node import NodeStatus
-from labkit.controller.nodes_world import NodesWorld
 from labkit.controller.output import Screen, present_screen
 from labkit.controller.runner import Runner
 from labkit.controller.world import LocalSite, Site
@@ -40,9 +39,9 @@ class WorkerPool:
     Args:
         world_size: The number of ranks.
         device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` where there are enough GPUs.
-        launcher: ``local`` starts the ranks from this process; ``torchrun`` has torchrun start them on this machine, over the same
-            way as :meth:`attach` on several machines.
-        num_nodes: With ``torchrun``: play that many machines on this one, each with the same number of ranks.
+        launcher: ``local`` starts the ranks from this process; ``agents`` starts labkit's agents on this machine, which start them
+            over the same way as with :meth:`attach` on several machines.
+        num_nodes: With ``agents``: play that many machines on this one, each with the same number of ranks.
         start_timeout_s: The longest time that the start may take, in seconds.
         replace: Close an open pool first instead of refusing.
 
@@ -60,7 +59,7 @@ class WorkerPool:
         world_size: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         *,
-        launcher: Literal["local", "torchrun"] = "local",
+        launcher: Literal["local", "agents"] = "local",
         num_nodes: int = 1,
         start_timeout_s: float = 180.0,
         replace: bool = False,
@@ -69,7 +68,7 @@ class WorkerPool:
         plan.check_arguments(world_size, device, launcher, num_nodes)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
-        if launcher == "torchrun":
+        if launcher == "agents":
             self._attach(local_site(num_nodes, (world_size or 0) // num_nodes, device), start_timeout_s, world_size)
             return
         self._plan = plan.make_plan(world_size, device, plan.launcher().count_gpus)
@@ -86,12 +85,11 @@ class WorkerPool:
         listen: str = "tcp://0.0.0.0:*",
         host: str | None = None,
         key_file: str | os.PathLike[str] = "labkit.key",
-        rdzv_endpoint: str | None = None,
         linger_s: float | None = None,
         start_timeout_s: float = 600.0,
         replace: bool = False,
     ) -> WorkerPool:
-        """A pool whose ranks run on other machines, where torchrun has started labkit's agents.
+        """A pool whose ranks run on other machines, where a scheduler or you start labkit's agents.
 
         The call opens one authenticated, encrypted port, writes a key file, shows the command to run on each machine, and waits
         for the machines. ``labkit launch`` writes the command as a batch script for SLURM or as manifests for Kubernetes.
@@ -105,7 +103,6 @@ class WorkerPool:
             listen: ``tcp://INTERFACE:PORT``: where this machine listens; port ``*`` takes a free one.
             host: The name or address under which the machines find this one; None for its address on the network.
             key_file: Where the key file is written (mode 0600); it goes to every machine, and is removed when the pool is closed.
-            rdzv_endpoint: ``host:port`` of one of the machines, where torchrun's agents meet; None for this machine, port 29400.
             linger_s: Let the ranks wait that long for a notebook that has gone without closing its pool; :meth:`reattach` comes
                 back to them. None ends them with the notebook.
             start_timeout_s: How long to wait for the machines and their ranks, in seconds.
@@ -116,7 +113,7 @@ class WorkerPool:
             PoolStateError: Another pool is open and ``replace`` is False.
             WorkerStartError: A machine did not arrive, or a rank did not come up; the message names it.
         """
-        plan.check_attachment(num_nodes, workers_per_node, device, listen, host, rdzv_endpoint, linger_s)
+        plan.check_attachment(num_nodes, workers_per_node, device, listen, host, linger_s)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
         pool = cls.__new__(cls)
@@ -127,7 +124,7 @@ class WorkerPool:
             other.close()  # the cell is run again: this pool takes the place of that one, key file and all
         interface = listen.removeprefix("tcp://").rpartition(":")[0]
         address = host or (interface if interface in ("127.0.0.1", "localhost") else own_address())
-        meeting = Meeting(num_nodes, workers_per_node, listen, address, rdzv_endpoint or f"{address}:29400", device, linger_s)
+        meeting = Meeting(num_nodes, workers_per_node, listen, address, device, linger_s, on_one_machine=num_nodes == 1)
         site = AttachedSite(meeting, path, ShownCommand(), outlives_notebook=linger_s is not None)
         pool._attach(site, start_timeout_s)
         return pool
@@ -206,7 +203,7 @@ class WorkerPool:
                 self._site, self._start_timeout_s = site, start_timeout_s
                 meeting, nodes = site.meeting, site.nodes
                 self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
-                world = NodesWorld(self._plan, nodes, next(iter(left.values())).world)
+                world = site.world(self._plan, next(iter(left.values())).world)
                 nodes.adopt_world(world.name)
                 self._members = Members(self.world_size, world)
                 self._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
@@ -500,7 +497,7 @@ class WorkerPool:
 
     @raises_here
     def close(self) -> None:
-        """End every worker and all they started. Blocks for at most about 3 s, 10 s where torchrun has to end.
+        """End every worker and all they started. Blocks for at most about 3 s, 10 s where agents have to end.
 
         Ranks: controller.
 
@@ -541,8 +538,5 @@ class WorkerPool:
         chosen = parse_ranks(ranks, self.world_size)
         sending.check_limit(timeout_s)
         self._runner.look_around()
-        if self._site.begun_anew:
-            present_screen().text("stderr", "torchrun has started its workers anew: make your variables again.\n")
-            self.restart()
         self._runner.refuse_dead(chosen)
         return chosen

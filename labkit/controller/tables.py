@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from dataclasses import replace
 
-from labkit.controller.launch_text import Launch
+from labkit.controller.launch_text import TRUST, Launch
 from labkit.controller.node import Node
 
 _CELL = 'style="text-align:left;padding:2px 14px 2px 0"'
@@ -16,7 +16,8 @@ def arrival_text(launch: Launch | None, nodes: Sequence[Node]) -> str:
     """Command, where machines wait for one, and table, for terminals and saved notebooks."""
     head = [_head(launch, nodes)]
     if launch is not None:
-        head += ["", f"  {launch.torchrun()}", "", f"Or let a scheduler do it (slurm or kubernetes): {launch.writer('slurm')}", ""]
+        scheduled = f"Or let a scheduler do it (slurm or kubernetes): {launch.writer('slurm')}"
+        head += ["", f"  {launch.command()}", "", scheduled, "", TRUST, ""]
     return "\n".join(head + [f"  {node.name}: {_state(node)}" for node in nodes])
 
 
@@ -28,9 +29,10 @@ def arrival_html(launch: Launch | None, nodes: Sequence[Node]) -> str:
     command = ""
     if launch is not None:
         in_pods = replace(launch, key_file="/etc/labkit/labkit.key")
-        command = _copied(launch.torchrun())
-        for title, text in (("a batch script for SLURM", launch.slurm()), ("manifests for Kubernetes", in_pods.kubernetes())):
+        command = _copied(launch.command())
+        for title, text in (("a batch script for SLURM", launch.slurm()), ("a manifest for Kubernetes", in_pods.kubernetes())):
             command += f"<details><summary>or {title}</summary>{_copied(text)}</details>"
+        command += f'<div style="margin:6px 0">{html.escape(TRUST)}</div>'
     return f'<div><div>{_head(launch, nodes)}</div>{command}<table style="margin-top:6px">{rows}</table></div>'
 
 
@@ -49,8 +51,6 @@ def _head(launch: Launch | None, nodes: Sequence[Node]) -> str:
 
 
 def _state(node: Node) -> str:
-    if node.fault:
-        return f"✕ {node.fault}"
     if not node.reachable:
         return "○ not here yet" if node.arrived is None else "✕ out of reach"
     assert node.arrived is not None

@@ -77,10 +77,6 @@ class Site(Protocol):
         """Make ready for new ranks."""
 
     @property
-    def begun_anew(self) -> bool:
-        """Whether new ranks can be started in the place of ranks that have all ended together, by no doing of the pool's."""
-
-    @property
     def gone(self) -> bool:
         """Whether what starts ranks there has ended: no rank lives, and only a start from the beginning brings new ones."""
 
@@ -102,7 +98,7 @@ ENVIRONMENT = {
 class LocalSite:
     """This machine, and the launcher that starts processes on it."""
 
-    begun_anew = gone = False  # the fork server is replaced by itself
+    gone = False  # the fork server is replaced by itself
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Wait until torch is imported in the fork server; see :class:`Site`."""

@@ -74,10 +74,10 @@ class Hub:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._wake.fd, zmq.POLLIN)
 
-    def send(self, node_rank: int, tag: ToNode, *parts: Any) -> bool:
-        """Send to one machine; False when it is not connected, or has taken nothing for a thousand messages."""
+    def send(self, peer: str, tag: ToNode, *parts: Any) -> bool:
+        """Send to the agent of that name; False when it is not connected, or has taken nothing for a thousand messages."""
         try:
-            message = [b"node-%d" % node_rank, *_in_pieces([pickle.dumps(tag, protocol=5), *parts])]
+            message = [peer.encode(), *_in_pieces([pickle.dumps(tag, protocol=5), *parts])]
             self._socket.send_multipart(message, flags=zmq.NOBLOCK)
         except zmq.Again:
             return False
@@ -87,8 +87,8 @@ class Hub:
             raise
         return True
 
-    def receive(self, timeout_s: float) -> list[tuple[int, FromNode, list[bytes]]]:
-        """Wait for messages: (machine, tag, further parts); empty after the time-out or a :meth:`wake`."""
+    def receive(self, timeout_s: float) -> list[tuple[str, FromNode, list[bytes]]]:
+        """Wait for messages: (agent's name, tag, further parts); empty after the time-out or a :meth:`wake`."""
         try:
             ready = dict(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
         except zmq.ZMQError as error:
@@ -97,14 +97,14 @@ class Hub:
             raise
         if self._wake.fd in ready:
             self._wake.hear()
-        received: list[tuple[int, FromNode, list[bytes]]] = []
+        received: list[tuple[str, FromNode, list[bytes]]] = []
         while self._socket in ready and len(received) < QUEUED_MESSAGES:
             try:
                 identity, *pieces = self._socket.recv_multipart(flags=zmq.NOBLOCK)
             except zmq.Again:
                 break
             tag, *parts = _put_together(pieces)
-            received.append((int(identity.rpartition(b"-")[2]), pickle.loads(tag), parts))
+            received.append((identity.decode(errors="replace"), pickle.loads(tag), parts))
         return received
 
     def wake(self) -> None:
@@ -127,7 +127,7 @@ class HubLink:
     Args:
         address: The hub's address, ``tcp://host:port``.
         keys: The server's public key and the client's two.
-        node_rank: This machine's place.
+        name: The agent's name, which no other has.
 
     Attributes:
         socket: To poll for messages, and for room to send.
@@ -136,12 +136,12 @@ class HubLink:
         refused: The hub knows another key.
     """
 
-    def __init__(self, address: str, keys: Keys, node_rank: int) -> None:
+    def __init__(self, address: str, keys: Keys, name: str) -> None:
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
         self.socket.curve_serverkey = keys.server_public
         self.socket.curve_publickey, self.socket.curve_secretkey = keys.client_public, keys.client_secret
-        self.socket.setsockopt(zmq.IDENTITY, b"node-%d" % node_rank)
+        self.socket.setsockopt(zmq.IDENTITY, name.encode())
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)

@@ -36,30 +36,59 @@ class Arrived(Record):
     """An agent is there. It says so again each time its connection is made anew.
 
     Attributes:
-        node_rank: Its place among the machines, from torchrun.
-        num_nodes: How many machines torchrun has brought together.
-        num_here: How many agents it has started on this one.
+        node_rank: The place among the machines that it claims; None takes the first free one.
+        source: What gave it that place: an option, a variable, or the notebook; empty where it claims none.
         life: A random name of this agent process: another one means that it was started anew.
         hostname: The machine's name.
         pid: The agent's process id there.
+        address: Its own address on the way to the notebook; empty where it knows none.
         num_gpus: GPUs that ranks started there would see.
-        store: ``tcp://host:port`` of the key-value store that torchrun keeps for its workers.
-        restarts: How often torchrun has started its workers anew.
         versions: Of what must be equal everywhere, by name.
         left: What an earlier notebook has left running there; None where nothing was started.
     """
 
-    node_rank: int
-    num_nodes: int
-    num_here: int
+    node_rank: int | None
+    source: str
     life: str
     hostname: str
     pid: int
+    address: str
     num_gpus: int
-    store: str
-    restarts: int
     versions: dict[str, str]
     left: Left | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(Record):
+    """The machine is part of the pool, in that place."""
+
+    node_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore(Record):
+    """Open the store in which the ranks of all machines meet, or name the one that is open.
+
+    Attributes:
+        on_one_machine: All ranks run on this machine, so it listens on the loopback device.
+        others: The addresses of the other machines on their way to the notebook.
+    """
+
+    on_one_machine: bool
+    others: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOpened(Record):
+    """Where the store is.
+
+    Attributes:
+        address: ``tcp://host:port``; empty where none is open.
+        reason: Why none is open.
+    """
+
+    address: str
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,5 +172,5 @@ class FromRank(Record):
     """The next part is a message from a rank of the machine."""
 
 
-ToNode = StartRank | KillRank | OpenWorld | Leave | AreYouThere | ForRanks
-FromNode = Arrived | Exited | NodeFailed | FromRank
+ToNode = Welcome | OpenStore | StartRank | KillRank | OpenWorld | Leave | AreYouThere | ForRanks
+FromNode = Arrived | StoreOpened | Exited | NodeFailed | FromRank

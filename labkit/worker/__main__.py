@@ -1,4 +1,4 @@
-"""``torchrun ... -m labkit.worker --connect tcp://HOST:PORT --key-file FILE``: the agent of one machine."""
+"""``python -m labkit.worker --connect tcp://HOST:PORT --key-file FILE``: the agent of one machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from labkit.errors import LabkitError
 from labkit.wire.key_file import KeyFile
 from labkit.worker.agent import Agent
-from labkit.worker.place import Place
+from labkit.worker.place import SCHEDULER_VARIABLES, claimed_place
 
 
 def main() -> int:
@@ -20,6 +20,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m labkit.worker", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="tcp://HOST:PORT", help="the notebook, as WorkerPool.attach() shows it")
     parser.add_argument("--key-file", required=True, type=Path, help="copied from the notebook's machine, mode 0600")
+    parser.add_argument(
+        "--node-rank",
+        type=_rank,
+        metavar="N",
+        help=f"which machine this is, from 0; without it {' or '.join(SCHEDULER_VARIABLES)} says so, or the order of arrival",
+    )
     parser.add_argument("--linger", type=_seconds, default=3.0, metavar="SECONDS", help="how long ranks wait for a silent notebook")
     parser.add_argument(
         "--wait", type=_seconds, default=600.0, metavar="SECONDS", help="how long to wait for the notebook at first"
@@ -28,7 +34,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         keys = KeyFile.read(args.key_file).keys()
-        reason = Agent(args.connect, keys, Place.from_environment(os.environ), args.linger, args.wait).run()
+        place = claimed_place(args.node_rank, os.environ)
+        reason = Agent(args.connect, keys, place, args.linger, args.wait).run()
     except LabkitError as error:
         reason = str(error)
     if args.remove:
@@ -36,6 +43,13 @@ def main() -> int:
     if reason:
         sys.stderr.write(f"labkit: {reason}\n")
     return 1 if reason else 0
+
+
+def _rank(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError  # argparse says which option it is
+    return value
 
 
 def _seconds(text: str) -> float:

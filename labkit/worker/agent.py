@@ -1,10 +1,10 @@
-"""The agent: one process on each machine of an attached pool, started by torchrun; it starts and serves the ranks there.
+"""The agent: one process on each machine of an attached pool, started by a scheduler or by hand; it starts and serves the ranks.
 
 It plays the controller for the ranks of its machine: it has a fork server start them, and passes messages on between them and
 the notebook. So a rank's death is seen where it happens, the others keep their state, and a cell that prints while nobody
 reads fills a bounded backlog here and no rank's memory.
 
-The agent ends when the notebook tells it to, has been silent for ``linger_s``, or torchrun has ended; the ranks end with it.
+The agent ends when the notebook tells it to or has been silent for ``linger_s``, and on SIGTERM; the ranks end with it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import zmq
 
+from labkit.errors import InvalidPoolError
 from labkit.machine import MemoryAtDeath
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
@@ -40,16 +41,20 @@ from labkit.wire.node_messages import (
     Leave,
     Left,
     NodeFailed,
+    OpenStore,
     OpenWorld,
     StartRank,
+    StoreOpened,
     ToNode,
+    Welcome,
 )
 from labkit.wire.payload import Packed, to_frames, to_memory
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import ControllerWire, Keys
 from labkit.wire.versions import versions
+from labkit.worker import store
 from labkit.worker.backlog import Backlog
-from labkit.worker.place import Place, gloo_device
+from labkit.worker.place import LOOPBACK, Place, address_towards, gloo_device, host_of, store_host
 
 LOOK_MS = 250
 _END_S = 5.0
@@ -61,7 +66,7 @@ class Agent:
     Args:
         address: The hub's address.
         keys: From the key file.
-        place: From torchrun.
+        place: The one it asks for.
         linger_s: How long the ranks wait for a notebook that has fallen silent.
         wait_s: How long to wait for the first word of the notebook.
     """
@@ -69,15 +74,16 @@ class Agent:
     def __init__(self, address: str, keys: Keys, place: Place, linger_s: float, wait_s: float) -> None:
         self._address, self._place, self._linger_s, self._wait_s = address, place, linger_s, wait_s
         self._life = uuid.uuid4().hex
-        self._asked_to_end, self._torchrun = False, os.getppid()
-        signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._asked_to_end = ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
         self._server, self._process = _start_fork_server()
-        self._link = HubLink(address, keys, place.node_rank)
+        self._link = HubLink(address, keys, self._life)
         self._num_gpus: int | None = None
         self._silent_s, self._looked_at = 0.0, time.monotonic()
         self._met = False
         self._wire: ControllerWire | None = None
-        self._directory = ""
+        self._directory = self._store = ""
         self._world = ""
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
@@ -126,7 +132,7 @@ class Agent:
             except (EOFError, OSError):
                 return f"the fork server ended with exit code {self._process.wait()}; its output stands above"
             if name == "broken":
-                self._tell(NodeFailed(f"it cannot import what ranks need: {args[0]}"))
+                self._tell(NodeFailed(f"{socket.gethostname()} cannot import what ranks need: {args[0]}"))
                 self._flush()
                 return str(args[0])
             if name == "counted":
@@ -134,6 +140,9 @@ class Agent:
                 self._introduce()
             elif name == "started":
                 self._started(*args)
+            elif name == "store_opened":
+                self._store, reason = args
+                self._tell(StoreOpened(self._store, reason))
             elif name == "exited":
                 self._exited(*args)
         return None
@@ -145,6 +154,10 @@ class Agent:
             self._pids[handle] = pid
 
     def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], memory: MemoryAtDeath) -> None:
+        if rank == store.RANK:
+            self._store = ""
+            self._tell(StoreOpened("", f"the store's process ended with exit code {code}"))
+            return
         handle = next((handle for handle, other in self._pids.items() if other == pid), None)
         if handle is not None:
             del self._pids[handle], self._ranks[handle]
@@ -167,9 +180,7 @@ class Agent:
     def _mind_silence(self) -> str | None:
         now = time.monotonic()
         if self._asked_to_end:
-            return "it was asked to end (SIGTERM)"
-        if os.getppid() != self._torchrun:
-            return "torchrun, which started it, has ended"  # with it goes the store where process groups meet
+            return f"it was asked to end ({self._asked_to_end})"
         if self._link.refused:
             return f"the notebook at {self._address} knows another key. Copy its present key file to this machine"
         # While this process is stopped, or its machine sleeps, it cannot hear anybody: that time does not count.
@@ -182,27 +193,16 @@ class Agent:
             return f"the notebook has been silent for {limit:g} s"
         return f"no notebook with this key answers at {self._address} after {limit:g} s: is the address right, and the port open?"
 
-    def _on_sigterm(self, number: int, frame: object) -> None:
-        self._asked_to_end = True
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._asked_to_end = signal.Signals(number).name
 
     # ---- what the notebook wants ---------------------------------------------------------------------------------
 
     def _introduce(self) -> None:
         if self._num_gpus is not None and self._link.connected:
-            place = self._place
-            tag = Arrived(
-                place.node_rank,
-                place.num_nodes,
-                place.num_here,
-                self._life,
-                socket.gethostname(),
-                os.getpid(),
-                self._num_gpus,
-                place.store,
-                place.restarts,
-                versions(),
-                self._left(),
-            )
+            place, own = self._place, address_towards(host_of(self._address))
+            here = (socket.gethostname(), os.getpid(), own, self._num_gpus)
+            tag = Arrived(place.node_rank, place.source, self._life, *here, versions(), self._left())
             self._link.send([pickle.dumps(tag, protocol=5)])
 
     def _left(self) -> Left | None:
@@ -227,6 +227,10 @@ class Agent:
                 self._send_server("kill", self._pids[tag.handle])
             elif tag.handle in self._ranks:
                 self._doomed.add(tag.handle)
+        elif isinstance(tag, Welcome):
+            self._place = Place(tag.node_rank, "the notebook")  # it comes back to this place, whoever else has come meanwhile
+        elif isinstance(tag, OpenStore):
+            self._open_store(tag)
         elif isinstance(tag, OpenWorld):
             self._close_world()
             self._world = tag.name
@@ -236,6 +240,17 @@ class Agent:
             self._wire = ControllerWire(self._directory, Keys.generate())
         else:
             assert isinstance(tag, AreYouThere)
+
+    def _open_store(self, tag: OpenStore) -> None:
+        if self._store:
+            self._tell(StoreOpened(self._store))
+            return
+        try:
+            host = LOOPBACK if tag.on_one_machine else store_host(tag.others, self._address, os.environ)
+        except InvalidPoolError as error:
+            self._tell(StoreOpened("", str(error)))
+            return
+        self._send_server("open_store", host)
 
     def _kept_here(self, message: Any, ranks: Sequence[int], frames: list[bytes]) -> Any:
         """The message with its large buffers in memory that all ranks of this machine share."""
@@ -254,8 +269,12 @@ class Agent:
 
     def _spec(self, tag: StartRank) -> WorkerSpec:
         assert self._wire is not None
-        environ = tag.defaults | dict(os.environ)
-        if tag.local_world_size < tag.group.world_size and (device := gloo_device(self._place.store, self._address)):
+        address = tag.group.store.rpartition("/")[0]
+        host, port = host_of(address), address.rpartition(":")[2]
+        # As under torchrun: ``init_process_group()`` in a cell joins this store, and opens none of its own.
+        meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environ = tag.defaults | dict(os.environ) | meeting
+        if tag.local_world_size < tag.group.world_size and (device := gloo_device(address)):
             # Without it gloo takes the address of the host name, which on many machines is the loopback device's.
             environ.setdefault("GLOO_SOCKET_IFNAME", device)
         return WorkerSpec(

@@ -21,7 +21,9 @@ QUIET_WITHIN_S = 0.2
 _QUIET_CHECK_S = 0.005
 
 
-def cut_gloo(known: Set[tuple[int, int]], hosts: Set[str] = frozenset(), *, except_port: int = 0) -> list[socket.socket]:
+def cut_gloo(
+    known: Set[tuple[int, int]], hosts: Set[str] = frozenset(), *, except_ports: Set[int] = frozenset()
+) -> list[socket.socket]:
     """Make every connection of gloo end, which frees a thread that waits in a gloo collective within milliseconds.
 
     No call that torch offers does this: abort, destroy and signals all wait for the group's time-out. Gloo's sockets
@@ -37,12 +39,12 @@ def cut_gloo(known: Set[tuple[int, int]], hosts: Set[str] = frozenset(), *, exce
         known: Sockets that are gloo's without doubt, from :func:`peer_sockets` around the forming of a group. Others
             (of groups made later) are cut after a search for Python's own sockets, which takes some 50 ms.
         hosts: Addresses of the pool's other machines.
-        except_port: The port of the store through which the ranks meet.
+        except_ports: The ports of the stores through which the ranks have met.
 
     Returns:
         The sockets that were shut down. To be closed when every rank has done the same.
     """
-    present = peer_sockets(hosts, except_port=except_port)
+    present = peer_sockets(hosts, except_ports=except_ports)
     owned = _python_sockets() if present - known else set()
     found = []
     for fd, inode in present:
@@ -116,14 +118,14 @@ def collect_children() -> None:
     multiprocessing.active_children()
 
 
-def peer_sockets(hosts: Set[str] = frozenset(), *, except_port: int = 0) -> set[tuple[int, int]]:
+def peer_sockets(hosts: Set[str] = frozenset(), *, except_ports: Set[int] = frozenset()) -> set[tuple[int, int]]:
     """Connected TCP sockets of this process between addresses of this machine or to ``hosts``, as (descriptor, inode)."""
-    return _sockets(lambda own, peer: peer[1] != except_port and (peer[0] == own[0] or peer[0] in hosts))
+    return _sockets(lambda own, peer: peer[1] not in except_ports and (peer[0] == own[0] or peer[0] in hosts))
 
 
-def connected_sockets(*, except_port: int) -> set[tuple[int, int]]:
-    """All connected TCP sockets of this process but those to a port, as (descriptor, inode)."""
-    return _sockets(lambda own, peer: peer[1] != except_port)
+def connected_sockets(*, except_ports: Set[int]) -> set[tuple[int, int]]:
+    """All connected TCP sockets of this process but those to some ports, as (descriptor, inode)."""
+    return _sockets(lambda own, peer: peer[1] not in except_ports)
 
 
 def peer_hosts(sockets: Iterable[tuple[int, int]]) -> set[str]:

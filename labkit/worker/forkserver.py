@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
+import functools
 import gc
 import importlib
 import os
@@ -21,14 +21,16 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
 from labkit.wire.pipes import Kept, make_pipes, redirect, take_rest
 from labkit.wire.spec import WorkerSpec
+from labkit.worker import store
 from labkit.worker.environment import INLINE_FIGURES, draw_anew, enter
-from labkit.worker.lifeline import die_with_parent, ending_with_controller
+from labkit.worker.lifeline import adopt_orphans, child_pids, die_with_parent, ending_with_controller, kill_group
 from labkit.worker.oom_kills import OomKills
 
 # What every worker needs; forking waits for these.
@@ -50,7 +52,7 @@ FIRST_IMPORTS = (
 # Not the inline backend itself: it hooks into the shell of the process that imports it, and this one has none.
 IDLE_IMPORTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 
-_PR_SET_CHILD_SUBREAPER = 36
+Work = Callable[[tuple[int, int], Kept], None]
 
 
 @dataclass
@@ -68,7 +70,7 @@ class Server:
 
     Attributes:
         connection: To the controller; its end means that the controller is gone.
-        children: Living workers by pid.
+        children: Living workers by pid, and the store's process.
         directories: Directories of pools, removed when the controller goes away without doing so.
     """
 
@@ -91,7 +93,8 @@ class Server:
         poller.register(wake_read, select.POLLIN)
         # A child that the controller's process forked could hold the connection open, so the parent is watched as well.
         while os.getppid() == parent:
-            ready = {fd for fd, _ in poller.poll(20 if idle_imports and not self.children else 500)}
+            idle = all(child.rank == store.RANK for child in self.children.values())
+            ready = {fd for fd, _ in poller.poll(20 if idle_imports and idle else 500)}
             if wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
                     while os.read(wake_read, 4096):
@@ -104,7 +107,7 @@ class Server:
                     break
                 if not self.handle(request):
                     break
-            elif not ready and idle_imports and not self.children:
+            elif not ready and idle_imports and idle:
                 with contextlib.suppress(ImportError), ending_with_controller(self.connection, self.end):
                     importlib.import_module(idle_imports.pop(0))
         self.end()
@@ -115,10 +118,12 @@ class Server:
         if name == "start":
             token, spec = args
             self.connection.send(("started", token, self.start(spec)))
+        elif name == "open_store":
+            self.connection.send(("store_opened", *self.open_store(args[0])))
         elif name == "kill":
             (pid,) = args
             if pid in self.children:
-                _kill_group(pid)
+                kill_group(pid)
         elif name == "directory":
             self.directories.add(args[0])
         elif name == "forget":
@@ -134,16 +139,29 @@ class Server:
 
     def start(self, spec: WorkerSpec) -> int:
         """Fork one worker; returns its pid."""
+        return self._fork(spec.rank, spec.directory, functools.partial(_serve_rank, spec))
+
+    def open_store(self, host: str) -> tuple[str, str]:
+        """Fork the store's process; returns its address, or an empty one and why."""
+        try:
+            listener, address = store.listen(host)
+        except OSError as error:
+            return "", f"it cannot listen on {host}: {error.strerror}"
+        with listener:
+            self._fork(store.RANK, "", lambda *_: store.serve(listener))
+        return address, ""
+
+    def _fork(self, rank: int, directory: str, work: Work) -> int:
         read_fds, write_fds = make_pipes()
         kept = Kept()
         # Else a worker's first garbage collection writes to every object of torch, and so copies 65 MiB of pages.
         gc.freeze()
         pid = os.fork()
         if pid == 0:
-            self._become_worker(spec, read_fds, write_fds, kept)
+            self._become(work, read_fds, write_fds, kept)
         for fd in write_fds:
             os.close(fd)
-        self.children[pid] = _Child(pid, spec.rank, spec.directory, read_fds, kept)
+        self.children[pid] = _Child(pid, rank, directory, read_fds, kept)
         return pid
 
     def forget(self, directory: str) -> None:
@@ -151,9 +169,9 @@ class Server:
         self.directories.discard(directory)
         for child in self.children.values():
             if child.directory == directory:
-                _kill_group(child.pid)
+                kill_group(child.pid)
 
-    def _become_worker(self, spec: WorkerSpec, read_fds: tuple[int, int], write_fds: tuple[int, int], kept: Kept) -> None:
+    def _become(self, work: Work, read_fds: tuple[int, int], write_fds: tuple[int, int], kept: Kept) -> None:
         """The child's side of the fork. Never returns."""
         code = 1
         try:
@@ -171,11 +189,7 @@ class Server:
                     os.close(fd)
                 sibling.kept.close()
             redirect(write_fds)
-            enter(spec)
-            draw_anew()
-            from labkit.worker.loop import main
-
-            main(spec, read_fds, kept)
+            work(read_fds, kept)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -193,7 +207,7 @@ class Server:
         self._oom_kills.look(self.children.keys() - dead)
         for pid in dead:
             child = self.children[pid]
-            _kill_group(pid)
+            kill_group(pid)
             _, status, usage = os.wait4(pid, 0)
             del self.children[pid]
             rests = take_rest(child.read_fds, child.kept)
@@ -205,7 +219,7 @@ class Server:
 
     def _end_adopted(self) -> None:
         """Kill and collect what dead workers have left; living ones adopt their orphans themselves."""
-        for pid in _child_pids():
+        for pid in child_pids():
             if pid not in self.children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -216,8 +230,8 @@ class Server:
         """Kill every worker with all its descendants, remove the pools' directories."""
         deadline = time.monotonic() + 5.0
         for pid in self.children:
-            _kill_group(pid)
-        while (pids := _child_pids()) and time.monotonic() < deadline:
+            kill_group(pid)
+        while (pids := child_pids()) and time.monotonic() < deadline:
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -227,10 +241,12 @@ class Server:
             shutil.rmtree(directory, ignore_errors=True)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of what descends from this process and has lost its own parent, where the system offers it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+def _serve_rank(spec: WorkerSpec, read_fds: tuple[int, int], kept: Kept) -> None:
+    enter(spec)
+    draw_anew()
+    from labkit.worker.loop import main
+
+    main(spec, read_fds, kept)
 
 
 def count_gpus(environ: dict[str, str]) -> int:
@@ -255,22 +271,6 @@ def count_gpus(environ: dict[str, str]) -> int:
     os.close(read)
     os.waitpid(pid, 0)
     return int(text or b"0")
-
-
-def _kill_group(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        try:
-            os.killpg(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            os.kill(pid, signal.SIGKILL)  # a moment after its fork a worker has no group of its own yet
-
-
-def _child_pids() -> list[int]:
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(word) for word in file.read().split()]
-    except OSError:
-        return []
 
 
 def main() -> None:

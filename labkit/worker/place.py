@@ -1,89 +1,120 @@
-"""An agent's machine: its place among the others, and the network device on the way to them."""
+"""An agent's machine: its place among the others, and the network devices on the way to them."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
-from labkit.errors import WorkerStartError
+from labkit.errors import InvalidPoolError
+
+# By these schedulers say which machine of a job this is: SLURM, and an indexed job of Kubernetes.
+SCHEDULER_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
+LOOPBACK = "127.0.0.1"
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
 class Place:
-    """This machine's place among those that torchrun has brought together.
+    """This machine's place among the others, as far as it is known here.
 
     Attributes:
-        node_rank: From 0.
-        num_nodes: How many machines there are.
-        num_here: How many agents torchrun has started on this one.
-        store: ``tcp://host:port`` of torchrun's store.
-        restarts: How often torchrun has started its workers anew.
+        node_rank: From 0; None takes the first place that is free.
+        source: What says so, for people.
     """
 
-    node_rank: int
-    num_nodes: int
-    num_here: int
-    store: str
-    restarts: int
-
-    @classmethod
-    def from_environment(cls, environ: Mapping[str, str]) -> Place:
-        """Read what torchrun has set.
-
-        Raises:
-            WorkerStartError: This process was not started by torchrun.
-        """
-        try:
-            return cls(
-                node_rank=int(environ["GROUP_RANK"]),
-                num_nodes=int(environ["GROUP_WORLD_SIZE"]),
-                num_here=int(environ["LOCAL_WORLD_SIZE"]),
-                store=f"tcp://{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}",
-                restarts=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-            )
-        except KeyError as error:
-            raise WorkerStartError(
-                f"{error} is not set: start this with torchrun, by the command that WorkerPool.attach() shows"
-            ) from None
+    node_rank: int | None = None
+    source: str = ""
 
 
-def gloo_device(store: str, notebook: str) -> str | None:
-    """The network device on the way to the other machines; None where gloo has to find it itself.
+def claimed_place(option: int | None, environ: Mapping[str, str]) -> Place:
+    """Return the place that was asked for: by ``--node-rank``, else by the scheduler's variable, else none.
+
+    Where none was asked for, the notebook numbers machines in the order in which they come. It also refuses a place that
+    another machine has, or that the pool does not have.
+
+    Raises:
+        InvalidPoolError: A variable holds no number, or two of them hold different ones.
+    """
+    if option is not None:
+        return Place(option, "--node-rank")
+    found = {name: environ[name] for name in SCHEDULER_VARIABLES if environ.get(name)}
+    for name, text in found.items():
+        if not (text.isascii() and text.isdigit()):
+            raise InvalidPoolError(f"{name}={text!r} is no node rank. Say which machine this is: --node-rank N, from 0")
+    if len({int(text) for text in found.values()}) > 1:
+        said = " and ".join(f"{name}={text}" for name, text in found.items())
+        raise InvalidPoolError(f"{said} contradict each other. Say which machine this is: --node-rank N, from 0")
+    return next((Place(int(text), name) for name, text in found.items()), Place())
+
+
+def store_host(others: Sequence[str], notebook: str, environ: Mapping[str, str]) -> str:
+    """Return the one address of this machine on which the ranks' store listens, where there are other machines.
+
+    It is that of the device in ``GLOO_SOCKET_IFNAME``; else the one on the way to the notebook; else, where the notebook is on
+    this machine or reached through a tunnel, the one on the way to the first other machine that is not in the same position.
 
     Args:
-        store: ``tcp://host:port`` of torchrun's store.
+        others: The addresses of the other machines on their way to the notebook.
         notebook: ``tcp://host:port`` of the notebook.
+        environ: This agent's environment.
+
+    Raises:
+        InvalidPoolError: None of these leads to another machine.
     """
-    host = _host(store)
-    if host in ("127.0.0.1", "localhost"):
-        return _device_of("127.0.0.1")  # machines that are played on one
-    for place in (host, _host(notebook)):
-        own = _own_address_towards(place)
-        if own is not None and not own.startswith("127."):  # some host names stand for the loopback device at home
-            return _device_of(own)
+    device = environ.get(_INTERFACE, "").partition(",")[0]
+    if device:
+        own = _addresses_of(device)
+        if not own:
+            raise InvalidPoolError(f"{_INTERFACE}={device}, and this machine has no such network device with an address")
+        return own[0]
+    for host in (host_of(notebook), *(other for other in others if other and not _is_loopback(other))):
+        own_address = address_towards(host)
+        if own_address and not _is_loopback(own_address):
+            return own_address
+    raise InvalidPoolError(
+        f"it does not know which network device leads to the other machines: set {_INTERFACE} for its labkit process, "
+        "to that device's name (the loopback device's where all run on one machine)"
+    )
+
+
+def gloo_device(store: str) -> str | None:
+    """Return the network device on the way to the ranks' store; None where gloo has to find it itself.
+
+    Args:
+        store: ``tcp://host:port`` of the store, with an address as its host.
+    """
+    own = address_towards(host_of(store))
+    for name in psutil.net_if_addrs():
+        if own and own in _addresses_of(name):
+            return name
     return None
 
 
-def _host(address: str) -> str:
+def host_of(address: str) -> str:
+    """Return the host in ``tcp://host:port``."""
     return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
-def _own_address_towards(host: str) -> str | None:
-    """This machine's address on the way to a host; None where there is no way."""
+def address_towards(host: str) -> str:
+    """Return this machine's address on the way to a host; empty where there is no way."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
             probe.connect(address)  # sends nothing
             return str(probe.getsockname()[0])
     except OSError:
-        return None
+        return ""
 
 
-def _device_of(own: str) -> str | None:
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(item.address.partition("%")[0] == own for item in addresses):
-            return name
-    return None
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _addresses_of(device: str) -> list[str]:
+    """A device's addresses, IPv4 first; those of IPv6 that are valid on one link only are left out."""
+    found = [item for item in psutil.net_if_addrs().get(device, []) if item.family in (socket.AF_INET, socket.AF_INET6)]
+    return [item.address for item in sorted(found, key=lambda item: item.family != socket.AF_INET) if "%" not in item.address]

@@ -52,7 +52,7 @@ class ProcessGroups:
         self._lock = threading.Lock()
         self._renewed_by = 0
         self._stores = [spec.group.store]  # that of the groups, then that of a meeting under way
-        self._store_port = cut.store_port(spec.group.store)
+        self._store_ports = {cut.store_port(spec.group.store)}
         self._on_one_machine = spec.local_world_size == spec.world_size
         self._gloo_sockets: set[tuple[int, int]] = set()
         self._hosts: set[str] = set()
@@ -111,14 +111,14 @@ class ProcessGroups:
             self._gloo_sockets = self._peer_sockets()
         else:
             # Nobody's code has run here yet, and gloo has connected each rank with each other one.
-            self._gloo_sockets = cut.connected_sockets(except_port=self._store_port)
+            self._gloo_sockets = cut.connected_sockets(except_ports=self._store_ports)
             self._hosts = cut.peer_hosts(self._gloo_sockets)
 
     def _peer_sockets(self) -> set[tuple[int, int]]:
-        return cut.peer_sockets(self._hosts, except_port=self._store_port)
+        return cut.peer_sockets(self._hosts, except_ports=self._store_ports)
 
     def _cut_gloo(self) -> list[socket.socket]:
-        return cut.cut_gloo(self._gloo_sockets, self._hosts, except_port=self._store_port)
+        return cut.cut_gloo(self._gloo_sockets, self._hosts, except_ports=self._store_ports)
 
     @property
     def own_collectives(self) -> int:
@@ -190,6 +190,7 @@ class ProcessGroups:
         with self._lock:
             self._renewed_by = run_id
             self._stores = [self._stores[0], group.store]
+            self._store_ports.add(cut.store_port(group.store))  # another one where node 0 was replaced
             self._store = _store(group)
         self._store.set(f"condition/{self._spec.rank}", condition())
         conditions = [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
@@ -244,6 +245,6 @@ def _store(group: GroupSpec) -> Any:
     if group.store.startswith("tcp://"):
         address, _, name = group.store.removeprefix("tcp://").partition("/")
         host, _, port = address.rpartition(":")
-        store = _c10d.TCPStore(host, int(port), is_master=False, timeout=TIMEOUT)
+        store = _c10d.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=TIMEOUT)
         return _c10d.PrefixStore(f"labkit/{name}/{group.generation}", store)
     return _c10d.FileStore(group.store, group.world_size)

@@ -42,7 +42,7 @@ def figures() -> Iterator[Figures]:
 
 def torchrun(script: str, *arguments: str) -> Iterator[str]:
     """The lines that a script prints that is run on every GPU, as they come."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NUM_RANKS)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)]
     path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     command = [*launcher, str(HERE / script), *arguments]

@@ -187,7 +187,7 @@ def test_notebook_01(figures: Figures, tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("launcher", ["local", "torchrun"])
+@pytest.mark.parametrize("launcher", ["local", "agents"])
 def test_empty_cell_on_64_ranks(figures: Figures, launcher: str) -> None:
     began = time.perf_counter()
     with labkit.WorkerPool(64, "cpu", launcher=launcher, replace=True) as pool:  # type: ignore[arg-type]

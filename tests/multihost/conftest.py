@@ -40,17 +40,18 @@ def hosts(bridge: None) -> Iterator[list[Host]]:
 
 
 @pytest.fixture(scope="module")
-def called(hosts: list[Host]) -> Iterator[dict[str, int]]:
-    """Run the shown command on every host by itself; gives its options, to be changed before a pool is attached."""
-    options = {"restarts": 0}
+def called(hosts: list[Host]) -> Iterator[list[Launch]]:
+    """Run the shown command on every host by itself; gives what was shown, the latest last."""
+    shown: list[Launch] = []
     call = attach.ShownCommand.call
 
     def call_and_run(self: attach.ShownCommand, launch: Launch) -> None:
         call(self, launch)
+        shown.append(launch)
         for host in hosts:
-            host.torchrun(launch.arguments(f"{hosts[0].address}:29400"), restarts=options["restarts"])
+            host.agent(launch)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(attach.ShownCommand, "call", call_and_run)
-    yield options
+    yield shown
     patch.undo()

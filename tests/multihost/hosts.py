@@ -9,6 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from labkit.controller.launch_text import Launch
 from tests.process.patience import until
 
 # The notebook's own host is the machine that runs the tests; its address on the bridge is .1, and host 0 is .10. Tests that run at
@@ -80,26 +81,9 @@ class Host:
         self._processes.append(process)
         return process
 
-    def torchrun(self, arguments: list[str], *, restarts: int = 0) -> subprocess.Popen[bytes]:
-        """Start torchrun as the notebook shows it, with this host's address for torchrun's own meeting."""
-        # All hosts here have the same name, by which torchrun would tell which of them is the meeting place.
-        meeting = f"is_host={int(self.number == 0)}"
-        own = ["--local-addr", self.address, "--rdzv-conf", meeting, "--max-restarts", str(restarts)]
-        return self.run(sys.executable, "-m", "torch.distributed.run", *own, *arguments)
-
-    def agent(self, address: str, key_file: Path, *options: str) -> subprocess.Popen[bytes]:
-        """Start an agent as if torchrun had."""
-        place = {
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": self.address,
-            "MASTER_PORT": "1",
-        }
-        words = [f"{name}={value}" for name, value in place.items()]
-        return self.run(
-            "env", *words, sys.executable, "-m", "labkit.worker", "--connect", address, "--key-file", str(key_file), *options
-        )
+    def agent(self, launch: Launch, *options: str) -> subprocess.Popen[bytes]:
+        """Start an agent as the notebook shows it, with further options."""
+        return self.run(sys.executable, *launch.arguments(), *options)
 
     @property
     def received_bytes(self) -> int:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
-import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_r
 
 
 @pytest.fixture(scope="module")
-def pool(hosts: list[Host], called: dict[str, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
+def pool(hosts: list[Host], called: list[Launch], tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerPool]:
     key_file = tmp_path_factory.mktemp("key") / "labkit.key"
     with WorkerPool.attach(
         2, 2, "cpu", host=f"{NETWORK}.1", key_file=key_file, linger_s=60, start_timeout_s=180, replace=True
@@ -110,7 +113,7 @@ def test_pushed_tensors_cross_the_link_once_for_each_host(pool: WorkerPool, host
 def test_a_host_that_is_cut_off_is_named_within_5_seconds_and_its_ranks_are_replaced_when_it_is_back(
     pool: WorkerPool, hosts: list[Host]
 ) -> None:
-    pool.run_cell("import os\nkept = rank\nhere = os.environ['LABKIT_HOST']")
+    pool.run_cell("import os\nimport torch.distributed as dist\nkept = rank\nhere = os.environ['LABKIT_HOST']")
     (lost,) = (host for host in hosts if str(host.number) == pool.pull("here")[2])
     cut_at: list[float] = []
 
@@ -170,29 +173,55 @@ def test_a_second_notebook_cannot_take_the_port(pool: WorkerPool, tmp_path: Path
     assert not pool.closed
 
 
-def test_a_machine_with_another_key_says_so_and_is_not_heard(pool: WorkerPool, hosts: list[Host], tmp_path: Path) -> None:
+def test_a_machine_with_another_key_says_so_and_is_not_heard(
+    pool: WorkerPool, hosts: list[Host], called: list[Launch], tmp_path: Path
+) -> None:
     other = tmp_path / "labkit.key"
     KeyFile.of(Keys.generate()).write(other)
-    address = f"tcp://{NETWORK}.1:{pool._site.nodes.port}"  # type: ignore[attr-defined]
-    process = hosts[0].agent(address, other, "--wait", "3")
+    process = hosts[0].agent(replace(called[-1], key_file=str(other)), "--wait", "3")
     assert process.wait(60) == 1
-    assert f"no notebook with this key answers at {address} after 3 s" in hosts[0].output.read_text()
+    assert f"no notebook with this key answers at {called[-1].connect} after 3 s" in hosts[0].output.read_text()
 
 
-def test_torchrun_that_starts_an_agent_for_each_rank_is_told_to_start_one(hosts: list[Host], tmp_path: Path) -> None:
-    key_file = tmp_path / "labkit.key"
-    started: list[subprocess.Popen[bytes]] = []
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "the pool has its 2 machines already"),
+        (["--node-rank", "1"], r"--node-rank says that it is node 1, which process \d+ on .* is\. Start one labkit process"),
+        (["--node-rank", "2"], r"--node-rank says that it is node 2, and the notebook attaches 2, counted from 0: make both equal"),
+    ],
+)
+def test_s1_a_machine_too_many_is_told_so_and_harms_nobody(
+    pool: WorkerPool, hosts: list[Host], called: list[Launch], options: list[str], message: str
+) -> None:
+    before = pool.pids
+    process = hosts[0].agent(called[-1], *options)
+    until(lambda: pool.nodes and process.poll() is not None, "the agent has heard that it is one too many", 60)
+    assert process.returncode == 1
+    assert re.search(f"labkit: the notebook refuses this machine: {message}", hosts[0].output.read_text())
+    assert pool.pids == before
 
-    def start_two(self: attach.ShownCommand, launch: Launch) -> None:
-        arguments = launch.arguments(f"{hosts[0].address}:29500")
-        arguments[arguments.index("--nproc-per-node") + 1] = "2"
-        started.append(hosts[0].torchrun(arguments))
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"SLURM_NODEID": "0"}, r"SLURM_NODEID says that it is node 0, which process \d+ on .* is\. Start one labkit process"),
+        ({"JOB_COMPLETION_INDEX": "5"}, r"JOB_COMPLETION_INDEX says that it is node 5, and the notebook attaches 2"),
+    ],
+)
+def test_s1_a_pool_whose_machines_claim_places_that_cannot_be_does_not_start(
+    hosts: list[Host], tmp_path: Path, environ: dict[str, str], message: str
+) -> None:
+    def call_twice(self: attach.ShownCommand, launch: Launch) -> None:
+        for host in hosts:
+            host.run("env", *(f"{name}={value}" for name, value in environ.items()), sys.executable, *launch.arguments())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attach.ShownCommand, "call", start_two)
-        with pytest.raises(WorkerStartError, match=r"node 0 \(.*\): torchrun has started 2 agents there\. Start one"):
-            WorkerPool.attach(1, 2, "cpu", host=f"{NETWORK}.1", key_file=key_file, start_timeout_s=120, replace=True)
-    assert started[0].wait(60) == 1
+        patch.setattr(attach.ShownCommand, "call", call_twice)
+        where: dict[str, Any] = {"host": f"{NETWORK}.1", "key_file": tmp_path / "labkit.key"}
+        with pytest.raises(WorkerStartError, match=f"cannot take part: {message}"):
+            WorkerPool.attach(2, 1, "cpu", **where, start_timeout_s=120, replace=True)
+    until(lambda: not any(host.pids for host in hosts), "nothing is left on the hosts", 60)
 
 
 def test_machines_that_do_not_come_are_named(tmp_path: Path) -> None:
@@ -219,7 +248,6 @@ def test_machines_that_do_not_come_are_named(tmp_path: Path) -> None:
         ({"linger_s": "60"}, "not '60'"),
         ({"host": "tcp://login"}, "host='tcp://login' is no name of a machine"),
         ({"host": "login:29600"}, "the port is in listen"),
-        ({"rdzv_endpoint": "gpu01"}, "rdzv_endpoint='gpu01' is no meeting place. Write 'HOST:PORT'"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_with_a_way_out(arguments: dict[str, object], message: str) -> None:

@@ -1,4 +1,4 @@
-"""What becomes of the ranks when torchrun starts anew, or the notebook dies and another one comes back."""
+"""What becomes of the ranks when an agent is started anew, or the notebook dies and another one comes back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from labkit import WorkerPool
+from labkit import PoolStateError, RunTimeoutError, WorkerPool
+from labkit.controller.launch_text import Launch
 from labkit.errors import InvalidPoolError
 from tests.multihost.hosts import NETWORK, Host
 from tests.process.patience import until
@@ -56,11 +57,9 @@ def test_a_notebook_that_comes_back_finds_the_run_in_progress_and_every_variable
     key_file = tmp_path / "labkit.key"
     assert notebook.stdout is not None
     lines = iter(notebook.stdout.readline, "")
-    shown = next(line for line in lines if "torchrun --nnodes" in line)
-    arguments = shown.split()[1:]
-    arguments[arguments.index("--rdzv-endpoint") + 1] = f"{hosts[0].address}:29400"
+    shown = next(line for line in lines if "-m labkit.worker" in line)
     for host in hosts:
-        host.torchrun(arguments)
+        host.run(sys.executable, *shown.split()[1:])
     assert any(line.startswith("at work") for line in lines)
     assert any("step 3" in line for line in lines)
     with pytest.raises(InvalidPoolError, match="still runs"):
@@ -82,7 +81,7 @@ def test_a_notebook_that_comes_back_finds_the_run_in_progress_and_every_variable
     until(lambda: not any(host.pids for host in hosts), "nothing is left on the hosts", 30)
 
 
-def test_ranks_end_with_a_notebook_that_asked_for_no_more(hosts: list[Host], called: dict[str, int], tmp_path: Path) -> None:
+def test_ranks_end_with_a_notebook_that_asked_for_no_more(hosts: list[Host], called: list[Launch], tmp_path: Path) -> None:
     pool = WorkerPool.attach(2, 1, "cpu", host=f"{NETWORK}.1", key_file=tmp_path / "labkit.key", start_timeout_s=180, replace=True)
     pool._site.abandon()  # type: ignore[attr-defined]
     until(lambda: not any(_running(host, "labkit.worker.forkserver") for host in hosts), "no rank is left on the hosts", 10)
@@ -90,30 +89,30 @@ def test_ranks_end_with_a_notebook_that_asked_for_no_more(hosts: list[Host], cal
     until(lambda: not any(host.pids for host in hosts), "nothing is left on the hosts", 30)
 
 
-def test_torchrun_s_restart_is_announced_and_cells_go_on(
-    hosts: list[Host], called: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("place", [1, 0])
+def test_s1_an_agent_that_is_started_again_takes_its_place_and_the_other_machine_keeps_its_variables(
+    hosts: list[Host], called: list[Launch], tmp_path: Path, place: int
 ) -> None:
-    called["restarts"] = 1
+    """Node 0 has the store in which the ranks meet, so a new agent there means another store."""
     key_file = tmp_path / "labkit.key"
     with WorkerPool.attach(2, 1, "cpu", host=f"{NETWORK}.1", key_file=key_file, start_timeout_s=180, replace=True) as pool:
-        before = pool.pids
-        pool.run_cell("kept = rank")
-        (agent,) = _running(hosts[1], "labkit.worker", but_not="torch.distributed.run")
+        pool.run_cell("import os\nkept = rank\nhere = os.environ['LABKIT_HOST']")
+        (lost,) = (host for host in hosts if str(host.number) == pool.pull("here")[place])
+        (agent,) = _running(lost, "labkit.worker")
         os.kill(agent, signal.SIGKILL)
+        lost.agent(called[-1])
+        until(lambda: pool.nodes[place].agent_pid != agent and pool.nodes[place].reachable, "the new agent is there", 90)
+        with pytest.raises(PoolStateError, match=rf"rank {place} is dead .*pool\.restart\(\[{place}\]\)"):
+            pool.run(lambda: 1)
+        pool.restart([place])
+        assert pool.run_cell(SUM, want_value=True, timeout_s=60).same() == 2.0  # type: ignore[union-attr]
+        assert pool.pull("kept", ranks=1 - place)[1 - place] == 1 - place
+        with pytest.raises(RunTimeoutError):
+            pool.run_cell("if rank == 0:\n    dist.barrier()", timeout_s=1)
+        assert pool.run_cell(SUM, want_value=True, timeout_s=60).same() == 2.0  # type: ignore[union-attr]
 
-        def anew() -> bool:
-            pool._runner.look_around()
-            return pool._site.begun_anew
 
-        until(anew, "torchrun has started both agents anew", 90)
-        capsys.readouterr()
-        assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
-        assert "torchrun has started its workers anew" in capsys.readouterr().err
-        assert not set(before.values()) & set(pool.pids.values())
-        assert pool.run_cell("'kept' in globals()", want_value=True).same() is False  # type: ignore[union-attr]
-
-
-def _running(host: Host, word: str, *, but_not: str = "") -> list[int]:
+def _running(host: Host, word: str) -> list[int]:
     """The host's processes that have that word on their command line."""
     found = []
     for pid in host.pids:
@@ -121,6 +120,6 @@ def _running(host: Host, word: str, *, but_not: str = "") -> list[int]:
             words = psutil.Process(pid).cmdline()
         except psutil.NoSuchProcess:
             continue
-        if word in words and but_not not in words:
+        if word in words:
             found.append(pid)
     return found

@@ -6,12 +6,15 @@ What is thrown at each socket would create a file if it were unpickled. It never
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import random
 import socket
 import stat
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +29,11 @@ from labkit.controller.launchers import fork_server
 from labkit.wire.hub import Hub, HubLink
 from labkit.wire.node_messages import NodeFailed
 from labkit.wire.transport import Endpoint, Keys
+from tests.process import stranger
 from tests.process.patience import LOAD, until
+from tests.process.ports import listening
 
+SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\nfloat(ones)"
 LOOPBACK = ("127.0.0.1", "::1")
 
 
@@ -56,9 +62,8 @@ def unharmed(pool: WorkerPool, crater: Path) -> Iterator[bytes]:
     """A pickled bomb to throw. Afterwards it has not gone off, and the same ranks answer and work together."""
     before = pool.pids
     yield pickle.dumps(Bomb(crater))
-    cell = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\nfloat(ones)"
     for _ in range(3):
-        results = pool.run_cell(cell, want_value=True, timeout_s=30)
+        results = pool.run_cell(SUM, want_value=True, timeout_s=30)
         assert results is not None
         assert results.same() == 2.0
     assert pool.pids == before
@@ -92,6 +97,27 @@ def test_case_23_labkit_opens_no_port_and_gloo_listens_on_loopback_only(pool: Wo
     pool.restart()
     assert set(with_gloo.values()) == {1}
     assert set(without.values()) <= {0, 1}
+
+
+def test_s1_machines_played_on_one_listen_on_loopback_only_and_a_stranger_there_runs_no_code(crater: Path) -> None:
+    """As another user of the machine may try. What he can do to torch's store is in tests/multihost/test_trust_ports.py."""
+    crater.parent.chmod(0o777)
+    before = listening([os.getpid()])
+    with WorkerPool(4, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+        pool.run_cell(f"{SUM}\nkept = rank")
+        pids = [os.getpid(), *(item.pid for item in psutil.Process().children(recursive=True))]
+        doors = listening(pids).keys() - before.keys()
+        assert len(doors) >= 6  # the notebook's, the store's, and gloo's on each rank
+        assert {address for address, _ in doors} == {"127.0.0.1"}
+        command = [sys.executable, stranger.__file__, str(crater), *(f"{address}:{port}" for address, port in doors)]
+        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert not any(item.get("let in") for item in found.values())
+        assert sum("read" in item for item in found.values()) == 1
+        assert pool.run_cell(SUM, want_value=True, timeout_s=30).same() == 4.0  # type: ignore[union-attr]
+        pool.restart([3])
+        assert pool.run_cell(SUM, want_value=True, timeout_s=30).same() == 4.0  # type: ignore[union-attr]
+        assert pool.pull("kept", ranks="0-2") == {0: 0, 1: 1, 2: 2}
+    assert not crater.exists()
 
 
 def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
@@ -286,11 +312,11 @@ def test_case_23_a_port_for_other_machines_refuses_a_peer_without_the_key(
         stranger.send(f"tcp://127.0.0.1:{hub.port}", pickle.dumps(Bomb(crater)))
         assert stranger.outcome() == "refused"
         stranger.close()
-        friend = HubLink(f"tcp://127.0.0.1:{hub.port}", keys, 3)
+        friend = HubLink(f"tcp://127.0.0.1:{hub.port}", keys, "a friend")
         friend.send([pickle.dumps(NodeFailed("hello"))])
         heard: list[Any] = []
         until(lambda: heard.extend(hub.receive(0.1)) or heard, "the machine with the key is heard")
-        assert heard == [(3, NodeFailed("hello"), [])]
+        assert heard == [("a friend", NodeFailed("hello"), [])]
         assert not crater.exists()
         friend.close()
     finally:
@@ -302,7 +328,7 @@ def test_what_travels_between_machines_cannot_be_read_on_the_way() -> None:
     keys = Keys.generate()
     hub = Hub("tcp://127.0.0.1:*", keys)
     relay = socket.create_server(("127.0.0.1", 0))
-    friend = HubLink(f"tcp://127.0.0.1:{relay.getsockname()[1]}", keys, 0)
+    friend = HubLink(f"tcp://127.0.0.1:{relay.getsockname()[1]}", keys, "a friend")
     inner, _ = relay.accept()
     outer = socket.create_connection(("127.0.0.1", hub.port))
     seen: list[bytes] = []

@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,72 +16,87 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from torch.distributed.run import get_args_parser
 
+from labkit import doctor
 from labkit.cli import main
-from labkit.controller.launch_text import Launch
+from labkit.controller.launch_text import TRUST, Launch
 from labkit.controller.node import Node
 from labkit.controller.tables import arrival_html, arrival_text
 from labkit.errors import InvalidPoolError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
+from labkit.worker.__main__ import main as agent_main
 
-LAUNCH = Launch(2, 8, "tcp://login:29600", "/keys/labkit.key", "first:29400", linger_s=600)
-
-
-def test_torchrun_understands_the_command() -> None:
-    words = shlex.split(LAUNCH.torchrun())
-    assert words[0] == "torchrun"
-    known = get_args_parser().parse_args(words[1:])
-    assert (known.nnodes, known.nproc_per_node, known.rdzv_backend, known.rdzv_endpoint) == ("2", "1", "c10d", "first:29400")
-    assert known.training_script == "labkit.worker"
-    assert known.module
-    script = ["--connect", "tcp://login:29600", "--key-file", "/keys/labkit.key", "--linger", "600"]
-    assert known.training_script_args == script
+LAUNCH = Launch(2, 8, "tcp://login:29600", "/keys/labkit.key", linger_s=600)
 
 
-def test_the_slurm_script_is_a_script_whose_first_machine_is_the_meeting_place(tmp_path: Path) -> None:
+def understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where the agent's own command line does not know these words; it ends at the key file, which is not there."""
+    monkeypatch.setattr(sys, "argv", words)
+    assert agent_main() == 1
+
+
+def test_s1_the_command_starts_an_agent_and_no_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shlex.split(LAUNCH.command())
+    assert words[:3] == ["python", "-m", "labkit.worker"]
+    assert words[3:] == ["--connect", "tcp://login:29600", "--key-file", "/keys/labkit.key", "--linger", "600"]
+    understood(words[2:], monkeypatch)
+    assert "the key file /keys/labkit.key cannot be read" in capsys.readouterr().err
+    for text in (LAUNCH.command(), LAUNCH.slurm(), LAUNCH.kubernetes()):
+        assert "torchrun" not in text
+        assert "torch.distributed.run" not in text
+
+
+def test_s1_the_slurm_script_starts_one_agent_on_each_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     script = tmp_path / "job.sh"
     script.write_text(LAUNCH.slurm())
     subprocess.run(["bash", "-n", str(script)], check=True)
     assert "#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=1\n#SBATCH --gpus-per-node=8\n" in LAUNCH.slurm()
-    # What srun would be given on a machine where the scheduler says that gpu07 and gpu08 are ours.
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name, text in (("scontrol", "echo gpu07; echo gpu08"), ("srun", 'for word in "$@"; do echo "$word"; done')):
-        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
-        (folder / name).chmod(0o755)
-    environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_NODELIST": "gpu[07-08]", "SLURM_CPUS_ON_NODE": "64"}
+    (folder / "srun").write_text('#!/bin/bash\nfor word in "$@"; do echo "$word"; done\n')
+    (folder / "srun").chmod(0o755)
+    environ = {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_CPUS_ON_NODE": "64"}
     words = subprocess.run(["bash", str(script)], env=environ, check=True, capture_output=True, text=True).stdout.splitlines()
-    assert words[words.index("--rdzv-endpoint") + 1] == "gpu07:29400"
     assert "--cpus-per-task=64" in words
-    assert words[words.index("--connect") + 1] == "tcp://login:29600"
+    assert words[words.index("python") :] == shlex.split(LAUNCH.command())
+    understood(words[words.index("labkit.worker") :], monkeypatch)
+    assert "cannot be read" in capsys.readouterr().err
 
 
-def test_the_manifests_hold_one_pod_a_machine_which_find_each_other() -> None:
-    service, job = yaml.safe_load_all(LAUNCH.kubernetes("registry/labkit:1"))
-    pod = job["spec"]["template"]["spec"]
-    container = pod["containers"][0]
+def test_s1_the_manifest_holds_one_pod_a_machine_which_knows_its_index() -> None:
+    (job,) = yaml.safe_load_all(LAUNCH.kubernetes("registry/labkit:1"))
+    container = job["spec"]["template"]["spec"]["containers"][0]
     assert (job["spec"]["completions"], job["spec"]["parallelism"], job["spec"]["completionMode"]) == (2, 2, "Indexed")
-    assert service["spec"]["clusterIP"] == "None"  # no address of its own: its name stands for the pods
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert pod["subdomain"] == service["metadata"]["name"]
     assert container["image"] == "registry/labkit:1"
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    assert f"{job['metadata']['name']}-0.{pod['subdomain']}:29400" in container["command"]
+    assert container["command"] == shlex.split(LAUNCH.command())
     assert container["volumeMounts"][0]["mountPath"] == "/keys"
+
+
+def test_s1_what_torch_trusts_is_told_beside_the_command_by_doctor_and_in_the_readme() -> None:
+    nodes = [Node(0), Node(1)]
+    (finding,) = doctor._trust()
+    readme = Path(__file__).parents[2] / "README.md"
+    sources = (arrival_text(LAUNCH, nodes), html.unescape(arrival_html(LAUNCH, nodes)), finding.value, readme.read_text())
+    for text in sources:
+        assert TRUST.rstrip(".") in text
 
 
 def test_without_gpus_no_scheduler_is_asked_for_any() -> None:
     launch = replace(LAUNCH, on_gpus=False)
     assert "gpus" not in launch.slurm()
-    _, job = yaml.safe_load_all(launch.kubernetes())
+    (job,) = yaml.safe_load_all(launch.kubernetes())
     assert job["spec"]["template"]["spec"]["containers"][0]["resources"] == {"requests": {"cpu": 8}}
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
 def test_the_command_that_the_notebook_shows_writes_the_same(scheduler: str) -> None:
-    for launch in (replace(LAUNCH, rdzv_endpoint="login:29400"), replace(LAUNCH, rdzv_endpoint="login:29400", on_gpus=False)):
+    for launch in (LAUNCH, replace(LAUNCH, on_gpus=False)):
         result = CliRunner().invoke(main, shlex.split(launch.writer(scheduler))[1:])
         assert result.output.strip() == getattr(launch, scheduler)().strip()
 
@@ -88,11 +104,11 @@ def test_the_command_that_the_notebook_shows_writes_the_same(scheduler: str) -> 
 def test_the_notebook_shows_what_people_and_schedulers_run() -> None:
     nodes = [Node(0), Node(1)]
     text, page = arrival_text(LAUNCH, nodes), arrival_html(LAUNCH, nodes)
-    assert LAUNCH.torchrun() in text
+    assert LAUNCH.command() in text
     assert "labkit launch slurm --num-nodes 2" in text
     codes = [html.unescape(found) for found in re.findall(r"<code[^>]*>(.*?)</code>", page, flags=re.DOTALL)]
     in_pods = replace(LAUNCH, key_file="/etc/labkit/labkit.key")
-    assert codes == [LAUNCH.torchrun(), LAUNCH.slurm().rstrip(), in_pods.kubernetes().rstrip()]
+    assert codes == [LAUNCH.command(), LAUNCH.slurm().rstrip(), in_pods.kubernetes().rstrip()]
 
 
 @pytest.mark.parametrize(
@@ -100,14 +116,13 @@ def test_the_notebook_shows_what_people_and_schedulers_run() -> None:
     [
         (["--connect", "tcp://login"], "'tcp://login' is no address"),
         (["--connect", "tcp://login:0"], "'tcp://login:0' is no address"),
-        (["--rdzv-endpoint", "first"], "'first' is no meeting place: write HOST:PORT"),
         (["--linger", "nan"], "write a positive number of seconds"),
         (["--linger", "0"], "write a positive number of seconds"),
     ],
 )
 def test_the_command_line_refuses_what_cannot_be_meant(options: list[str], message: str) -> None:
     known = ["--num-nodes", "2", "--workers-per-node", "8", "--connect", "tcp://login:29600"]
-    refused = CliRunner().invoke(main, ["launch", "torchrun", *known, *options])
+    refused = CliRunner().invoke(main, ["launch", "shell", *known, *options])
     assert refused.exit_code == 2
     assert message in refused.output
 
@@ -115,11 +130,11 @@ def test_the_command_line_refuses_what_cannot_be_meant(options: list[str], messa
 def test_the_command_line_writes_them_and_refuses_what_is_no_address() -> None:
     options = ["--num-nodes", "2", "--workers-per-node", "8", "--key-file", "/keys/labkit.key", "--linger", "600"]
     runner = CliRunner()
-    asked = [*options, "--rdzv-endpoint", "first:29400", "--connect", "tcp://login:29600"]
-    for scheduler, text in (("torchrun", LAUNCH.torchrun()), ("slurm", LAUNCH.slurm()), ("kubernetes", LAUNCH.kubernetes())):
+    asked = [*options, "--connect", "tcp://login:29600"]
+    for scheduler, text in (("shell", LAUNCH.command()), ("slurm", LAUNCH.slurm()), ("kubernetes", LAUNCH.kubernetes())):
         result = runner.invoke(main, ["launch", scheduler, *asked])
         assert result.output.strip() == text.strip()
-    refused = runner.invoke(main, ["launch", "torchrun", *options, "--connect", "login"])
+    refused = runner.invoke(main, ["launch", "shell", *options, "--connect", "login"])
     assert refused.exit_code == 2
     assert "'login' is no address: write tcp://HOST:PORT" in refused.output
 

@@ -1,4 +1,4 @@
-"""A pool whose ranks torchrun starts on this machine: the way of a pool on several machines, tested wherever labkit is."""
+"""A pool whose ranks agents start on this machine: the way of a pool on several machines, tested wherever labkit is."""
 
 from __future__ import annotations
 
@@ -18,17 +18,16 @@ import torch
 
 import labkit
 from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
-from labkit.controller import plan
+from labkit.controller import attach, plan
 from labkit.controller.attach import AttachedSite, Meeting
 from labkit.controller.launch_text import Launch
-from labkit.controller.launchers.torchrun import LocalTorchrun
+from labkit.controller.launchers.agents import LocalAgents
 from labkit.controller.members import Members
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.worker.__main__ import main as agent_main
-from labkit.worker.place import Place
 from tests.process.patience import DEATH_S, LOAD, ORPHANS_S, survivors, until
 
-# Two imports of torch one after the other for each start.
+# Each start imports torch anew.
 pytestmark = pytest.mark.timeout(300)
 
 SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\nfloat(ones)"
@@ -36,7 +35,7 @@ SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_r
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with WorkerPool(2, "cpu", launcher="torchrun", replace=True) as pool:
+    with WorkerPool(2, "cpu", launcher="agents", replace=True) as pool:
         yield pool
 
 
@@ -101,9 +100,22 @@ def test_a_dead_rank_is_replaced_and_the_other_keeps_its_variables(pool: WorkerP
     assert pool.pull("kept", ranks=0)[0] == 0
 
 
+def test_s1_ranks_meet_in_another_store_when_theirs_has_ended(pool: WorkerPool) -> None:
+    pool.run_cell("kept = rank")
+    before = pool._members._world.group(0).store
+    (store,) = (item for item in _descendants() if _listens(item, before) and item.pid not in pool.pids.values())
+    store.kill()
+    until(lambda: not survivors([store]), "the store has ended")
+    with pytest.raises(WorkerDiedError):
+        pool.run_cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    pool.restart([1])
+    assert pool.pull("kept", ranks=0)[0] == 0
+    assert pool._members._world.group(0).store != before
+
+
 def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again() -> None:
     before = _left()
-    pool = WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    pool = WorkerPool(1, "cpu", launcher="agents", replace=True)
     ours = [item for item in _descendants() if _is_agent(item)]
     assert len(ours) == 1
     pool.close()
@@ -125,7 +137,7 @@ def test_c4_interrupt_while_the_pool_closes_comes_when_agents_port_and_files_are
         _interrupt()
         close(self, kill=kill)
 
-    pool = WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    pool = WorkerPool(1, "cpu", launcher="agents", replace=True)
     with monkeypatch.context() as patch:
         patch.setattr(Members, "close", interrupt_and_close)
         with pytest.raises(KeyboardInterrupt):
@@ -142,7 +154,7 @@ def test_c4_interrupt_of_a_restart_between_old_and_new_ranks_leaves_nothing(monk
         close(self, kill=kill)
         _interrupt()
 
-    pool = WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+    pool = WorkerPool(1, "cpu", launcher="agents", replace=True)
     with monkeypatch.context() as patch:
         patch.setattr(Members, "close", close_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -164,10 +176,10 @@ def test_c6_start_that_is_broken_off_when_its_agents_have_come_leaves_nothing(mo
 
         monkeypatch.setattr(AttachedSite, "prepare", prepare_and_interrupt)
         with pytest.raises(KeyboardInterrupt):
-            WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+            WorkerPool(1, "cpu", launcher="agents", replace=True)
     else:
         with WorkerPool(1, "cpu", replace=True) as other, other._runner.alone(), pytest.raises(PoolStateError):
-            WorkerPool(1, "cpu", launcher="torchrun", replace=True)
+            WorkerPool(1, "cpu", launcher="agents", replace=True)
     assert not list(filter(_is_agent, _descendants()))
     assert _left() <= before
 
@@ -176,7 +188,7 @@ def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key_file, folder = tmp_path / "labkit.key", tmp_path / "torchrun"
-    torchrun = LocalTorchrun(folder)
+    torchrun = LocalAgents(folder)
     site = AttachedSite(
         Meeting(1, 1, "tcp://127.0.0.1:*", "127.0.0.1", "", "cpu", linger_s=60.0), key_file, torchrun, outlives_notebook=True
     )
@@ -202,7 +214,7 @@ def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
 
 def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
     code = (
-        "import json, labkit, psutil\npool = labkit.WorkerPool(2, 'cpu', launcher='torchrun')\n"
+        "import json, labkit, psutil\npool = labkit.WorkerPool(2, 'cpu', launcher='agents')\n"
         "print(json.dumps([item.pid for item in psutil.Process().children(recursive=True)]), flush=True)\n"
         "pool.run_cell('import time\\nwhile True: time.sleep(1)')"
     )
@@ -210,15 +222,15 @@ def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
     kernel = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environ)
     assert kernel.stdout is not None
     pids = json.loads(kernel.stdout.readline())
-    assert len(pids) >= 4  # torchrun, the agent, its fork server, the ranks
+    assert len(pids) >= 5  # the agent, its fork server, the store, the ranks
     kernel.send_signal(signal.SIGKILL)
     kernel.wait()
     kernel.stdout.close()
-    until(lambda: not any(_runs(pid) for pid in pids), "torchrun, its agent and the ranks have ended", 15)
+    until(lambda: not any(_runs(pid) for pid in pids), "the agent and what it has started have ended", 15)
 
 
 def test_a_played_machine_that_has_stopped_is_waited_for_by_nobody_and_ends_with_the_pool() -> None:
-    with WorkerPool(2, "cpu", launcher="torchrun", num_nodes=2, replace=True) as pool:
+    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
         pool.run_cell("kept = rank")
         stopped = [psutil.Process(pool.nodes[1].agent_pid), psutil.Process(pool.pids[1])]
         for item in stopped:
@@ -235,20 +247,11 @@ def test_a_played_machine_that_has_stopped_is_waited_for_by_nobody_and_ends_with
     until(lambda: not survivors(stopped), "the stopped agent and its rank have ended", ORPHANS_S)
 
 
-def test_torchrun_that_cannot_start_the_agent_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE", "")
-    monkeypatch.setenv("LOGLEVEL", "NOT_A_LEVEL")
-    with pytest.raises(WorkerStartError, match="torchrun has ended") as caught:
-        WorkerPool(1, "cpu", launcher="torchrun", replace=True)
-    assert "NOT_A_LEVEL" in str(caught.value)
-
-
-def test_an_agent_that_cannot_start_is_quoted_and_torchrun_s_summary_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_that_cannot_start_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = Launch.arguments
-    monkeypatch.setattr(Launch, "arguments", lambda self, endpoint: [*arguments(self, endpoint), "--wait", "nan"])
-    with pytest.raises(WorkerStartError, match=r"torchrun has ended[\s\S]*argument --wait: invalid") as caught:
-        WorkerPool(1, "cpu", launcher="torchrun", replace=True)
-    assert "ChildFailedError" not in str(caught.value)
+    monkeypatch.setattr(Launch, "arguments", lambda self: [*arguments(self), "--wait", "nan"])
+    with pytest.raises(WorkerStartError, match=r"its agent has ended[\s\S]*argument --wait: invalid"):
+        WorkerPool(1, "cpu", launcher="agents", replace=True)
 
 
 def test_an_agent_runs_where_labkit_is_not_installed_but_found_on_the_path(tmp_path: Path) -> None:
@@ -260,14 +263,23 @@ def test_an_agent_runs_where_labkit_is_not_installed_but_found_on_the_path(tmp_p
     assert (asked.stdout.strip(), asked.stderr) == (labkit.__version__, "")
 
 
-def test_an_unknown_launcher_is_refused() -> None:
-    with pytest.raises(InvalidPoolError, match=r"unknown launcher 'slurm'\. Write 'local' or 'torchrun'"):
-        WorkerPool(1, launcher="slurm")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("launcher", "message"),
+    [
+        ("slurm", r"unknown launcher 'slurm'\. Write 'local' or 'agents'"),
+        ("torchrun", r"labkit starts its agents itself now, without torchrun\. Write 'local' or 'agents'"),
+    ],
+)
+def test_s1_an_unknown_launcher_is_refused_and_the_former_one_with_its_new_name(launcher: Any, message: str) -> None:
+    with pytest.raises(InvalidPoolError, match=message):
+        WorkerPool(1, launcher=launcher)
 
 
-def test_an_agent_that_is_started_otherwise_says_how() -> None:
-    with pytest.raises(WorkerStartError, match=r"start this with torchrun, by the command that WorkerPool\.attach\(\) shows"):
-        Place.from_environment({})
+def test_s1_played_machines_have_their_places_whatever_the_notebook_s_own_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_NODEID", "7")
+    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+        assert [node.node_rank for node in pool.nodes] == [0, 1]
+        assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("option", ["--linger", "--wait"])
@@ -280,23 +292,33 @@ def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys:
     assert f"argument {option}: invalid" in capsys.readouterr().err
 
 
-def test_an_agent_whose_torchrun_is_killed_ends_with_its_ranks_and_restart_begins_from_the_start() -> None:
-    with WorkerPool(2, "cpu", launcher="torchrun", replace=True) as pool:
-        (torchrun,) = (item for item in psutil.Process().children() if "torch.distributed.run" in item.cmdline())
-        below = torchrun.children(recursive=True)
-        torchrun.kill()
+def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the_start() -> None:
+    with WorkerPool(2, "cpu", launcher="agents", replace=True) as pool:
+        (agent,) = (item for item in psutil.Process().children() if _is_agent(item))
+        below = agent.children(recursive=True)
+        agent.kill()
         until(lambda: not pool.nodes[0].reachable, "the notebook knows that its machine is gone", DEATH_S)
-        until(lambda: not survivors(below), "the agent, its fork server and the ranks have ended", ORPHANS_S)
+        until(lambda: not survivors(below), "its fork server, the store and the ranks have ended", ORPHANS_S)
         with pytest.raises(PoolStateError, match=r"ranks 0-1 are dead .*pool\.restart\(\)"):
             pool.run(lambda: 1)
         pool.restart()
         assert pool.run(lambda: 1).same() == 1
 
 
+def test_s1_a_store_that_cannot_be_opened_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where all machines reach the notebook through tunnels: they know no way to each other."""
+    monkeypatch.setattr(attach, "Meeting", lambda *args, **more: Meeting(*args, **more | {"on_one_machine": False}))
+    with pytest.raises(WorkerStartError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
+        WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True)
+    assert not [item for item in _descendants() if _is_agent(item)]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+        assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
+
+
 def _left() -> set[Path]:
-    """What labkit and torchrun have left in the folder for temporary files."""
-    folder = Path(tempfile.gettempdir())
-    return {*folder.glob("labkit-*"), *folder.glob("torchelastic*")}
+    """What labkit has left in the folder for temporary files."""
+    return set(Path(tempfile.gettempdir()).glob("labkit-*"))
 
 
 def _descendants() -> list[psutil.Process]:
@@ -304,8 +326,12 @@ def _descendants() -> list[psutil.Process]:
 
 
 def _is_agent(item: psutil.Process) -> bool:
-    words = item.cmdline()
-    return "labkit.worker" in words and "torch.distributed.run" not in words
+    return "labkit.worker" in item.cmdline()
+
+
+def _listens(item: psutil.Process, store: str) -> bool:
+    port = int(store.removeprefix("tcp://").partition("/")[0].rpartition(":")[2])
+    return any(found.laddr.port == port for found in item.net_connections("tcp") if found.status == psutil.CONN_LISTEN)
 
 
 def _runs(pid: int) -> bool:

@@ -1,18 +1,14 @@
-"""Runs torchrun on this machine, for a pool that is attached to the notebook's own machine."""
+"""Starts agents on this machine, for a pool that is attached to the notebook's own machine."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-import psutil
 
 from labkit.controller.launch_text import Launch
 from labkit.controller.nodes import Nodes
@@ -20,14 +16,13 @@ from labkit.errors import WorkerStartError
 
 _END_S = 8.0
 _TAIL_LINES = 20
-_FAILED = "] failed (exitcode: "  # torchrun's log names the worker that ended
 
 
-class LocalTorchrun:
-    """One torchrun process for each machine, of which there may be several only in play, and with it one agent.
+class LocalAgents:
+    """One agent for each machine, of which there may be several only in play.
 
     Args:
-        folder: For its files; removed when the process has ended, by the agent where this process is gone by then.
+        folder: For its files; removed when the agents have ended, by an agent where this process is gone by then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,13 +34,11 @@ class LocalTorchrun:
         self._folder.mkdir(mode=0o700, exist_ok=True)
 
     def call(self, launch: Launch) -> None:
-        """Start torchrun."""
+        """Start the agents."""
         self._output = tempfile.TemporaryFile()  # noqa: SIM115
-        port = _free_port()
         for number in range(launch.num_nodes):
-            command = [sys.executable, "-m", "torch.distributed.run", "--local-addr", "127.0.0.1"]
-            command += ["--rdzv-conf", f"is_host={int(number == 0)}", "--log-dir", str(self._folder)]
-            command += [*launch.arguments(f"127.0.0.1:{port}"), "--remove", str(self._folder)]
+            # The rank is given: a scheduler's variables in this environment speak of the notebook's own machine.
+            command = [sys.executable, *launch.arguments(), "--node-rank", str(number), "--remove", str(self._folder)]
             self._processes.append(self._start(command, _gpus_of(number, launch) if launch.num_nodes > 1 else {}))
 
     def _start(self, command: list[str], environ: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -73,46 +66,35 @@ class LocalTorchrun:
         """The reader sits at the machine and need not be told what to run."""
 
     def check(self) -> None:
-        """Refuse to wait for a torchrun that has ended.
+        """Refuse to wait for an agent that has ended.
 
         Raises:
-            WorkerStartError: It has; with the end of its output.
+            WorkerStartError: It has; with the end of what the agents wrote.
         """
         for process in self._processes:
             if (code := process.poll()) is not None:
                 self._output.seek(0)
                 lines = self._output.read().decode("utf-8", "replace").splitlines()
-                said = _before_summary(lines)
-                raise WorkerStartError("torchrun has ended", exitcode=code, stderr_tail="\n".join(said[-_TAIL_LINES:]))
+                raise WorkerStartError("its agent has ended", exitcode=code, stderr_tail="\n".join(lines[-_TAIL_LINES:]))
 
     @property
     def gone(self) -> bool:
-        """Whether a torchrun has ended before its pool was closed."""
+        """Whether an agent has ended before its pool was closed."""
         return any(process.poll() is not None for process in self._processes)
 
     def end(self) -> None:
-        """Wait for torchrun to end, which its agents have been told to; at most _END_S, then it is killed."""
+        """Wait for the agents to end, as they were told to; at most _END_S, then they are killed, with all that they started."""
         processes, self._processes = self._processes, []
         deadline = time.monotonic() + _END_S
         for process in processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                # Its agent has a process group of its own. With the agent end the fork server and the ranks.
-                for below in psutil.Process(process.pid).children():
-                    with contextlib.suppress(psutil.NoSuchProcess):
-                        below.kill()
                 process.kill()
                 process.wait()
         if processes:
             self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _before_summary(lines: list[str]) -> list[str]:
-    """What came before torchrun's own words on a failed agent, which are long and give no cause; all, where that is nothing."""
-    summary = next((number for number, line in enumerate(lines) if _FAILED in line), 0)
-    return lines[:summary] or lines
 
 
 def _gpus_of(number: int, launch: Launch) -> dict[str, str]:
@@ -121,9 +103,3 @@ def _gpus_of(number: int, launch: Launch) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible is not None else [str(index) for index in range(launch.num_nodes * per_node)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(names[number * per_node : (number + 1) * per_node])}
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
