@@ -42,7 +42,7 @@ def stopped(pool: WorkerPool, cell: str, ready: Callable[[], bool], after_s: flo
     def stop() -> None:
         deadline = time.monotonic() + ARRIVES_WITHIN_S
         while not over.is_set() and not ready() and time.monotonic() < deadline:
-            over.wait(0.02)
+            over.wait(0.1)  # each question costs the ranks processor time, which would look like work
         if not over.wait(after_s):
             pool.interrupt()
 
