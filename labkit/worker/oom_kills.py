@@ -60,9 +60,12 @@ class OomKills:
 
 
 def _memory_group(pid: int) -> Path | None:
-    """The folder of the control group that accounts for a process's memory; None where there is none."""
+    """The folder of the control group that accounts for a process's memory; None where there is none, and for one that is dying."""
     try:
         lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+        # A process that ends gives up its memory first, and then counts as one of the outermost group (in version 1).
+        if Path(f"/proc/{pid}/statm").read_text().startswith("0 "):
+            return None
     except OSError:
         return None
     for _, controllers, path in lines:
