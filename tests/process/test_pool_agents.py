@@ -24,6 +24,8 @@ from labkit.controller.launch_text import Launch
 from labkit.controller.launchers.agents import LocalAgents
 from labkit.controller.members import Members
 from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.wire.key_file import KeyFile
+from labkit.wire.transport import Keys
 from labkit.worker.__main__ import main as agent_main
 from tests.process.patience import DEATH_S, LOAD, ORPHANS_S, survivors, until
 
@@ -290,6 +292,20 @@ def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys:
         with pytest.raises(SystemExit):
             agent_main()
     assert f"argument {option}: invalid" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_s1_an_agent_that_is_asked_to_end_says_so_and_ends_with_all_it_started(tmp_path: Path, number: signal.Signals) -> None:
+    """A scheduler asks with SIGTERM, a person with Ctrl-C in the shell in which it was started."""
+    KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
+    command = [sys.executable, "-m", "labkit.worker", "--connect", "tcp://127.0.0.1:1", "--key-file", str(tmp_path / "labkit.key")]
+    agent = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
+    below: list[psutil.Process] = []
+    until(lambda: below.extend(psutil.Process(agent.pid).children()) or below, "the agent has started its fork server")
+    agent.send_signal(number)
+    assert agent.communicate(timeout=30)[1] == f"labkit: it was asked to end ({number.name})\n"
+    assert agent.returncode == 1
+    until(lambda: not survivors(below), "its fork server has ended", ORPHANS_S)
 
 
 def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the_start() -> None:
