@@ -35,17 +35,17 @@ def hub(keys: Keys) -> Iterator[Hub]:
 
 
 @contextlib.contextmanager
-def link_to(hub: Hub, keys: Keys, node_rank: int) -> Iterator[HubLink]:
-    link = HubLink(f"tcp://127.0.0.1:{hub.port}", keys, node_rank)
+def link_to(hub: Hub, keys: Keys, name: str) -> Iterator[HubLink]:
+    link = HubLink(f"tcp://127.0.0.1:{hub.port}", keys, name)
     try:
-        until(link.look, f"machine {node_rank} is connected", 20)
+        until(link.look, f"{name} is connected", 20)
         yield link
     finally:
         link.close()
 
 
-def is_heard(hub: Hub, link: HubLink, node_rank: int) -> bool:
-    return hub.send(node_rank, AreYouThere()) and link.socket.poll(5000) != 0 and link.receive() is not None
+def is_heard(hub: Hub, link: HubLink, name: str) -> bool:
+    return hub.send(name, AreYouThere()) and link.socket.poll(5000) != 0 and link.receive() is not None
 
 
 @contextlib.contextmanager
@@ -65,16 +65,16 @@ def strangers(port: int, says: bytes) -> Iterator[list[socket.socket]]:
 def test_s6_connections_without_a_key_take_few_descriptors_are_closed_and_disturb_no_machine(
     hub: Hub, keys: Keys, says: bytes
 ) -> None:
-    with link_to(hub, keys, 0) as early:
+    with link_to(hub, keys, "machine 0") as early:
         before = ME.num_fds()
         with strangers(hub.port, says):
             most = before + STRANGERS + door.YOUNG + 10
             until(lambda: ME.num_fds() <= most, "no more than the first are kept", 2)
-            assert is_heard(hub, early, 0)
-            with link_to(hub, keys, 1) as late:  # while the strangers are there
-                assert is_heard(hub, late, 1)
+            assert is_heard(hub, early, "machine 0")
+            with link_to(hub, keys, "machine 1") as late:  # while the strangers are there
+                assert is_heard(hub, late, "machine 1")
             until(lambda: ME.num_fds() <= before + STRANGERS + 10, "those are closed too", 4 * door.HANDSHAKE_MS / 1000)
-            assert is_heard(hub, early, 0)
+            assert is_heard(hub, early, "machine 0")
 
 
 def test_s6_frame_that_is_too_large_ends_its_connection_before_it_is_in_memory(hub: Hub) -> None:
@@ -89,9 +89,9 @@ def test_s6_frame_that_is_too_large_ends_its_connection_before_it_is_in_memory(h
 
 
 def test_s6_parts_of_any_size_still_travel(hub: Hub, keys: Keys) -> None:
-    with link_to(hub, keys, 0) as link:
+    with link_to(hub, keys, "machine 0") as link:
         part = bytes(range(256)) * (door.PIECE_BYTES * 3 // 256) + b"end"
-        assert hub.send(0, AreYouThere(), part)
+        assert hub.send("machine 0", AreYouThere(), part)
         assert link.socket.poll(20_000)
         received = link.receive()
         assert received is not None
