@@ -50,7 +50,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     process = subprocess.Popen(["true"])
     monkeypatch.setattr(module, "_start_fork_server", lambda: (Connection(ours.detach()), process))
     before = signal.getsignal(signal.SIGTERM)
-    agent = Agent("tcp://127.0.0.1:1", Keys.generate(), Place(0, 1, 1, "tcp://127.0.0.1:1", 0), linger_s=1.0, wait_s=1.0)
+    agent = Agent("tcp://127.0.0.1:1", Keys.generate(), Place(), linger_s=1.0, wait_s=1.0)
     server = Connection(theirs.detach())
     try:
         yield Played(agent, server)
