@@ -30,8 +30,8 @@ from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError, Che
 from labkit.checkpoint.hashed_file import HashedFile
 from labkit.checkpoint.manifest import FileSum, check_file
 from labkit.checkpoint.model import Checkpoint, Path_, ValueEntry
+from labkit.checkpoint.plain_tensors import to_cpu
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.shards import to_cpu
 from labkit.checkpoint.values import digest
 
 DCP_VERSION = "1.0.0"

@@ -9,8 +9,8 @@ from typing import Any
 from labkit.checkpoint.errors import STATE, RankDivergenceError
 from labkit.checkpoint.model import Path_
 from labkit.checkpoint.names import flat_key, fqn_of
+from labkit.checkpoint.plain_tensors import to_cpu
 from labkit.checkpoint.ranks import Comm
-from labkit.checkpoint.shards import to_cpu
 from labkit.checkpoint.state import Captured
 from labkit.checkpoint.values import digest
 from labkit.ranks import name_ranks

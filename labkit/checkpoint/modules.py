@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.errors import STATE, CheckpointMismatchError
 from labkit.checkpoint.names import check_unique, fqn_of
-from labkit.checkpoint.shards import is_sharded, is_tensor, is_wrapper
+from labkit.checkpoint.plain_tensors import is_wrapper
+from labkit.checkpoint.shards import is_sharded, is_tensor
 
 
 def has_fsdp1(module: nn.Module) -> bool:

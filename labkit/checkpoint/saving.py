@@ -28,8 +28,8 @@ from labkit.checkpoint.divergence import refuse_divergence
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.host_memory import HostMemory
 from labkit.checkpoint.manifest import FileSum, Manifest
+from labkit.checkpoint.plain_tensors import to_cpu
 from labkit.checkpoint.ranks import Comm
-from labkit.checkpoint.shards import to_cpu
 from labkit.checkpoint.state import Captured, capture
 from labkit.checkpoint.values import snapshot
 from labkit.progress import task

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor, Replicate
-from torch.nn.parameter import is_lazy
 
-from labkit.checkpoint.errors import STATE, UnsavableStateError
 from labkit.checkpoint.layout import Box, Placement, ShardDim, local_box
-
-_UNWRITTEN = re.compile(r"torch\.(u?int[1-7]|bits.*|qu?int.*)")
+from labkit.checkpoint.plain_tensors import plain_tensor, unsavable
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,7 @@ def local_tensor(tensor: torch.Tensor) -> LocalTensor:
 
     Raises:
         UnsavableStateError: A DTensor is an unreduced partial sum, or holds another part than its placements say; or the tensor
-            is none of :func:`plain_tensor`.
+            is none of :func:`~labkit.checkpoint.plain_tensors.plain_tensor`.
 
     Ranks: local.
     """
@@ -67,35 +63,9 @@ def local_tensor(tensor: torch.Tensor) -> LocalTensor:
     return LocalTensor(shape, tensor.dtype, (LocalShard((0,) * len(shape), shape, data),), "all")
 
 
-def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's data, in the same memory: not a parameter or another subclass, and without a gradient.
-
-    Raises:
-        UnsavableStateError: It is sparse, quantized, nested, on meta, of a dtype that DCP does not write, or a wrapper.
-
-    Ranks: local.
-    """
-    if is_wrapper(tensor):
-        kind = "nested tensor" if tensor.is_nested else type(tensor).__qualname__
-        raise _unsavable(f"is a {kind}, made of other tensors; save those")
-    if tensor.device.type == "meta" or is_lazy(tensor):
-        raise _unsavable(f"is a {'meta' if tensor.device.type == 'meta' else 'lazy'} tensor, which has no data yet")
-    if tensor.layout is not torch.strided:
-        raise _unsavable(f"is a tensor of layout {tensor.layout}; save its indices and values, or tensor.to_dense()")
-    if tensor.is_quantized:
-        raise _unsavable("is a quantized tensor; save tensor.int_repr() with its scale and zero point")
-    if _UNWRITTEN.fullmatch(str(tensor.dtype)):
-        raise _unsavable(f"is of dtype {tensor.dtype}, which torch's checkpoints do not take; save tensor.view(torch.uint8)")
-    return tensor.detach().as_subclass(torch.Tensor)
-
-
-def _unsavable(problem: str) -> UnsavableStateError:
-    return UnsavableStateError(STATE, [problem])
-
-
 def _of_dtensor(tensor: DTensor) -> LocalTensor:
     if any(placement.is_partial() for placement in tensor.placements):
-        raise _unsavable(f"is a DTensor with placements {tensor.placements}, an unreduced sum; redistribute it first")
+        raise unsavable(f"is a DTensor with placements {tensor.placements}, an unreduced sum; redistribute it first")
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -104,7 +74,7 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
     offsets, sizes = box_of(tensor)
     if sizes != tuple(local.shape):
         what = f"is a DTensor of shape {shape} with placements {tensor.placements} on a mesh of {tuple(mesh.shape)}, should hold"
-        raise _unsavable(f"{what} {sizes} on this rank, and holds {tuple(local.shape)}")
+        raise unsavable(f"{what} {sizes} on this rank, and holds {tuple(local.shape)}")
     shard = LocalShard(offsets, sizes, local)
     label = None
     if any(isinstance(placement, Replicate) for placement in tensor.placements):
@@ -159,7 +129,7 @@ def box_of(tensor: DTensor) -> Box:
 def _torchs_box(tensor: DTensor) -> Box:
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
-        raise _unsavable(f"is a DTensor with placements {tensor.placements}, which has {len(chunks)} local boxes, not one")
+        raise unsavable(f"is a DTensor with placements {tensor.placements}, which has {len(chunks)} local boxes, not one")
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
@@ -168,32 +138,9 @@ def _kept(shape: tuple[int, ...], shards: list[LocalShard]) -> tuple[LocalShard,
     return tuple(shard for shard in shards if whole_is_empty or 0 not in shard.sizes)
 
 
-def to_cpu(data: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """Return a shard's data as a CPU tensor whose storage holds nothing else; ``copy`` makes it independent of the live one.
-
-    Conjugate and negative bits are worked out: torch.save writes them as notes beside the bytes.
-    """
-    on_cpu = data.detach().to("cpu", copy=copy).resolve_conj().resolve_neg()
-    if on_cpu.untyped_storage().nbytes() != on_cpu.nbytes:
-        on_cpu = on_cpu.clone()
-    return on_cpu
-
-
-def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a CPU tensor in C order, as a flat uint8 tensor."""
-    flat = tensor.contiguous()
-    # A tensor of one element is contiguous whatever its stride, which view() minds.
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
-
-
 def is_tensor(value: Any) -> bool:
     """Whether a value is a tensor of any of the kinds that :func:`local_tensor` takes."""
     return isinstance(value, torch.Tensor | ShardedTensor)
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others, so that its data are not in memory of its own."""
-    return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
 
 
 def is_sharded(value: Any) -> bool:

@@ -39,7 +39,7 @@ import xxhash
 
 from labkit.checkpoint.errors import STATE, UnsavableStateError
 from labkit.checkpoint.pickle_budget import MOST_KEY_BITS
-from labkit.checkpoint.shards import plain_tensor, tensor_bytes, to_cpu
+from labkit.checkpoint.plain_tensors import plain_tensor, tensor_bytes, to_cpu
 
 MAX_DEPTH = 50  # the reader goes a little deeper
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from labkit import checkpoint
 from labkit.checkpoint import saving
 from labkit.checkpoint.host_memory import HostMemory
-from labkit.checkpoint.shards import to_cpu
+from labkit.checkpoint.plain_tensors import to_cpu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint8]
 
