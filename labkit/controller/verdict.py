@@ -23,6 +23,8 @@ from labkit.wire.messages import Collective, RankReport
 
 # A rank that used less of the time between two reports than this waits; gloo's waiting threads use almost nothing.
 WORKING_SHARE = 0.05
+# In a collective it may take care of what arrives meanwhile; one that receives uses much more.
+RECEIVING_SHARE = 0.25
 # Two reports nearer than this prove nothing: ranks share processors, and making a report takes milliseconds itself.
 APART_S = 0.5
 # Torch's name for the default group.
@@ -76,7 +78,8 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
     if now.run_id is None:
         return RankState(rank, "finished", now)
     stuck = _stuck([collective for collective in now.collectives if not collective.done])
-    computes = before is not None and now.cpu_s - before.cpu_s > WORKING_SHARE * apart_s
+    used = (now.cpu_s - before.cpu_s) / apart_s if before is not None else 0.0
+    computes = used > (RECEIVING_SHARE if now.in_collective else WORKING_SHARE)
     # A thread that waits for a GPU may spin, so its CPU time says nothing; an unfinished collective does.
     spins = stuck is not None and stuck.backend == "nccl"
     same_place = before is not None and (before.run_id, before.innermost) == (now.run_id, now.innermost)
@@ -126,7 +129,9 @@ def _verdict_on_waiting(states: tuple[RankState, ...], waiting: list[RankState])
         return proven
     stalled = [state for state in waiting if state.stalled]
     may_come = [state for state in states if state.state in ("working", "native", "silent", "waiting") and not state.stalled]
-    if busy := [state for state in may_come if any(needs(victim, state) for victim in stalled)]:
+    # A rank that waits itself is no straggler: it may be about to stall, or take long over what it receives.
+    at_work = [state for state in may_come if state.state != "waiting"]
+    if busy := [state for state in at_work if any(needs(victim, state) for victim in stalled)]:
         victims = [state for state in stalled if any(needs(state, other) for other in busy)]
         doing = "still computing" if any(state.state == "working" for state in busy) else "still busy"
         return (
@@ -138,8 +143,8 @@ def _verdict_on_waiting(states: tuple[RankState, ...], waiting: list[RankState])
         return found
     first = waiting[0].collective
     together = members(states, waiting[0])
-    at_work = [state for state in states if state.state in ("waiting", "working", "native", "silent")]
-    if first is not None and at_work == together and all(state.state == "waiting" and is_in(state, first) for state in together):
+    present = [state for state in states if state.state in ("waiting", "working", "native", "silent")]
+    if first is not None and present == together and all(state.state == "waiting" and is_in(state, first) for state in together):
         return "same collective", f"{_who(waiting)} {_is(waiting)} all in {waiting[0].call} at {_places(waiting)}.", False
     return "running", f"{'; '.join(_parts({state.rank: _doing(state) for state in states}))}.", False
 

@@ -175,16 +175,26 @@ HANDLERS = {
 @pytest.mark.parametrize("handler", HANDLERS)
 def test_p8_handler_that_needs_collectives_is_named_when_it_fails(pool: WorkerPool, handler: str, tmp_path: Path) -> None:
     code, type_name = HANDLERS[handler]
-    signs = tmp_path / "signs"
-    signs.mkdir()
-    cell = (
-        f"try:\n    pathlib.Path({str(signs)!r}, str(rank)).touch()\n    while True:\n        dist.all_reduce(torch.ones(4))\n"
-        f"except KeyboardInterrupt:\n    time.sleep(0.6)\n    {code.format(folder=str(tmp_path / 'saved'))}"
-    )
-    error = interrupt_when(pool, signs_of(signs, 2), lambda: pool.run_cell(cell, cell_number=4)).error
-    assert isinstance(error, RunInterrupted)
+    save = code.format(folder=str(tmp_path / "saved"))
+    for attempt in range(5):
+        signs = tmp_path / str(attempt)
+        signs.mkdir()
+        cell = f"""entered = False
+try:
+    pathlib.Path({str(signs)!r}, str(rank)).touch()
+    while True:
+        dist.all_reduce(torch.ones(4))
+except KeyboardInterrupt:
+    entered = True
+    time.sleep(0.6)
+    {save}"""
+        error = interrupt_when(pool, signs_of(signs, 2), lambda cell=cell: pool.run_cell(cell, cell_number=4)).error
+        assert isinstance(error, RunInterrupted)
+        # A collective that is freed raises RuntimeError, and where the signal comes right behind it no handler runs.
+        if any(value(pool, "entered").values()):
+            break
     [note] = [note for note in error.notes if "own code for the interrupt" in note]
-    assert "the cell's own code for the interrupt at Cell In[4], line 7 failed" in note
+    assert "the cell's own code for the interrupt at Cell In[4], line 9 failed" in note
     assert type_name in note
     assert "belongs in a cell of its own" in note
-    pool.run_cell(code.format(folder=str(tmp_path / "saved")), timeout_s=60)
+    pool.run_cell(save, timeout_s=60)
