@@ -20,6 +20,7 @@ from labkit.wire.spec import WorkerSpec
 from labkit.worker import backends, cut
 from labkit.worker.conditions import Condition, GroupCondition
 from labkit.worker.judgement import judge
+from labkit.worker.place import INTERFACE, addresses_of
 from labkit.worker.step_gate import StepGate
 
 # What torch calls the default group when it is the first one.
@@ -184,8 +185,14 @@ class ProcessGroups:
             self._stores = [self._stores[0], group.store]
             self._store_ports.add(cut.store_port(group.store))  # another one where node 0 was replaced
             self._store = _store(group)
+        if not self._on_one_machine:
+            # A rank that joins may be on a machine that was not here when the groups were formed.
+            self._store.set(f"hosts/{self._spec.rank}", ",".join(addresses_of(os.environ.get(INTERFACE, "").partition(",")[0])))
         self._store.set(f"condition/{self._spec.rank}", condition())
         conditions = [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
+        if not self._on_one_machine:
+            said = [self._store.get(f"hosts/{rank}").decode().split(",") for rank in range(group.world_size)]
+            self._hosts |= {host for hosts in said for host in hosts if host}
         self._store.set(f"met/{self._spec.rank}", "")
         return conditions
 

@@ -236,7 +236,7 @@ def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the
 def test_s1_a_store_that_cannot_be_opened_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all machines reach the notebook through tunnels: they know no way to each other."""
     monkeypatch.setattr(attach, "Meeting", lambda *args, **more: Meeting(*args, **more | {"on_one_machine": False}))
-    with pytest.raises(WorkerStartError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
+    with pytest.raises(PoolStateError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
         WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True)
     assert not [item for item in _descendants() if _is_agent(item)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
