@@ -29,6 +29,8 @@ DEFAULT_GROUP = "0"
 # labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
 # the process with NCCL, which would lose the rank's state while its reader is still thinking.
 TIMEOUT = timedelta(hours=24)
+# A store that has just ended is tried again and again, and nothing can cut that short.
+CONNECT_TIMEOUT = timedelta(seconds=20)
 
 # After a run a GPU has at most a few steps of work before it, unless it waits for a rank that will not come.
 SETTLE_S = 1.0
@@ -239,6 +241,7 @@ def _store(group: GroupSpec) -> Any:
     if group.store.startswith("tcp://"):
         address, _, name = group.store.removeprefix("tcp://").partition("/")
         host, _, port = address.rpartition(":")
-        store = _c10d.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=TIMEOUT)
+        store = _c10d.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=CONNECT_TIMEOUT)
+        store.set_timeout(TIMEOUT)
         return _c10d.PrefixStore(f"labkit/{name}/{group.generation}", store)
     return _c10d.FileStore(group.store, group.world_size)

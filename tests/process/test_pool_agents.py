@@ -21,6 +21,7 @@ from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedE
 from labkit.controller import attach
 from labkit.controller.attach import Meeting
 from labkit.controller.launch_text import Launch
+from labkit.controller.node import Node
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
@@ -101,16 +102,48 @@ def test_a_dead_rank_is_replaced_and_the_other_keeps_its_variables(pool: WorkerP
 
 
 def test_s1_ranks_meet_in_another_store_when_theirs_has_ended(pool: WorkerPool) -> None:
-    pool.run_cell("kept = rank")
+    before = end_store(pool)
+    until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
+    restart_rank_1(pool)
+    assert pool._members._world.group(0).store != before
+
+
+def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
+    pool: WorkerPool,
+) -> None:
+    """As in the moment between its end and the news of it."""
+    former = node_0(pool).store
+    end_store(pool)
+    until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
+    node_0(pool).store = former  # as if it did not
+    with pytest.raises(PoolStateError, match=r"could not form their groups .*rank 0 keeps its variables"):
+        restart_rank_1(pool)
+    node_0(pool).store = ""
+    pool.restart([1])
+    assert pool.pull("kept", ranks=0)[0] == 0
+
+
+def node_0(pool: WorkerPool) -> Node:
+    """Node 0, as the notebook knows it."""
+    return pool._site.nodes.nodes[0]  # type: ignore[attr-defined, no-any-return]
+
+
+def end_store(pool: WorkerPool) -> str:
+    """Kill the store of the pool; returns where its ranks met."""
     before = pool._members._world.group(0).store
     (store,) = (item for item in _descendants() if _listens(item, before) and item.pid not in pool.pids.values())
     store.kill()
     until(lambda: not survivors([store]), "the store has ended")
+    return before
+
+
+def restart_rank_1(pool: WorkerPool) -> None:
+    """Let rank 1 die while rank 0 waits for it, and replace it."""
+    pool.run_cell("import torch.distributed as dist\nkept = rank")
     with pytest.raises(WorkerDiedError):
         pool.run_cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     pool.restart([1])
     assert pool.pull("kept", ranks=0)[0] == 0
-    assert pool._members._world.group(0).store != before
 
 
 def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again() -> None:
