@@ -8,7 +8,7 @@ from labkit.controller.launchers.launcher import OnExit
 from labkit.controller.nodes import Nodes
 from labkit.controller.plan import PoolPlan
 from labkit.controller.world import ENVIRONMENT
-from labkit.errors import WorkerStartError
+from labkit.errors import PoolStateError
 from labkit.wire.messages import GroupSpec
 from labkit.wire.node_messages import OpenStore, StartRank
 
@@ -55,8 +55,7 @@ class NodesWorld:
         """Where the ranks meet: in the store of node 0, under names of this world's own.
 
         Raises:
-            PoolStateError: Node 0 has not opened one yet, and is out of reach.
-            WorkerStartError: It opens none.
+            PoolStateError: Node 0 has not opened one yet, and cannot or is out of reach.
         """
         first, *others = self._nodes.nodes
         if not first.store:
@@ -67,7 +66,7 @@ class NodesWorld:
                 self._nodes.look(0.2)
                 if first.no_store or not first.reachable or time.monotonic() > deadline:
                     reason = first.no_store or "it does not answer"
-                    raise WorkerStartError(f"{first.name} opens no store in which the ranks can meet: {reason}")
+                    raise PoolStateError(f"{first.name} opens no store in which the ranks can meet: {reason}")
         return GroupSpec(f"{first.store}/{self.name}", generation, self._plan.world_size)
 
     def look(self) -> None:

@@ -4,7 +4,7 @@ It plays the controller for the ranks of its machine: it has a fork server start
 the notebook. So a rank's death is seen where it happens, the others keep their state, and a cell that prints while nobody
 reads fills a bounded backlog here and no rank's memory.
 
-The agent ends when the notebook tells it to or has been silent for ``linger_s``, and on SIGTERM; the ranks end with it.
+The agent ends when the notebook tells it to or has been silent for ``linger_s``, and on SIGTERM and SIGINT; the ranks end with it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from labkit.errors import InvalidPoolError
 # By these schedulers say which machine of a job this is: SLURM, and an indexed job of Kubernetes.
 SCHEDULER_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 LOOPBACK = "127.0.0.1"
-_INTERFACE = "GLOO_SOCKET_IFNAME"
+INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ def store_host(others: Sequence[str], notebook: str, environ: Mapping[str, str])
     Raises:
         InvalidPoolError: None of these leads to another machine.
     """
-    device = environ.get(_INTERFACE, "").partition(",")[0]
+    device = environ.get(INTERFACE, "").partition(",")[0]
     if device:
-        own = _addresses_of(device)
+        own = addresses_of(device)
         if not own:
-            raise InvalidPoolError(f"{_INTERFACE}={device}, and this machine has no such network device with an address")
+            raise InvalidPoolError(f"{INTERFACE}={device}, and this machine has no such network device with an address")
         return own[0]
     for host in (host_of(notebook), *(other for other in others if other and not _is_loopback(other))):
         own_address = address_towards(host)
         if own_address and not _is_loopback(own_address):
             return own_address
     raise InvalidPoolError(
-        f"it does not know which network device leads to the other machines: set {_INTERFACE} for its labkit process, "
+        f"it does not know which network device leads to the other machines: set {INTERFACE} for its labkit process, "
         "to that device's name (the loopback device's where all run on one machine)"
     )
 
@@ -89,7 +89,7 @@ def gloo_device(store: str) -> str | None:
     """
     own = address_towards(host_of(store))
     for name in psutil.net_if_addrs():
-        if own and own in _addresses_of(name):
+        if own and own in addresses_of(name):
             return name
     return None
 
@@ -114,7 +114,7 @@ def _is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _addresses_of(device: str) -> list[str]:
-    """A device's addresses, IPv4 first; those of IPv6 that are valid on one link only are left out."""
+def addresses_of(device: str) -> list[str]:
+    """Return a device's addresses, IPv4 first; those of IPv6 that are valid on one link only are left out."""
     found = [item for item in psutil.net_if_addrs().get(device, []) if item.family in (socket.AF_INET, socket.AF_INET6)]
     return [item.address for item in sorted(found, key=lambda item: item.family != socket.AF_INET) if "%" not in item.address]

@@ -20,6 +20,7 @@ from labkit.wire.spec import WorkerSpec
 from labkit.worker import backends, cut, new_groups
 from labkit.worker.conditions import Condition, GroupCondition
 from labkit.worker.judgement import judge
+from labkit.worker.place import INTERFACE, addresses_of
 from labkit.worker.step_gate import StepGate
 
 # What torch calls the default group when it is the first one.
@@ -28,6 +29,8 @@ DEFAULT_GROUP = "0"
 # labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
 # the process with NCCL, which would lose the rank's state while its reader is still thinking.
 TIMEOUT = timedelta(hours=24)
+# A store that has just ended is tried again and again, and nothing can cut that short.
+CONNECT_TIMEOUT = timedelta(seconds=20)
 
 # After a run a GPU has at most a few steps of work before it, unless it waits for a rank that will not come.
 SETTLE_S = 1.0
@@ -192,8 +195,14 @@ class ProcessGroups:
             self._stores = [self._stores[0], group.store]
             self._store_ports.add(cut.store_port(group.store))  # another one where node 0 was replaced
             self._store = _store(group)
+        if not self._on_one_machine:
+            # A rank that joins may be on a machine that was not here when the groups were formed.
+            self._store.set(f"hosts/{self._spec.rank}", ",".join(addresses_of(os.environ.get(INTERFACE, "").partition(",")[0])))
         self._store.set(f"condition/{self._spec.rank}", condition())
         conditions = [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
+        if not self._on_one_machine:
+            said = [self._store.get(f"hosts/{rank}").decode().split(",") for rank in range(group.world_size)]
+            self._hosts |= {host for hosts in said for host in hosts if host}
         self._store.set(f"met/{self._spec.rank}", "")
         return conditions
 
@@ -245,6 +254,7 @@ def _store(group: GroupSpec) -> Any:
     if group.store.startswith("tcp://"):
         address, _, name = group.store.removeprefix("tcp://").partition("/")
         host, _, port = address.rpartition(":")
-        store = _c10d.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=TIMEOUT)
+        store = _c10d.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=CONNECT_TIMEOUT)
+        store.set_timeout(TIMEOUT)
         return _c10d.PrefixStore(f"labkit/{name}/{group.generation}", store)
     return _c10d.FileStore(group.store, group.world_size)

@@ -89,26 +89,34 @@ def test_ranks_end_with_a_notebook_that_asked_for_no_more(hosts: list[Host], cal
     until(lambda: not any(host.pids for host in hosts), "nothing is left on the hosts", 30)
 
 
-@pytest.mark.parametrize("place", [1, 0])
+@pytest.fixture
+def spare(bridge: None) -> Iterator[Host]:
+    host = Host(2)
+    yield host
+    host.remove()
+
+
+@pytest.mark.parametrize(("place", "elsewhere"), [(1, False), (0, False), (1, True), (0, True)])
 def test_s1_an_agent_that_is_started_again_takes_its_place_and_the_other_machine_keeps_its_variables(
-    hosts: list[Host], called: list[Launch], tmp_path: Path, place: int
+    hosts: list[Host], called: list[Launch], tmp_path: Path, spare: Host, place: int, elsewhere: bool
 ) -> None:
-    """Node 0 has the store in which the ranks meet, so a new agent there means another store."""
+    """Node 0 has the store in which the ranks meet, so a new agent there means another store; elsewhere means another address."""
     key_file = tmp_path / "labkit.key"
     with WorkerPool.attach(2, 1, "cpu", host=f"{NETWORK}.1", key_file=key_file, start_timeout_s=180, replace=True) as pool:
         pool.run_cell("import os\nkept = rank\nhere = os.environ['LABKIT_HOST']")
         (lost,) = (host for host in hosts if str(host.number) == pool.pull("here")[place])
         (agent,) = _running(lost, "labkit.worker")
         os.kill(agent, signal.SIGKILL)
-        lost.agent(called[-1])
+        (spare if elsewhere else lost).agent(called[-1])
         until(lambda: pool.nodes[place].agent_pid != agent and pool.nodes[place].reachable, "the new agent is there", 90)
         with pytest.raises(PoolStateError, match=rf"rank {place} is dead .*pool\.restart\(\[{place}\]\)"):
             pool.run(lambda: 1)
         pool.restart([place])
         assert pool.run_cell(SUM, want_value=True, timeout_s=60).same() == 2.0  # type: ignore[union-attr]
         assert pool.pull("kept", ranks=1 - place)[1 - place] == 1 - place
-        with pytest.raises(RunTimeoutError):
-            pool.run_cell("if rank == 0:\n    dist.barrier()", timeout_s=1)
+        for waits in (0, 1):
+            with pytest.raises(RunTimeoutError):
+                pool.run_cell(f"if rank == {waits}:\n    dist.barrier()", timeout_s=1)
         assert pool.run_cell(SUM, want_value=True, timeout_s=60).same() == 2.0  # type: ignore[union-attr]
 
 

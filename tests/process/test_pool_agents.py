@@ -23,6 +23,7 @@ from labkit.controller.attach import AttachedSite, Meeting
 from labkit.controller.launch_text import Launch
 from labkit.controller.launchers.agents import LocalAgents
 from labkit.controller.members import Members
+from labkit.controller.node import Node
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
@@ -103,16 +104,48 @@ def test_a_dead_rank_is_replaced_and_the_other_keeps_its_variables(pool: WorkerP
 
 
 def test_s1_ranks_meet_in_another_store_when_theirs_has_ended(pool: WorkerPool) -> None:
-    pool.run_cell("kept = rank")
+    before = end_store(pool)
+    until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
+    restart_rank_1(pool)
+    assert pool._members._world.group(0).store != before
+
+
+def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
+    pool: WorkerPool,
+) -> None:
+    """As in the moment between its end and the news of it."""
+    former = node_0(pool).store
+    end_store(pool)
+    until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
+    node_0(pool).store = former  # as if it did not
+    with pytest.raises(PoolStateError, match=r"could not form their groups .*rank 0 keeps its variables"):
+        restart_rank_1(pool)
+    node_0(pool).store = ""
+    pool.restart([1])
+    assert pool.pull("kept", ranks=0)[0] == 0
+
+
+def node_0(pool: WorkerPool) -> Node:
+    """Node 0, as the notebook knows it."""
+    return pool._site.nodes.nodes[0]  # type: ignore[attr-defined, no-any-return]
+
+
+def end_store(pool: WorkerPool) -> str:
+    """Kill the store of the pool; returns where its ranks met."""
     before = pool._members._world.group(0).store
     (store,) = (item for item in _descendants() if _listens(item, before) and item.pid not in pool.pids.values())
     store.kill()
     until(lambda: not survivors([store]), "the store has ended")
+    return before
+
+
+def restart_rank_1(pool: WorkerPool) -> None:
+    """Let rank 1 die while rank 0 waits for it, and replace it."""
+    pool.run_cell("import torch.distributed as dist\nkept = rank")
     with pytest.raises(WorkerDiedError):
         pool.run_cell("import os, signal\nif rank == 1:\n    os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
     pool.restart([1])
     assert pool.pull("kept", ranks=0)[0] == 0
-    assert pool._members._world.group(0).store != before
 
 
 def test_closing_leaves_no_process_and_no_file_and_the_pool_can_be_started_again() -> None:
@@ -324,7 +357,7 @@ def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the
 def test_s1_a_store_that_cannot_be_opened_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where all machines reach the notebook through tunnels: they know no way to each other."""
     monkeypatch.setattr(attach, "Meeting", lambda *args, **more: Meeting(*args, **more | {"on_one_machine": False}))
-    with pytest.raises(WorkerStartError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
+    with pytest.raises(PoolStateError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
         WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True)
     assert not [item for item in _descendants() if _is_agent(item)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
