@@ -222,10 +222,10 @@ def test_c6_start_that_is_broken_off_when_its_agents_have_come_leaves_nothing(mo
 def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key_file, folder = tmp_path / "labkit.key", tmp_path / "torchrun"
-    torchrun = LocalAgents(folder)
+    key_file, folder = tmp_path / "labkit.key", tmp_path / "agents"
+    agents = LocalAgents(folder)
     site = AttachedSite(
-        Meeting(1, 1, "tcp://127.0.0.1:*", "127.0.0.1", "", "cpu", linger_s=60.0), key_file, torchrun, outlives_notebook=True
+        Meeting(1, 1, "tcp://127.0.0.1:*", "127.0.0.1", "cpu", 60.0, on_one_machine=True), key_file, agents, outlives_notebook=True
     )
     lost = WorkerPool.__new__(WorkerPool)
     lost._closed = True
@@ -244,7 +244,7 @@ def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
             assert pool.pull("kept").same() == 41
         assert not key_file.exists()
     finally:
-        torchrun.end()
+        agents.end()
 
 
 def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
