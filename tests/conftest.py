@@ -115,9 +115,10 @@ def make_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNotebo
 
 
 @pytest.fixture(autouse=True)
-def _verified_means_verified(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _verified_means_verified(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whatever a test migrates or reshards: ``verify`` finds no error in what came out, but for those that were accepted."""
     if "checkpoint" not in request.path.name and "migration" not in request.path.name:
+        yield
         return
     from labkit.checkpoint import engine, migration, resharding, verify
     from labkit.checkpoint.findings import CURED
@@ -128,5 +129,8 @@ def _verified_means_verified(request: pytest.FixtureRequest, monkeypatch: pytest
         assert errors - CURED <= {finding.code for finding in result.accepted}
         return result
 
-    for module in (migration, resharding):
-        monkeypatch.setattr(module, "run", run)
+    # Not the test's own monkeypatch: made before a file's fixtures, it would be undone after them, its patches too.
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (migration, resharding):
+            patch.setattr(module, "run", run)
+        yield
