@@ -99,27 +99,6 @@ def test_case_23_labkit_opens_no_port_and_gloo_listens_on_loopback_only(pool: Wo
     assert set(without.values()) <= {0, 1}
 
 
-def test_s1_machines_played_on_one_listen_on_loopback_only_and_a_stranger_there_runs_no_code(crater: Path) -> None:
-    """As another user of the machine may try. What he can do to torch's store is in tests/multihost/test_trust_ports.py."""
-    crater.parent.chmod(0o777)
-    before = listening([os.getpid()])
-    with WorkerPool(4, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
-        pool.run_cell(f"{SUM}\nkept = rank")
-        pids = [os.getpid(), *(item.pid for item in psutil.Process().children(recursive=True))]
-        doors = listening(pids).keys() - before.keys()
-        assert len(doors) >= 6  # the notebook's, the store's, and gloo's on each rank
-        assert {address for address, _ in doors} == {"127.0.0.1"}
-        command = [sys.executable, stranger.__file__, str(crater), *(f"{address}:{port}" for address, port in doors)]
-        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-        assert not any(item.get("let in") for item in found.values())
-        assert sum("read" in item for item in found.values()) == 1
-        assert pool.run_cell(SUM, want_value=True, timeout_s=30).same() == 4.0  # type: ignore[union-attr]
-        pool.restart([3])
-        assert pool.run_cell(SUM, want_value=True, timeout_s=30).same() == 4.0  # type: ignore[union-attr]
-        assert pool.pull("kept", ranks="0-2") == {0: 0, 1: 1, 2: 2}
-    assert not crater.exists()
-
-
 def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
     folder = Path(pool._members._world._directory)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -360,3 +339,25 @@ def test_what_travels_between_machines_cannot_be_read_on_the_way() -> None:
             item.close()
         friend.close()
         hub.close()
+
+
+# Last in this file: its pool takes the place of the one that the other tests share.
+def test_s1_machines_played_on_one_listen_on_loopback_only_and_a_stranger_there_runs_no_code(crater: Path) -> None:
+    """As another user of the machine may try. What he can do to torch's store is in tests/multihost/test_trust_ports.py."""
+    crater.parent.chmod(0o777)
+    before = listening([os.getpid()])
+    with WorkerPool(4, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+        pool.run_cell(f"{SUM}\nkept = rank")
+        pids = [os.getpid(), *(item.pid for item in psutil.Process().children(recursive=True))]
+        doors = listening(pids).keys() - before.keys()
+        assert len(doors) >= 6  # the notebook's, the store's, and gloo's on each rank
+        assert {address for address, _ in doors} == {"127.0.0.1"}
+        command = [sys.executable, stranger.__file__, str(crater), *(f"{address}:{port}" for address, port in doors)]
+        found = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        assert not any(item.get("let in") for item in found.values())
+        assert sum("read" in item for item in found.values()) == 1
+        assert pool.run_cell(SUM, want_value=True, timeout_s=30).same() == 4.0  # type: ignore[union-attr]
+        pool.restart([3])
+        assert pool.run_cell(SUM, want_value=True, timeout_s=30).same() == 4.0  # type: ignore[union-attr]
+        assert pool.pull("kept", ranks="0-2") == {0: 0, 1: 1, 2: 2}
+    assert not crater.exists()
