@@ -60,8 +60,8 @@ def _failed_handlers(run: Run) -> list[str]:
             places.setdefault(f" at {failure.where}" if failure.where else "", []).append(failure)
     return [
         f"{name_ranks(tuple(failure.rank for failure in failures))}: the cell's own code for the interrupt{place} failed "
-        f"({failures[0].headline()}). The stop ended every collective, and process groups work again only now, when all ranks have "
-        "left the cell: what needs them, such as a save, belongs in a cell of its own."
+        f"({failures[0].headline()}). A stop gives such code 1.5 s and ends every collective; process groups work again only now, "
+        "when all ranks have left the cell. What needs them, such as a save, belongs in a cell of its own."
         for place, failures in places.items()
     ]
 

@@ -203,9 +203,9 @@ class Worker:
 
 
 def _is_of_a_handler(error: BaseException) -> bool:
-    """Whether an error was raised while KeyboardInterrupt was being handled."""
+    """Whether an error was raised while KeyboardInterrupt was being handled; it may be a second one, for which time has run out."""
     seen: set[int] = set()
-    found = None if isinstance(error, KeyboardInterrupt) else error.__context__
+    found = error.__context__
     while found is not None and id(found) not in seen:
         if isinstance(found, KeyboardInterrupt):
             return True
