@@ -263,7 +263,7 @@ def _pool(world_size: int, device: Literal["cpu", "cuda"]) -> Finding:
 
 
 def _trust() -> Iterator[Finding]:
-    """What no look at a machine finds out: who reaches it."""
+    """Say what no look at a machine finds out: who reaches it."""
     from labkit.controller.launch_text import TRUST
 
     yield Finding("trust between ranks", TRUST)

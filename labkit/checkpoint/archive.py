@@ -21,7 +21,7 @@ _MAX_INDEX_BYTES = 1 << 32
 
 
 def expanded_bytes(stored: int) -> int:
-    """How many bytes the tensors of an archive may have together when they are read, each different view counted once.
+    """Return the most bytes that the tensors of an archive may have together when they are read, each different view counted once.
 
     Views that overlap, such as an expanded tensor, are stored once, and a file of a kilobyte may claim terabytes. Sixteen times
     what is stored leaves room for flat parameters with views of them, and 16 MiB for small tensors that are expanded.

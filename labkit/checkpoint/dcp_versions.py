@@ -1,4 +1,4 @@
-"""Which versions of torch read a ``.metadata``, whether the one here does, and how to write one for another version.
+"""The versions of torch that read a ``.metadata``, and the forms that other versions need.
 
 torch unpickles ``.metadata``, so its classes have to be where the pickle says, with a ``__setstate__`` that takes the pickled
 state. Since torch 2.3 they are where they are now, and only one state has changed: ``TensorProperties`` is pickled as a tuple,

@@ -47,7 +47,7 @@ class CheckpointNotFoundError(CheckpointFormatError):
 
 
 class AmbiguousCheckpointError(CheckpointFormatError):
-    """What is at a path can be read in several ways, and labkit does not guess which is meant.
+    """A path can be read in several ways, and labkit does not guess which is meant.
 
     Attributes:
         readings: The paths that may be meant, as they can be given instead.

@@ -1,4 +1,4 @@
-"""What verification reports, and what of it a caller may accept: one line a finding, with what a load would do about it."""
+"""The findings of verification, one line each with what a load would do about it, and the gate that lets some of them pass."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ class Gate:
         self.accepted += [finding for finding in errors if finding.code not in CURED and finding.code not in known]
 
     def notes(self) -> list[str]:
-        """What the caller accepted, a sentence a finding."""
+        """Return the findings that the caller accepted, a sentence each."""
         return [f"accepted: {finding.line()}" for finding in self.accepted]
 
 

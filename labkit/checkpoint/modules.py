@@ -64,7 +64,7 @@ def not_handed_back(module: nn.Module, state: Mapping[str, Any]) -> dict[str, st
 
 
 def _memory(tensor: Any) -> int:
-    """Where a tensor's data begin in memory; 0 where it has none of its own."""
+    """Return the address of a tensor's data in memory; 0 where it has none of its own."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain = not isinstance(local, ShardedTensor) and local.layout is torch.strided and not is_wrapper(local)
     return local.untyped_storage().data_ptr() if plain else 0

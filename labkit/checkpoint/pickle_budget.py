@@ -1,4 +1,4 @@
-"""What reading a pickle may cost: work in proportion to its length, and keys whose hash is cheap."""
+"""Limits on the cost of reading a pickle: work in proportion to its length, and keys whose hash is cheap."""
 
 from __future__ import annotations
 

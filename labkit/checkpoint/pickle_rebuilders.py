@@ -1,4 +1,4 @@
-"""What stands for torch's functions that rebuild tensors from a pickle: each gives a description of the tensor."""
+"""Stand-ins for torch's functions that rebuild tensors from a pickle: each returns a description of the tensor."""
 
 from __future__ import annotations
 

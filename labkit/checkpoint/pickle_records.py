@@ -1,4 +1,4 @@
-"""What stands for objects in a pickle that is read without running it: records of classes, and tensors that are described only."""
+"""Stand-ins for the objects of a pickle that is read without running it: records of classes, and descriptions of tensors."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class StorageRef:
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
-    """What is still to be done to a tensor's bytes: torch saves a view as the bytes of its base and these two bits.
+    """The work left to do on a tensor's bytes: torch saves a view as the bytes of its base and these two bits.
 
     Attributes:
         conj: The values are the complex conjugates of what is stored.
@@ -96,7 +96,7 @@ class TensorRef:
 
     @property
     def view(self) -> tuple[Any, ...]:
-        """What two references to the same values have in common."""
+        """Return a key that references to the same values share."""
         return self.storage.key, self.dtype, self.shape, self.strides, self.offset, self.lazy
 
     def __repr__(self) -> str:

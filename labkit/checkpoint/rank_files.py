@@ -54,7 +54,7 @@ class Found:
 
 @dataclass(slots=True)
 class RankFile:
-    """What one torch.save file holds.
+    """The content of one torch.save file.
 
     Attributes:
         name: Its name, relative to the checkpoint's root.

@@ -255,7 +255,7 @@ class Reader:
         return RecordRange(*records[at]) if at >= 0 and chunk.length else None
 
     def data_start(self, entry: TensorEntry, chunk: Chunk) -> tuple[int, tuple[int, ...] | None]:
-        """Where a chunk's data begin in its file, and their strides unless they are the values in C order.
+        """Return the place of a chunk's data in its file, and their strides unless they are the values in C order.
 
         Raises:
             CheckpointFormatError: The archive there holds another dtype or shape than the index says.

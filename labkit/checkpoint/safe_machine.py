@@ -33,7 +33,7 @@ class NumpyArray(Record):
 
 
 class NumpyScalar(Record):
-    """What numpy's ``scalar`` makes."""
+    """The value that numpy's ``scalar`` makes."""
 
     __slots__ = ()
 

@@ -107,7 +107,7 @@ def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None
 
 
 class _Plain:
-    """What :func:`plain` has turned so far. A few bytes of pickle can say "twice the list before" sixty times over."""
+    """The values that :func:`plain` has turned so far. A few bytes of pickle can say "twice the list before" sixty times over."""
 
     def __init__(self, path: object, tensor: Callable[[TensorRef], Any] | None) -> None:
         self._path, self._tensor = path, tensor

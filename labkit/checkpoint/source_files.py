@@ -29,7 +29,7 @@ from labkit.checkpoint.parts import is_pattern, matching_files
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What a change of a file would change."""
+    """The marks by which a change of a file is seen."""
 
     device: int
     inode: int

@@ -138,7 +138,7 @@ class ZipReader:
         return count, begin, end
 
     def _wide_end(self, end: int) -> tuple[int, tuple[int, int, int]] | None:
-        """Where the zip64 end begins, and its numbers: records, the directory's size and beginning."""
+        """Return the place where the zip64 end begins, and its numbers: records, the directory's size and beginning."""
         at = end - _LOCATOR.size
         locator = self._read(at, _LOCATOR.size) if at >= 0 else b""
         if not locator.startswith(_LOCATOR_SIGN):

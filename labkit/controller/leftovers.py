@@ -1,4 +1,4 @@
-"""What a run that ended well on all its ranks has left open: collectives that not all ranks have begun, groups not all have made.
+"""Finds what a run that ended well has left open: collectives that not all ranks have begun, groups not all have made.
 
 The next collective of the group would meet the one that is open, and both would give wrong values without an error. Every rank
 says with its result how much it has begun. Where the ranks of a group differ in that, they are asked once more, for what torch

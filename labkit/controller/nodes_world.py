@@ -52,7 +52,7 @@ class NodesWorld:
         self._nodes.kill(handle)
 
     def group(self, generation: int) -> GroupSpec:
-        """Where the ranks meet: in the store of node 0, under names of this world's own.
+        """Return where the ranks meet: the store of node 0, under names of this world's own.
 
         Raises:
             PoolStateError: Node 0 has not opened one yet, and cannot or is out of reach.

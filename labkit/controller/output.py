@@ -1,4 +1,4 @@
-"""Where the ranks' output appears: the cell that runs, or a terminal."""
+"""The places where the ranks' output appears: the cell that runs, or a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks' reports prove about one call: who belongs to it, who has made it, who is waited for."""
+"""Proofs from the ranks' reports about one call: who belongs to it, who has made it, who is waited for."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class _Tail:
         self.left_out += count
 
     def pieces(self) -> Iterable[_Piece]:
-        """What is left, cut to the limit."""
+        """Return what is left, cut to the limit."""
         if (over := self._chars - LIMIT_CHARS // 2) > 0:
             self._drop(over)
         return self._pieces
@@ -251,7 +251,7 @@ class RankOutput:
 
 
 def _overwritten(line: str) -> str:
-    """What a terminal shows of a line with carriage returns in it."""
+    """Return what a terminal shows of a line with carriage returns in it."""
     if "\r" not in line:
         return line
     shown = ""

@@ -53,7 +53,7 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
 
 
 def _failed_handlers(run: Run) -> list[str]:
-    """What to know of the cell's own code for an interrupt, where it has failed; a sentence for each place."""
+    """Name the cell's own code for an interrupt where it has failed; a sentence for each place."""
     places: dict[str, list[RankFailure]] = {}
     for _, failure in sorted(run.failures.items()):
         if failure.in_handler:

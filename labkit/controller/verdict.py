@@ -150,7 +150,7 @@ def _verdict_on_waiting(states: tuple[RankState, ...], waiting: list[RankState])
 
 
 def _deadlock(states: tuple[RankState, ...], stalled: list[RankState]) -> tuple[Kind, str, bool] | None:
-    """What keeps ranks waiting of which none computes and none has ended without a call that another waits for."""
+    """Explain a wait in which no rank computes, and none has ended without a call that another waits for."""
     called = [state.collective for state in stalled if state.collective is not None]
     if len(called) < len(stalled):
         return "each other", f"The ranks wait for each other: {_each(stalled)}.", True

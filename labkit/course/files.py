@@ -1,4 +1,4 @@
-"""How the commands read notebooks and write files: nothing is written over that labkit did not write itself.
+"""Reads notebooks and writes files for the commands: nothing is written over that labkit did not write itself.
 
 The rule: a file may be replaced when it carries labkit's own mark and is as labkit left it. A notebook's mark is a hash of its
 cells in its metadata; of a text it is a line near its beginning. An input, a link, and anything else is somebody's own work, and

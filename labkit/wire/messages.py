@@ -160,7 +160,7 @@ class Output(Record):
 
 @dataclass(frozen=True, slots=True)
 class Begun(Record):
-    """What a run has begun on this rank.
+    """The collectives and groups that a run has begun on this rank.
 
     Attributes:
         counts: Number of collectives and messages by the name of the process group; without a change of groups those of this run.

@@ -80,7 +80,7 @@ class OpenStore(Record):
 
 @dataclass(frozen=True, slots=True)
 class StoreOpened(Record):
-    """Where the store is.
+    """The store's address, or the reason why there is none.
 
     Attributes:
         address: ``tcp://host:port``; empty where none is open.

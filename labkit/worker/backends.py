@@ -136,7 +136,7 @@ def _backends(group: Any) -> list[tuple[str, list[str]]]:
 
 
 class Progress(NamedTuple):
-    """What was begun on this rank's groups so far; equal to an earlier one when nothing has happened since.
+    """Return what was begun on this rank's groups so far; equal to an earlier one when nothing has happened since.
 
     Attributes:
         groups: Tells the present groups and their backends apart from all others.

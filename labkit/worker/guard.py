@@ -54,7 +54,7 @@ class _Guard(TorchDispatchMode):
                 warnings.warn_explicit(
                     f"this cell runs on {name_ranks(self._ranks)} only, and calls {_NAMES.get(name, name)} on a group "
                     f"with {name_ranks(others)} in it as well. It will wait for {them}: run the cell on all ranks, "
-                    "or make a group of these ranks with dist.new_group.",
+                    "or first make a group of these ranks: dist.new_group in a cell of all ranks.",
                     PartialRunWarning,
                     place,
                     line,

@@ -36,7 +36,7 @@ def install() -> None:
 
 
 def born_ns(name: str) -> int:
-    """When the present group of this name was made, in nanoseconds since the epoch; 0 where that is not known."""
+    """Return when the present group of this name was made, in nanoseconds since the epoch; 0 where that is not known."""
     return _born_ns.get(name, 0)
 
 
@@ -70,7 +70,7 @@ def _check(store: Any, name: str, ranks: list[int]) -> None:
 
 
 def _makers(store: Any, place: str) -> dict[str, list[int]]:
-    """Which ranks make which group, as far as they say so within a moment."""
+    """Return the ranks that make each group, as far as they say so within a moment."""
     deadline = time.monotonic() + LOOK_S
     waited_for = list(range(c10d.get_world_size()))
     makers: dict[str, list[int]] = {}

@@ -75,7 +75,7 @@ def _memory_group(pid: int) -> Path | None:
 
 
 def _oom_kills(group: Path) -> int:
-    """How many processes of the group Linux has killed for want of memory; 0 where it does not say."""
+    """Return the number of processes of the group that Linux has killed for want of memory; 0 where it does not say."""
     # Version 2 of control groups, version 1, and for all processes of the machine where the group is the outermost of version 2.
     for path in (group / "memory.events", group / "memory.oom_control", *([Path("/proc/vmstat")] if group == _ROOT else [])):
         with contextlib.suppress(OSError, ValueError):
@@ -87,7 +87,7 @@ def _oom_kills(group: Path) -> int:
 
 
 def _room(group: Path) -> Iterator[int]:
-    """How much more memory the group and each one around it may use, as far as they are limited."""
+    """Yield the memory that the group, and each one around it, may still use, as far as they are limited."""
     for folder in (group, *group.parents):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             with contextlib.suppress(OSError, ValueError):  # "max": it is not limited

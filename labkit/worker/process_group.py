@@ -135,7 +135,7 @@ class ProcessGroups:
 
     @property
     def obstacle(self) -> str:
-        """What keeps a new rank from taking its place in labkit's default group; empty where nothing does."""
+        """Return what keeps a new rank from taking its place in labkit's default group; empty where nothing does."""
         if not dist.is_initialized():
             return "destroyed"
         return "made anew" if self.foreign else ""

@@ -63,7 +63,7 @@ class Recovery:
         self._progress = backends.progress()
 
     def begun(self) -> Begun | None:
-        """What the run has begun on the process groups; None where that is nothing. Takes about 10 us."""
+        """Return what the run has begun on the process groups; None where that is nothing. Takes about 10 us."""
         if backends.progress() == self._progress:
             return None
         ranks = {backends.group_name(group): backends.group_ranks(group) for group in backends.groups()}

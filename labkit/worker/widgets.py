@@ -84,7 +84,7 @@ def _text_of(widget: Any) -> str:
 
 
 class _RankComm(BaseComm):
-    """What a widget speaks to; there is nobody at the other end."""
+    """The channel of a widget; there is nobody at the other end."""
 
     def __init__(self, texts: WidgetTexts, *args: Any, **kwargs: Any) -> None:
         self._texts = texts

@@ -101,7 +101,7 @@ def _read(file: int, size: int, readers: Here | Processes) -> Columns:
 
 
 class _Memo(dict[int, Any]):
-    """What was memoized, by number, where runs that are taken out have numbers too."""
+    """Return what was memoized, by number, where runs that are taken out have numbers too."""
 
     count = 0
 
