@@ -131,7 +131,7 @@ def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
 
 
 def _raised(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ")
+    return f"{type(error).__name__}: {error}".rstrip(": .")
 
 
 def _own_line(error: Exception) -> str:

@@ -79,7 +79,8 @@ class Kernel:
         """One rank waits for the other in a collective, and the other computes."""
         for mark in self._marks.iterdir():
             mark.unlink()
-        self._work = self.client.execute(WORK)
+        # Else the kernel aborts what arrives just after the error with which this cell ends.
+        self._work = self.client.execute(WORK, stop_on_error=False)
         until(lambda: len(list(self._marks.iterdir())) == 2, "the ranks are at work", 60)
 
     def interrupt(self) -> str:
