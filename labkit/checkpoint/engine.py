@@ -121,7 +121,7 @@ def run(
         workers: Files that are written at the same time.
         progress: Called with the number of bytes just written, from any thread.
         gate: Which errors the caller accepts.
-        notes: For the result.
+        notes: For the result, behind those of the checkpoint.
 
     Raises:
         CheckpointExistsError: The destination exists, or something else lies where it is to be written.
@@ -152,7 +152,7 @@ def run(
     pieces = [piece for file in writer.files for piece in file.pieces]
     num_tensors = len({piece.tensor.key for piece in pieces}) + len(writer.tied)
     size = sum(piece.size_bytes for piece in pieces)
-    every = (*notes, *gate.notes(), *([left] if left else []))
+    every = (*checkpoint.notes, *notes, *gate.notes(), *([left] if left else []))
     return Result(destination, size, num_tensors, len(writer.files), every, tuple(gate.accepted))
 
 

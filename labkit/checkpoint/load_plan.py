@@ -63,7 +63,7 @@ class LoadPlan:
         """Compare a checkpoint with a training state; what does not fit is in ``problems``. Ranks: collective for FSDP1."""
         checkpoint = open_checkpoint(root)
         captured = capture(state, comm.rank, saving=False)
-        plan = cls(checkpoint, state, captured, ignore, narrowing, comm, Reader(checkpoint))
+        plan = cls(checkpoint, state, captured, ignore, narrowing, comm, Reader(checkpoint), notes=list(checkpoint.notes))
         taken: set[str] = set()
         plan._plan_modules(taken)
         plan._plan_optimizers(taken)

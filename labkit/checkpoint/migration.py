@@ -136,7 +136,7 @@ def migrate(
             workers=workers,
             progress=writing.advance,
             gate=gate,
-            notes=(*checkpoint.notes, *contents.notes),
+            notes=tuple(contents.notes),
         )
 
 

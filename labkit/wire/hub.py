@@ -10,6 +10,7 @@ heartbeats pass between two pieces, and one that took longer than they wait woul
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
 from collections.abc import Sequence
@@ -48,31 +49,33 @@ class Hub:
     """
 
     def __init__(self, address: str, keys: Keys, num_peers: int = 1) -> None:
-        self._context = zmq.Context()
-        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._auth.start()
-        self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._socket.curve_server = True
-        self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_public, keys.server_secret
-        self._socket.zap_domain = b"labkit"
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        _prepare(self._socket)
-        self._door = Door(self._socket, num_peers)
-        try:
-            self._socket.bind(address)
-        except zmq.ZMQError as error:
-            self._door.close()
-            self._socket.close(0)
-            self._auth.stop()
-            self._context.term()
-            raise OSError(error.errno, error.strerror) from None
-        self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-        self._wake = Wake()
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._wake.fd, zmq.POLLIN)
+        # A context with open sockets waits for them for ever when it is collected, so what fails half way closes them first.
+        with contextlib.ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, 0)
+            self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
+            self._auth.start()
+            undo.callback(self._auth.stop)
+            self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
+            self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
+            self._socket.curve_server = True
+            self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_public, keys.server_secret
+            self._socket.zap_domain = b"labkit"
+            self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            _prepare(self._socket)
+            self._door = Door(self._socket, num_peers)
+            undo.callback(self._door.close)
+            try:
+                self._socket.bind(address)
+            except zmq.ZMQError as error:
+                raise OSError(error.errno, error.strerror) from None
+            self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            self._wake = Wake()
+            self._poller = zmq.Poller()
+            self._poller.register(self._socket, zmq.POLLIN)
+            self._poller.register(self._wake.fd, zmq.POLLIN)
+            undo.pop_all()
 
     def send(self, peer: str, tag: ToNode, *parts: Any) -> bool:
         """Send to the agent of that name; False when it is not connected, or has taken nothing for a thousand messages."""
@@ -137,19 +140,22 @@ class HubLink:
     """
 
     def __init__(self, address: str, keys: Keys, name: str) -> None:
-        self._context = zmq.Context()
-        self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self.socket.curve_serverkey = keys.server_public
-        self.socket.curve_publickey, self.socket.curve_secretkey = keys.client_public, keys.client_secret
-        self.socket.setsockopt(zmq.IDENTITY, name.encode())
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
-        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, SILENCE_MS)
-        _prepare(self.socket)
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket()
-        self.connected = self.refused = False
-        self.socket.connect(address)
+        with contextlib.ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, 0)
+            self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
+            self.socket.curve_serverkey = keys.server_public
+            self.socket.curve_publickey, self.socket.curve_secretkey = keys.client_public, keys.client_secret
+            self.socket.setsockopt(zmq.IDENTITY, name.encode())
+            self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+            self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            self.socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
+            self.socket.setsockopt(zmq.CONNECT_TIMEOUT, SILENCE_MS)
+            _prepare(self.socket)
+            self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket()
+            self.connected = self.refused = False
+            self.socket.connect(address)
+            undo.pop_all()
 
     def look(self) -> bool:
         """Take note of what has happened to the connection; True when it has been made since the last look."""

@@ -13,6 +13,7 @@ The sockets lie in a directory with mode 0700; no port is opened. What goes to o
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import pickle
 import threading
@@ -95,23 +96,28 @@ class ControllerWire:
     """
 
     def __init__(self, directory: str, keys: Keys) -> None:
-        self._context = zmq.Context()
-        self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-        self._auth.start()
-        self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
-        self._commands = self._server(zmq.ROUTER, keys)
-        # Without this flag a message to a rank that is not connected would vanish.
-        self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._commands.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._events = self._server(zmq.PULL, keys)
-        addresses = f"ipc://{directory}/commands", f"ipc://{directory}/events"
-        for socket, address in zip((self._commands, self._events), addresses, strict=True):
-            socket.bind(address)
-        self.endpoint = Endpoint(*addresses, keys.server_public, keys.client_public, keys.client_secret)
-        self._wake = Wake()
-        self._poller = zmq.Poller()
-        for source in (self._events, self._commands, self._wake.fd):
-            self._poller.register(source, zmq.POLLIN)
+        # A context with open sockets waits for them for ever when it is collected, so what fails half way closes them first.
+        with contextlib.ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, 0)
+            self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
+            self._auth.start()
+            undo.callback(self._auth.stop)
+            self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
+            self._commands = self._server(zmq.ROUTER, keys)
+            # Without this flag a message to a rank that is not connected would vanish.
+            self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self._commands.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._events = self._server(zmq.PULL, keys)
+            addresses = f"ipc://{directory}/commands", f"ipc://{directory}/events"
+            for socket, address in zip((self._commands, self._events), addresses, strict=True):
+                socket.bind(address)
+            self.endpoint = Endpoint(*addresses, keys.server_public, keys.client_public, keys.client_secret)
+            self._wake = Wake()
+            self._poller = zmq.Poller()
+            for source in (self._events, self._commands, self._wake.fd):
+                self._poller.register(source, zmq.POLLIN)
+            undo.pop_all()
         # One message goes to many ranks.
         self._pickled: tuple[ToMain | ToControl, bytes] | None = None
 
@@ -224,10 +230,13 @@ class WorkerWire:
 
     def __init__(self, rank: int, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
-        self._context = zmq.Context()
-        self._main = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "main"))
-        self._control = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "control"))
-        self._events = self._client(zmq.PUSH, endpoint.events, queued=QUEUED_EVENTS)
+        with contextlib.ExitStack() as undo:
+            self._context = zmq.Context()
+            undo.callback(self._context.destroy, 0)
+            self._main = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "main"))
+            self._control = self._client(zmq.DEALER, endpoint.commands, _identity(rank, "control"))
+            self._events = self._client(zmq.PUSH, endpoint.events, queued=QUEUED_EVENTS)
+            undo.pop_all()
         self._events_lock = threading.Lock()
 
     def _client(self, kind: int, address: str, identity: bytes | None = None, queued: int = QUEUED_MESSAGES) -> zmq.Socket[bytes]:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
-from labkit.checkpoint import Reader, manifest, open_checkpoint, verify
+from labkit.checkpoint import Reader, load, manifest, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.errors import CheckpointFormatError, CorruptCheckpointError, IncompleteCheckpointError
 from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.safetensors_format import DTYPES
@@ -247,3 +247,21 @@ def test_s9_only_the_name_that_a_step_is_written_under_is_a_step(tmp_path: Path)
     for name in ("step_000000001", "step_١٢٣٤٥٦٧٨", "step_00000001\n", "step_1"):
         assert manifest.step_of(tmp_path / name) is None
     assert [manifest.step_of(manifest.step_directory(tmp_path, step)) for step in (1, 10**8)] == [1, 10**8]
+
+
+def test_a_key_that_the_index_does_not_name_is_told_by_all_that_read_the_folder(tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    save_file({"weight": torch.ones(2, 2), "extra": torch.zeros(2)}, tmp_path / "hf" / "model-00001-of-00001.safetensors")
+    (tmp_path / "hf" / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"weight": "model-00001-of-00001.safetensors"}})
+    )
+    note = "extra is in model-00001-of-00001.safetensors and not in the index model.safetensors.index.json"
+    state = {"weight": torch.zeros(2, 2), "extra": torch.ones(2)}
+    for told in (
+        open_checkpoint(tmp_path / "hf").notes,
+        migrate(tmp_path / "hf", tmp_path / "new").notes,
+        reshard(tmp_path / "hf", tmp_path / "two", 2).notes,
+        load(tmp_path / "hf", state).notes,
+    ):
+        assert list(told).count(note) == 1
+    assert state["weight"].equal(torch.ones(2, 2))
