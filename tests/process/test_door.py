@@ -61,7 +61,6 @@ def strangers(port: int, says: bytes) -> Iterator[list[socket.socket]]:
             one.close()
 
 
-@pytest.mark.process
 @pytest.mark.parametrize("says", [b"", b"\xff", GREETING], ids=["nothing", "a byte", "a greeting"])
 def test_s6_connections_without_a_key_take_few_descriptors_are_closed_and_disturb_no_machine(
     hub: Hub, keys: Keys, says: bytes
