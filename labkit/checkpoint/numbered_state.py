@@ -18,7 +18,7 @@ from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, 
 from labkit.checkpoint.rank_shares import moment_shares
 from labkit.checkpoint.sections import is_moment_piece, name_in, parameters_of_group
 from labkit.checkpoint.sources import EntrySource, FlatSource
-from labkit.checkpoint.wording import counted
+from labkit.checkpoint.wording import counted, listed
 
 
 def name_numbers(
@@ -43,6 +43,7 @@ def name_numbers(
         _refuse_shares(contents)
     if not numbered:
         return
+    _refuse_several(contents, numbered, ids)
     numbering = _numbering(contents, [ids[item.key] for item in numbered], parameters, where)
     if order is not None and parameters is not None:
         numbering = with_units_of(numbering, order, parameters, int(contents.checkpoint.metadata.get("ranks", 1)))
@@ -115,6 +116,21 @@ def _refuse_shares(contents: Contents) -> None:
         )
 
 
+def _refuse_several(contents: Contents, groups: Sequence[OutValue], ids: Mapping[str, Any]) -> None:
+    numbers = [number for group in groups for number in ids[group.key]]
+    if len(set(numbers)) == len(numbers):
+        return
+    roots = list(dict.fromkeys(".".join(map(str, group.path[: group.path.index("param_groups")])) for group in groups))
+    if len(roots) == 1:
+        problem, advice = f"{roots[0]} lists a parameter's number twice", DROP_ADVICE
+    else:
+        problem = f"{listed(roots)} each number the parameters in their own way, so one number stands for several"
+        rest = {root: " ".join(f"--drop '{other}.*'" for other in roots if other != root) for root in roots[:3]}
+        each = "; ".join(f"{drops} keeps {root}" for root, drops in rest.items())
+        advice = f"Migrate one optimizer at a time, and leave the others out: {each}. {ORDER_ADVICE}"
+    raise FQNMismatchError(contents.checkpoint.path, problems=[problem], advice=advice)
+
+
 def _numbering(
     contents: Contents, groups: Sequence[Sequence[int]], parameters: ParameterList | None, where: Mapping[str, list[Stretch]]
 ) -> Numbering:
@@ -130,12 +146,6 @@ def _numbering(
         if isinstance(item, OutTensor) and isinstance(item.source, EntrySource) and is_moment_piece(item.source.entry):
             lengths[int(split[1])] = _concatenated(item.source.entry).numel
     numbers = {number for group in groups for number in group}
-    if len(numbers) < sum(map(len, groups)):
-        raise FQNMismatchError(
-            checkpoint.path,
-            problems=["the state of several optimizers is numbered, and one number stands for several parameters"],
-            advice="Migrate them one by one: leave the others out with drop=[...] (--drop).",
-        )
     strange = sorted(held - numbers)
     if strange:
         raise FQNMismatchError(
