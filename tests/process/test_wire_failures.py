@@ -29,7 +29,6 @@ def worker_wire(folder: Path) -> WorkerWire:
     return WorkerWire(0, Endpoint(f"ipc://{folder}/commands", "none", KEYS.server_public, KEYS.client_public, KEYS.client_secret))
 
 
-@pytest.mark.process
 @pytest.mark.parametrize(
     "make",
     [
