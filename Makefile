@@ -33,7 +33,7 @@ lab: $(READY) ## open JupyterLab on notebooks/
 	$(BIN)/jupyter lab $(ROOT_FLAG) --ServerApp.root_dir="$(CURDIR)" --ServerApp.preferred_dir="$(CURDIR)/notebooks" $(ARGS)
 
 test: $(READY) ## run every test, the notebooks included
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 run: $(READY) ## run every notebook; executed copies and a summary page go to build/notebooks
 	$(BIN)/labkit run $(NOTEBOOKS) --out build/notebooks $(ARGS)

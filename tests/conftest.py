@@ -34,12 +34,6 @@ def _folder(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
 
 
-def _together(item: pytest.Item) -> str:
-    """Tests of one name run one after the other in one process: those of a file share pools, those of a notebook its runs."""
-    path = getattr(item, "callspec", None) and item.callspec.params.get("path")
-    return path.stem if isinstance(path, Path) and path.suffix == ".ipynb" else str(item.path)
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests by their folder, and run the folders in the order of their cost."""
@@ -47,18 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = _folder(item)
         if folder in MARKED_FOLDERS and item.get_closest_marker(folder) is None:
             item.add_marker(folder)
-        item.add_marker(pytest.mark.xdist_group(_together(item)))
     items.sort(key=lambda item: ORDER.index(_folder(item)) if _folder(item) in ORDER else -1)
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_node_collection_finished(ids: list[str]) -> None:
-    """Refuse to run without groups: a module's pools and a notebook's runs would be made once per process.
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Divide the tests among pytest-xdist's processes as :mod:`tests.together` says."""
+    from tests.together import Together  # xdist need not be there where tests run one after the other
 
-    xdist writes the group into a private part of a node's name. pytest 9.2 takes no notice of it, and nothing else says so.
-    """
-    if lost := [name for name in ids if "@" not in name.rpartition("]")[2]]:
-        pytest.exit(f"This pytest ({pytest.__version__}) and pytest-xdist do not keep tests together: {lost[0]}", returncode=4)
+    return Together(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

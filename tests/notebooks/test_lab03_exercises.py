@@ -11,6 +11,7 @@ import torch
 import labkit
 from labkit.course import lab03
 from labkit.errors import ExerciseError
+from tests.matrix import matrix
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell
 
@@ -40,7 +41,7 @@ def refused(check: Callable[[], str]) -> str:
 # Exercise 1 ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=matrix(2, 1, 3, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         pool.run_cell(IMPORTS)

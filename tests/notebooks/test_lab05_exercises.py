@@ -18,6 +18,7 @@ import labkit
 from labkit.course import lab05
 from labkit.errors import ExerciseError, RankFailedError
 from labkit.spmd.layouts import Split
+from tests.matrix import matrix
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell
 
@@ -30,7 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 """
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=matrix(4, 1, 2, 3))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         pool.run_cell(IMPORTS)

@@ -16,7 +16,12 @@ WORLD_SIZES = (2, 3, 4)
 ALONE = ("00", "01")
 
 RUNS = [
-    pytest.param(path, world_size, id=f"{path.stem}-{world_size}-ranks")
+    pytest.param(
+        path,
+        world_size,
+        id=f"{path.stem}-{world_size}-ranks",
+        marks=() if world_size == WORLD_SIZES[0] else pytest.mark.slow,
+    )
     for path in NOTEBOOKS
     for world_size in (*((1,) if path.stem.startswith(ALONE) else ()), *WORLD_SIZES)
 ]

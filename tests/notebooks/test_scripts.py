@@ -11,6 +11,7 @@ import nbformat
 import pytest
 
 from labkit.course.script import NOTEBOOK_ONLY, write_script
+from tests.matrix import matrix
 from tests.notebooks.conftest import TIMEOUT_S, Execute
 from tests.notebooks.conventions import NOTEBOOKS
 from tests.notebooks.script_output import Shown, of_notebook, of_script, run_script, without_numbers
@@ -53,7 +54,7 @@ def differing(script: Shown, notebook: Shown, *, numbers: bool = True) -> dict[s
 
 @pytest.mark.process
 @pytest.mark.timeout(3 * TIMEOUT_S + 100)
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", matrix(*NOTEBOOKS), ids=lambda path: path.stem)
 def test_a_notebook_s_script_shows_under_torchrun_what_the_notebook_shows(path: Path, tmp_path: Path, execute: Execute) -> None:
     script = tmp_path / f"{path.stem}.py"
     script.write_text(write_script(path))

@@ -23,11 +23,12 @@ from labkit.spmd.records import Parity
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.text import BatchSampler
 from labkit.spmd.training import train
+from tests.matrix import matrix
 
 SIZES = {"dim": 16, "num_heads": 4, "hidden_dim": 24, "max_seq_len": 32}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -16,11 +16,12 @@ from labkit.spmd.memory_timeline import MemoryTimeline, record_memory
 from labkit.spmd.model import Block, ModelConfig, next_token_loss
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.text import BatchSampler
+from tests.matrix import matrix
 
 NUM_BLOCKS = 2
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -32,12 +32,13 @@ from labkit.spmd.records import FlatShare
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.text import BatchSampler
 from labkit.spmd.training import train
+from tests.matrix import matrix
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_fsdp1_to_fsdp2.ipynb"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -20,6 +20,7 @@ from labkit.spmd.events import Trace, first_difference
 from labkit.spmd.model import Block, Transformer, next_token_loss
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.trace import record_events
+from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     SMALL,
     batches,
@@ -35,7 +36,7 @@ from tests.process.s3_scenarios import (
 BACKWARD = ("U 2", "U 1", "R 2", "U 0", "R 1", "R 0", "R root")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -26,11 +26,12 @@ from labkit.spmd.meshes import make_mesh, shard_2d
 from labkit.spmd.model import Block, ModelConfig
 from labkit.spmd.parity import compare
 from labkit.spmd.tensor_parallel import PlanError, check_plan, tensor_parallel_plan
+from tests.matrix import matrix
 
 KEPT = ColwiseParallel(use_local_output=False)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -19,13 +19,14 @@ from labkit.spmd.initialize import build_model
 from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload import ActivationOffload, OffloadCounts
 from labkit.spmd.text import BatchSampler
+from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=3, num_heads=4, hidden_dim=24, max_seq_len=16)
 PROJECTIONS = SMALL.num_layers * (4 * 16 * 16 + 3 * 16 * 24)
 Wrap = Callable[[Transformer], nn.Module]
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

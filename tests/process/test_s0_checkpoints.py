@@ -10,6 +10,7 @@ import pytest
 
 import labkit
 from labkit.spmd.initialize import build_model
+from tests.matrix import matrix
 from tests.process.s0_scenarios import (
     LOAD_PATHS,
     UNEVEN,
@@ -24,7 +25,7 @@ KEYS = set(build_model(UNEVEN).state_dict())
 MIXED = ("mixed_hsdp", "mixed_replicate", "mixed_ddp")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

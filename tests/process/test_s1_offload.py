@@ -9,6 +9,7 @@ import torch
 
 import labkit
 from labkit.errors import RankFailedError
+from tests.matrix import matrix
 from tests.process.s1_scenarios import (
     INPUT_BYTES,
     LAYER_BYTES,
@@ -30,7 +31,7 @@ HIDDEN_BYTES = ROWS * SIZES.hidden_dim * 4
 NAIVE_BYTES = 2 * INPUT_BYTES + 4 * HIDDEN_BYTES + WEIGHT_BYTES
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

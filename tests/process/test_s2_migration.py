@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import labkit
+from tests.matrix import matrix
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 from tests.process.s2_scenarios import (
     SIZES,
@@ -23,7 +24,7 @@ NUM_PARAMETERS = 2 + 9 * UNEVEN.num_layers  # embedding and norm, and nine in a 
 NUM_CONSTANT = 1 + 2 * UNEVEN.num_layers  # norms begin with ones whatever the seed
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -16,6 +16,7 @@ from labkit.spmd.events import Trace
 from labkit.spmd.model import Block, Transformer, next_token_loss
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.trace import record_events
+from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     NUM_STEPS,
     SMALL,
@@ -36,7 +37,7 @@ EVERY = ("root", "layers.0", "layers.1", "layers.2")
 GROUPS = {"auto": EVERY, "manual": ("root", "layers.1")}
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

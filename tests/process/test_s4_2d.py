@@ -15,6 +15,7 @@ import pytest
 import labkit
 from labkit.errors import RankFailedError
 from labkit.spmd.initialize import build_model
+from tests.matrix import matrix
 from tests.process.s4_restores import (
     Reshard,
     first_half_twice,
@@ -48,7 +49,7 @@ ROW_CUT = {
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -22,11 +22,12 @@ from labkit.spmd.meshes import check_mesh, make_mesh, mesh_record, restore_optim
 from labkit.spmd.model import Block, ModelConfig
 from labkit.spmd.reshard_trace import trace_input_reshard
 from labkit.spmd.tensor_parallel import tensor_parallel_plan
+from tests.matrix import matrix
 
 SMALL = ModelConfig(vocab_size=64, dim=16, num_layers=1, num_heads=2, hidden_dim=24, max_seq_len=16)
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4])
+@pytest.fixture(scope="module", params=matrix(4, 1, 2, 3))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -17,11 +17,12 @@ from labkit.spmd.sharding import ShardingError, check_optimizer, shard_model
 from labkit.spmd.shards import shard_table
 from labkit.spmd.text import BatchSampler
 from labkit.spmd.training import train
+from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=4, hidden_dim=24, max_seq_len=32)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -20,11 +20,12 @@ from labkit.spmd.model import Block, ModelConfig
 from labkit.spmd.records import Chunk, ShardRecord
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.shards import shard_table
+from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=1, num_heads=4, hidden_dim=24, max_seq_len=32)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

@@ -20,19 +20,17 @@ COUNTS = pytest.mark.parametrize("count", [20, pytest.param(200, marks=[pytest.m
 HALF_COUNTS = pytest.mark.parametrize("count", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
 
 
-@pytest.fixture(scope="module")
-def shared() -> Iterator[WorkerPool]:
-    with WorkerPool(4, device="cpu", replace=True) as pool:
-        pool.run_cell(PREPARE, timeout_s=60)
-        yield pool
-
-
 @pytest.fixture
-def pool(shared: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> WorkerPool:
-    """A pool that looks at its ranks sooner than others do, so that stops fall before and after a second look."""
+def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
+    """A pool that looks at its ranks sooner than others do, so that stops fall before and after a second look.
+
+    Each test has its own: a process can rebuild its groups 223 times.
+    """
     monkeypatch.setattr(watch, "FIRST_LOOK_S", 0.3)
     monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.3)
-    return shared
+    with WorkerPool(4, device="cpu") as pool:
+        pool.run_cell(PREPARE, timeout_s=60)
+        yield pool
 
 
 def stopped(pool: WorkerPool, cell: str, ready: Callable[[], bool], after_s: float) -> RunReport:

@@ -39,12 +39,13 @@ from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
 from labkit.spmd.parity import compare
 from labkit.spmd.sharding import ShardingError, check_optimizer, shard_model
 from labkit.spmd.trace import record_events
+from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, hidden_dim=24, max_seq_len=16)
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

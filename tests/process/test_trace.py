@@ -16,6 +16,7 @@ from labkit.spmd.events import ALL_GATHER, RESHARD, UNSHARD, WAIT, Trace
 from labkit.spmd.model import Block, next_token_loss
 from labkit.spmd.sharding import shard_model
 from labkit.spmd.trace import record_events
+from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     batches,
     default,
@@ -30,7 +31,7 @@ from tests.process.s3_scenarios import (
 )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool

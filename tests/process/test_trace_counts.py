@@ -15,6 +15,7 @@ from labkit.spmd.collectives import count_collectives
 from labkit.spmd.events import UNSHARD, Trace
 from labkit.spmd.model import next_token_loss
 from labkit.spmd.trace import record_events
+from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     batches,
     default,
@@ -26,7 +27,7 @@ from tests.process.s3_scenarios import (
 )
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         yield pool
