@@ -4,7 +4,7 @@
 # One folder of tests:    make test ARGS="tests/unit -x"
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test run handouts lint bench gpu soak strip clean
+.PHONY: help lab test test-all run handouts lint bench gpu soak strip clean
 
 BIN := .venv/bin
 READY := .venv/.installed
@@ -15,6 +15,7 @@ SITE := build/site
 SOAK_ROUNDS ?= 10
 # Tests wait much and compute little, so two run at a time. 0: one after the other, in one process.
 WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations 10
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 # The newest supported Python that runs and can make a virtual environment. A name on PATH is not enough: version
@@ -27,13 +28,16 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
 
 help: ## show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 lab: $(READY) ## open JupyterLab on notebooks/
 	$(BIN)/jupyter lab $(ROOT_FLAG) --ServerApp.root_dir="$(CURDIR)" --ServerApp.preferred_dir="$(CURDIR)/notebooks" $(ARGS)
 
-test: $(READY) ## run every test, the notebooks included
-	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder $(ARGS)
+test: $(READY) ## run what a change needs: every test once, every notebook with 2 ranks
+	$(PYTEST) $(ARGS)
+
+test-all: $(READY) ## run what make test leaves out: other numbers of ranks, scripts under torchrun, kills, long soaks
+	$(PYTEST) -m slow $(ARGS)
 
 run: $(READY) ## run every notebook; executed copies and a summary page go to build/notebooks
 	$(BIN)/labkit run $(NOTEBOOKS) --out build/notebooks $(ARGS)
@@ -64,8 +68,7 @@ $(SITE)/.installed: $(wildcard $(WHEELS)/*.whl)
 	PYTHONPATH=$(SITE) $(PYTHON) -m ipykernel install --prefix $(SITE) --name python3
 	@touch $@
 
-soak: $(READY) ## run the slow tests, then the process tests SOAK_ROUNDS times
-	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ] # 5: there are no slow tests
+soak: $(READY) ## run the process tests SOAK_ROUNDS times
 	round=1; while [ $$round -le $(SOAK_ROUNDS) ]; do echo "round $$round of $(SOAK_ROUNDS)"; \
 	$(BIN)/python -m pytest -x -q tests/process $(ARGS) || exit 1; round=$$((round + 1)); done
 
