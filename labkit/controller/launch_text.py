@@ -36,7 +36,7 @@ class Launch:
     def arguments(self) -> list[str]:
         """Python's arguments; the same on every machine."""
         linger = [] if self.linger_s is None else ["--linger", f"{self.linger_s:g}"]
-        return ["-m", "labkit.worker", "--connect", self.connect, "--key-file", self.key_file, *linger]
+        return ["-P", "-m", "labkit.worker", "--connect", self.connect, "--key-file", self.key_file, *linger]
 
     def command(self) -> str:
         """The command to run on each machine, in a shell."""

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ import labkit
 from labkit.course import outputs
 from labkit.course.files import plain, replace_file, sealed, shown
 from labkit.course.parameters import INJECTED, source_of
+from labkit.own_python import own_python
 
 Status = Literal["passed", "failed", "timed out", "died", "output cut", "interrupted", "not run"]
 Event = tuple["Attempt", int, int]
@@ -44,6 +44,8 @@ KILL_S = 2.0
 _LAST_WORDS_CHARS = 2000
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR_MARK = "papermill-error-cell-tag"
+# What a notebook starts inherits it, so that it is found even when the process that read the notebook is gone.
+_MARK = "LABKIT_RUN_FOLDER"
 _START = "import sys; sys.path.append(sys.argv.pop()); from labkit.course.reader import main; main()"
 
 
@@ -105,11 +107,16 @@ class Attempt:
 
     def _start_reader(self) -> subprocess.Popen[bytes]:
         news, fd = os.pipe()
-        # -P: nothing beside the notebook is imported in the place of a library.
-        command = [sys.executable, "-P", "-c", _START, str(fd), str(Path(labkit.__file__).parent.parent)]
+        command = own_python("-c", _START, str(fd), str(Path(labkit.__file__).parent.parent))
         with open(self._folder / READER_OUTPUT, "wb") as errors:
             process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, pass_fds=[fd], start_new_session=True
+                command,
+                stdin=subprocess.PIPE,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=[fd],
+                start_new_session=True,
+                env={**os.environ, _MARK: str(self._folder)},
             )
         os.close(fd)
         self._follower = threading.Thread(target=self._follow, args=(news,), name=f"labkit run {self.notebook.name}", daemon=True)
@@ -175,9 +182,8 @@ class Attempt:
 
     def kill(self) -> None:
         """Kill everything that the notebook has started, and then what reads it."""
-        if self._process.poll() is not None and self._kernel_pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # a reader that died has left it behind
-                os.killpg(self._kernel_pid, signal.SIGKILL)
+        if self._process.poll() is not None:  # what descends from a reader that died is nobody's child any more
+            _kill_marked(str(self._folder))
         kill_descendants(self._process.pid)
         self._process.kill()
         self._process.wait()
@@ -285,6 +291,23 @@ def _runs(process: psutil.Process) -> bool:
         return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill all processes that have a run's mark in their environment, and what they start meanwhile."""
+    deadline = time.monotonic() + KILL_S
+    while (found := [process for process in psutil.process_iter() if _mark_of(process) == mark]) and time.monotonic() < deadline:
+        for process in found:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(found, timeout=0.1)
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(_MARK)
+    except psutil.Error:  # it has ended, or belongs to somebody else
+        return None
 
 
 def kill_descendants(pid: int) -> None:

@@ -15,12 +15,14 @@ def main() -> None:
     # What the reader's own functions print must not get into the answer.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
-        # A function that travels by its name is found where the parent finds it.
-        sys.path[:] = pickle.load(sys.stdin.buffer)
-        job = pickle.load(sys.stdin.buffer)
-        threading.Thread(target=_end_with_parent, daemon=True).start()
+        # A function that travels by its name is found where the parent finds it. torch comes from where this process finds it:
+        # the parent's path may begin with the working directory.
+        path = pickle.load(sys.stdin.buffer)
         from labkit.plan.compute import compute_plan
 
+        sys.path[:] = path
+        job = pickle.load(sys.stdin.buffer)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
         try:
             found: object = compute_plan(job)
         except JobError as error:

@@ -13,6 +13,7 @@ from typing import IO
 import cloudpickle
 
 from labkit.errors import LabkitError
+from labkit.own_python import import_path, own_python
 from labkit.plan.records import JobError, Plan, TrainingJob
 
 _LAST_LINES = 12
@@ -42,11 +43,11 @@ def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
     """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "labkit.plan.child"],
+            own_python("-m", "labkit.plan.child"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()},
         )
         late = threading.Event()
 

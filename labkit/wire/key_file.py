@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import socket
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -96,18 +97,30 @@ def read_private(path: Path, otherwise: str) -> dict[str, Any]:
         otherwise: What to do when it is not there.
 
     Raises:
-        InvalidPoolError: It is not there, others may read it, or it is no JSON.
+        InvalidPoolError: It is not there, belongs to another user than this one and root, others may read it, or it is no JSON.
     """
     try:
-        with open(path) as file:
-            mode = os.fstat(file.fileno()).st_mode & 0o777
-            content = json.load(file)
+        # O_NONBLOCK: a FIFO would be waited for. Links are followed, since Kubernetes mounts secrets as links.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise InvalidPoolError(f"{path} is no regular file. {otherwise}")
+            # The owner before the mode: an owner can change the mode at any time, and so what others may read now.
+            if status.st_uid not in (os.geteuid(), 0):
+                raise InvalidPoolError(
+                    f"the key file {path} belongs to another user (uid {status.st_uid}), who would get what you run. {otherwise}"
+                )
+            if status.st_mode & 0o077:
+                raise InvalidPoolError(
+                    f"others than its owner may read {path} (mode {status.st_mode & 0o777:o}). Run: chmod 600 {path}"
+                )
+            text = file.read()
     except OSError as error:
         raise InvalidPoolError(f"the key file {path} cannot be read: {error.strerror}. {otherwise}") from None
+    try:
+        content = json.loads(text)
     except ValueError:
-        raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.") from None
-    if mode & 0o077:
-        raise InvalidPoolError(f"others than its owner may read {path} (mode {mode:o}). Run: chmod 600 {path}")
+        content = None
     if not isinstance(content, dict):
         raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.")
     return content

@@ -28,6 +28,7 @@ import zmq
 
 from labkit.errors import InvalidPoolError
 from labkit.machine import MemoryAtDeath
+from labkit.own_python import import_path, own_python
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
 from labkit.wire.node_messages import (
@@ -287,7 +288,7 @@ class Agent:
             directory=self._directory,
             environ=environ,
             cwd=os.getcwd(),
-            sys_path=tuple(path or os.getcwd() for path in sys.path),
+            sys_path=tuple(dict.fromkeys((os.getcwd(), *filter(None, sys.path)))),
             joining=tag.joining,
         )
 
@@ -362,11 +363,11 @@ class Agent:
 def _start_fork_server() -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
-        [sys.executable, "-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())],
+        own_python("-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())),
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env={**os.environ, "PYTHONPATH": import_path()},
     )
     theirs.close()
     return Connection(ours.detach()), process

@@ -150,6 +150,16 @@ def test_s7_a_notebook_has_ended_5_s_after_its_time_whatever_it_prints(
     assert [process for process in psutil.process_iter() if process.pid not in before and _is_of(process, tmp_path)] == []
 
 
+def test_l6_a_notebook_that_kills_what_reads_it_leaves_no_daemon(make_notebook: MakeNotebook, tmp_path: Path) -> None:
+    before = {process.pid for process in psutil.process_iter()}
+    daemon = "import os, signal, subprocess\nsubprocess.run(['setsid', 'sh', '-c', 'setsid sleep 1000 &'])\n"
+    notebook = make_notebook("kills", daemon + "os.kill(os.getppid(), signal.SIGKILL)\nwhile True:\n    pass")
+    result = _labkit("run", notebook, "--out", "out", "--timeout", "60")
+    assert result.exit_code == 1
+    assert "The process that ran the notebook ended" in result.output
+    assert [process for process in psutil.process_iter() if process.pid not in before and _is_of(process, tmp_path)] == []
+
+
 def _is_of(process: psutil.Process, folder: Path) -> bool:
     """Whether a process works in a folder, as a kernel does and what it has started."""
     try:

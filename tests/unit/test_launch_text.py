@@ -20,9 +20,10 @@ from click.testing import CliRunner
 from labkit import doctor
 from labkit.cli import main
 from labkit.controller.launch_text import TRUST, Launch
+from labkit.controller.launchers.agents import LocalAgents
 from labkit.controller.node import Node
 from labkit.controller.tables import arrival_html, arrival_text
-from labkit.errors import InvalidPoolError
+from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
 from labkit.worker.__main__ import main as agent_main
@@ -40,9 +41,9 @@ def test_s1_the_command_starts_an_agent_and_no_torchrun(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = shlex.split(LAUNCH.command())
-    assert words[:3] == ["python", "-m", "labkit.worker"]
-    assert words[3:] == ["--connect", "tcp://login:29600", "--key-file", "/keys/labkit.key", "--linger", "600"]
-    understood(words[2:], monkeypatch)
+    assert words[:4] == ["python", "-P", "-m", "labkit.worker"]
+    assert words[4:] == ["--connect", "tcp://login:29600", "--key-file", "/keys/labkit.key", "--linger", "600"]
+    understood(words[3:], monkeypatch)
     assert "the key file /keys/labkit.key cannot be read" in capsys.readouterr().err
     for text in (LAUNCH.command(), LAUNCH.slurm(), LAUNCH.kubernetes()):
         assert "torchrun" not in text
@@ -195,6 +196,42 @@ def test_s13_a_failure_on_the_way_leaves_no_secret_beside_the_key_file(tmp_path:
     with pytest.raises(InvalidPoolError, match="No space left"):
         KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_l3_a_fifo_in_a_key_file_s_place_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "labkit.key", 0o600)
+    with pytest.raises(InvalidPoolError, match="is no regular file"):
+        KeyFile.read(tmp_path / "labkit.key")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_l4_a_key_file_of_another_user_is_refused_and_one_behind_a_link_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "labkit.key"
+    KeyFile.of(Keys.generate()).write(tmp_path / "secret")
+    path.symlink_to("secret")  # as Kubernetes mounts it
+    KeyFile.read(path)
+    os.chown(path, 65534, 65534)
+    with pytest.raises(InvalidPoolError, match="belongs to another user"):
+        KeyFile.read(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize("kind", ["folder", "open folder", "link"])
+def test_l5_agents_start_in_no_folder_that_somebody_else_has_made_under_its_name(tmp_path: Path, kind: str) -> None:
+    folder = tmp_path / "labkit-key-x"
+    LocalAgents(folder).begin()
+    LocalAgents(folder).begin()
+    folder.rmdir()
+    if kind == "link":
+        folder.symlink_to(tmp_path)
+    else:
+        folder.mkdir(mode=0o700)
+        if kind == "folder":
+            os.chown(folder, 65534, 65534)
+        else:
+            folder.chmod(0o777)
+    with pytest.raises(WorkerStartError, match="not this user's own any more"):
+        LocalAgents(folder).begin()
 
 
 @pytest.mark.parametrize(

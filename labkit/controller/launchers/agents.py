@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -13,6 +15,7 @@ from pathlib import Path
 from labkit.controller.launch_text import Launch
 from labkit.controller.nodes import Nodes
 from labkit.errors import WorkerStartError
+from labkit.own_python import import_path
 
 _END_S = 8.0
 _TAIL_LINES = 20
@@ -30,8 +33,18 @@ class LocalAgents:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def begin(self) -> None:
-        """Make the folder, which the end of an earlier start has removed."""
-        self._folder.mkdir(mode=0o700, exist_ok=True)
+        """Make the folder, which the end of an earlier start has removed.
+
+        Raises:
+            WorkerStartError: Something else has taken its place meanwhile.
+        """
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir(mode=0o700)
+        found = self._folder.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            raise WorkerStartError(
+                f"{self._folder}, where the pool's key belongs, is not this user's own any more. Close the pool and make a new one."
+            )
 
     def call(self, launch: Launch) -> None:
         """Start the agents."""
@@ -52,7 +65,7 @@ class LocalAgents:
                 **os.environ,
                 **environ,
                 "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+                "PYTHONPATH": import_path(),
             },
         )
 

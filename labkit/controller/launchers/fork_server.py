@@ -17,6 +17,7 @@ from typing import Any
 
 from labkit.controller.launchers.launcher import OnExit, WorkerExit
 from labkit.errors import WorkerStartError
+from labkit.own_python import import_path, own_python
 from labkit.wire.spec import WorkerSpec
 
 # The first answer waits for `import torch`, which took 26 s on a loaded 2-core machine.
@@ -37,13 +38,13 @@ class ForkServer:
         environ.setdefault("OMP_NUM_THREADS", "1")
         # The process takes no part in the kernel's process group: the notebook's interrupt button signals that group.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())],
+            own_python("-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
             start_new_session=True,
-            env={**environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+            env={**environ, "PYTHONPATH": import_path()},
         )
         theirs.close()
         self._connection = Connection(ours.detach())

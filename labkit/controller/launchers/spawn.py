@@ -6,12 +6,12 @@ import os
 import pickle
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from dataclasses import dataclass
 
 from labkit.controller.launchers.launcher import OnExit, WorkerExit
+from labkit.own_python import import_path, own_python
 from labkit.wire.pipes import Kept, make_pipes, take_rest
 from labkit.wire.spec import WorkerSpec
 
@@ -42,7 +42,7 @@ class SpawnLauncher:
         lifeline_read, lifeline_write = os.pipe()
         kept_file = tempfile.TemporaryFile()  # noqa: SIM115
         kept_file.truncate(Kept.SIZE_BYTES)
-        command = [sys.executable, "-m", "labkit.worker.spawned", "--spec-fd", str(spec_read), "--kept-fd", str(kept_file.fileno())]
+        command = own_python("-m", "labkit.worker.spawned", "--spec-fd", str(spec_read), "--kept-fd", str(kept_file.fileno()))
         command += ["--lifeline-fd", str(lifeline_read), "--read-fds", *map(str, read_fds)]
         process = subprocess.Popen(
             command,
@@ -51,7 +51,7 @@ class SpawnLauncher:
             stderr=write_fds[1],
             pass_fds=[spec_read, lifeline_read, kept_file.fileno(), *read_fds],
             start_new_session=True,
-            env={**spec.environ, "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": _python_path()},
+            env={**spec.environ, "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": import_path()},
         )
         for fd in (*write_fds, spec_read, lifeline_read):
             os.close(fd)
@@ -79,12 +79,9 @@ class SpawnLauncher:
     def count_gpus(self) -> int:
         """CUDA devices, asked in a process of their own; see :class:`Launcher`."""
         code = "import torch; print(torch.cuda.device_count())"
-        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+        environ = {**os.environ, "PYTHONPATH": import_path()}
+        result = subprocess.run(own_python("-c", code), env=environ, capture_output=True, text=True, check=False, timeout=120)
         return int(result.stdout.strip() or 0) if result.returncode == 0 else 0
-
-
-def _python_path() -> str:
-    return os.pathsep.join(path for path in sys.path if path)
 
 
 def _kill_group(pid: int) -> None:
