@@ -16,7 +16,7 @@ from labkit.worker.place import SCHEDULER_VARIABLES, claimed_place
 
 
 def main() -> int:
-    """Serve a notebook until it closes its pool; the exit code is 0 only then."""
+    """Serve a notebook until it closes its pool. Return the exit code, which is 0 only then."""
     parser = argparse.ArgumentParser(prog="python -m labkit.worker", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="tcp://HOST:PORT", help="the notebook, as WorkerPool.attach() shows it")
     parser.add_argument("--key-file", required=True, type=Path, help="copied from the notebook's machine, mode 0600")
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--wait", type=_seconds, default=600.0, metavar="SECONDS", help="how long to wait for the notebook at first"
     )
-    parser.add_argument("--remove", metavar="FOLDER", help=argparse.SUPPRESS)  # at the end: its owner may be gone
+    parser.add_argument("--remove", metavar="FOLDER", help=argparse.SUPPRESS)  # at the end, because its owner may have ended
     args = parser.parse_args()
     try:
         keys = KeyFile.read(args.key_file).keys()
@@ -48,14 +48,14 @@ def main() -> int:
 def _rank(text: str) -> int:
     value = int(text)
     if value < 0:
-        raise ValueError  # argparse says which option it is
+        raise ValueError  # argparse names the option
     return value
 
 
 def _seconds(text: str) -> float:
     value = float(text)
     if not (math.isfinite(value) and value > 0):
-        raise ValueError  # argparse says which option it is
+        raise ValueError  # argparse names the option
     return value
 
 
