@@ -10,7 +10,7 @@ from labkit.wire.messages import Output, Stream, StreamName
 from labkit.wire.pipes import Rest
 
 LAST_LINES = 20
-# The kind of a death that nobody saw, because the connection to the rank's machine was lost.
+# The kind of a death that was not observed, because the connection to the rank's machine was lost.
 LOST = "lost"
 _PIECES = 64
 _PIECE_CHARS = 4096

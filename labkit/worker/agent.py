@@ -1,8 +1,8 @@
 """The agent of one machine of an attached pool: a process, started by a scheduler or by hand, that starts and serves the ranks.
 
 For the ranks of its machine, the agent acts as the controller: it lets a fork server start them, and passes messages between them
-and the notebook. So a rank's death is noticed on its own machine, and the other ranks keep their state. Output of a cell that
-nobody reads fills a bounded backlog here, and no rank's memory.
+and the notebook. So a rank's death is noticed on its own machine, and the other ranks keep their state. Unread output of a cell
+fills a bounded backlog here, and no rank's memory.
 
 The agent ends when the notebook tells it to, when the notebook has been silent for ``linger_s``, and on SIGTERM and SIGINT. The
 ranks end with it.

@@ -206,7 +206,7 @@ def _steps_known(took_part: Sequence[Condition]) -> bool:
 
 
 def _judge_gradients(took_part: Sequence[Condition], in_flight: set[str]) -> tuple[set[str], list[str]]:
-    """Find the models of which only some ranks have gradients, and write notes on those of which all ranks have them.
+    """Find the models for which only some ranks have gradients, and write notes on those for which all ranks do.
 
     A stop may come between one rank's zero_grad() and another's: the next backward would add to old gradients on one of them.
     """

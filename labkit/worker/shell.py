@@ -88,7 +88,7 @@ class RankShell(InteractiveShell):
         """Do nothing: the fork server runs in the kernel's own environment."""
 
     def init_pdb(self) -> None:
-        """Do nothing: nobody can type at a rank."""
+        """Do nothing: no person types at a rank."""
 
     def ask_exit(self) -> None:
         """End the cell, not the rank, at ``exit()`` in a cell."""

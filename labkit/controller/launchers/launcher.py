@@ -21,7 +21,7 @@ class WorkerExit:
         stdout: The end of its output, including what it had already sent.
         stderr: The same for stderr.
         memory: The memory of its machine at that time; None if it was not measured.
-        cause: Why it counts as ended although nobody saw it end: its machine is out of reach.
+        cause: Why it counts as ended although its end was not observed: its machine is out of reach.
     """
 
     pid: int

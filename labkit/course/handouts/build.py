@@ -66,7 +66,7 @@ def make_handouts(
 
     Args:
         notebooks: Notebooks with their solutions, executed or not. They are only read.
-        out: The folder for the handouts. Only files that an earlier run wrote and nobody has changed are replaced.
+        out: The folder for the handouts. A file is replaced only if an earlier run wrote it and it is unchanged.
         timeout_s: Seconds that a run of one notebook may take.
         chromium: Chromium's path; None searches for it.
         on_page: Called with a notebook's name and an audience before their copy is made.

@@ -47,7 +47,7 @@ class Check:
 
 
 def checks_in(source: str) -> list[Check]:
-    """Return the checks that a cell calls, such as ``lab04.check_eval_loss(pool)``, without those that are no function of a lab."""
+    """Return the checks that a cell calls, such as ``lab04.check_eval_loss(pool)``, if they are functions of a lab."""
     names = dict.fromkeys(re.findall(r"\b(lab\d+)\.(check_\w+)\(", source))
     return [check for lab, function in names if (check := _check(lab, function)) is not None]
 

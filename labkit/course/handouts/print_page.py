@@ -19,7 +19,7 @@ _NUMBERS = "The numbers as a table"
 def make_print_page(page: Page) -> str:
     """Return the page as it is printed.
 
-    A printed page cannot be unfolded. For students, hints and answers are moved to its end, where nobody reads them by accident.
+    A printed page cannot be unfolded. For students, hints and answers are moved to its end, where they are not read by accident.
     Folded text in an output stays there, unfolded; the tables behind pictures are only in the HTML page. The addresses of links are
     at the end of each section.
     """

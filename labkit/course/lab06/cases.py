@@ -139,7 +139,7 @@ def _save(state: dict[str, Any], folder: Path) -> None:
 
 
 def _save_not_finite(folder: Path, names: list[str]) -> None:
-    """Save with NaN in one moment and inf in another, one element each: the result of an overflow that nobody noticed."""
+    """Save with NaN in one moment and inf in another, one element each: the result of an unnoticed overflow."""
     state = _state()
     for name, moment, value in zip(names, ("exp_avg", "exp_avg_sq"), (float("nan"), float("inf")), strict=True):
         # The optimizer's own dict must not be changed.
