@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from labkit.notebook.expect import expect_error
     from labkit.ranks import RankResults
 
-# Loaded when they are first used: the command line's tools need no pool.
+# Loaded on first use, because the command line's tools need no pool.
 _HOME = {
     "LabkitError": "errors",
     "OpenCollectiveError": "errors",
@@ -61,7 +61,7 @@ __getattr__, __dir__ = lazy_names(__name__, _HOME)
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Called by ``%load_ext labkit``: register the magics and warm up the fork server in the background."""
+    """Register the magics and warm up the fork server in the background. ``%load_ext labkit`` calls this."""
     from labkit.notebook.magics import register
 
     register(shell)

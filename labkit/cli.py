@@ -24,7 +24,7 @@ INTERRUPTED_EXIT_CODE = 130
 _ERROR_LINES = 40
 
 
-# Commands that live beside what they do: where, and the line that `labkit --help` shows without importing them.
+# Commands defined in other modules: where each one is, and the line that `labkit --help` shows without importing it.
 ELSEWHERE = {
     "checkpoint": ("labkit.checkpoint.cli:checkpoint", "Look into checkpoints, verify, migrate and reshard them."),
     "plan": ("labkit.plan.cli:plan", "Plan a training job on up to 16,384 ranks: bytes on a rank, traffic of a step, checkpoint."),
@@ -38,11 +38,11 @@ class LazyGroup(click.Group):
     """A group that imports the commands of :data:`ELSEWHERE` when they are used: some of them import torch."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, imported or not."""
+        """Return all command names, imported or not."""
         return sorted([*super().list_commands(ctx), *ELSEWHERE])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command, imported now if it lives elsewhere."""
+        """Return the command. Import it now if another module defines it."""
         if cmd_name not in ELSEWHERE:
             return super().get_command(ctx, cmd_name)
         module, _, attribute = ELSEWHERE[cmd_name][0].partition(":")
@@ -51,21 +51,21 @@ class LazyGroup(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the command; an interrupt that it does not handle itself ends it as the shell expects, with 130.
+        """Run the command. If it does not handle an interrupt itself, exit with 130, as the shell expects.
 
-        Errors may hold names of files, which must not drive the terminal.
+        Error messages may contain file names, so control characters in them are escaped: they must not drive the terminal.
         """
         try:
             return super().invoke(ctx)
         except click.ClickException as error:
-            vars(error)["message"] = printable(error.message, keep="\n")  # which click calls final
+            vars(error)["message"] = printable(error.message, keep="\n")  # click declares it final
             raise
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             ctx.exit(INTERRUPTED_EXIT_CODE)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The list in the help text, made without importing anything."""
+        """Write the list of commands into the help text without importing any of them."""
         own = {name: command.get_short_help_str(limit=80) for name, command in self.commands.items()}
         rows = own | {name: text for name, (_, text) in ELSEWHERE.items()}
         with formatter.section("Commands"):
@@ -195,7 +195,7 @@ def parse_value(text: str) -> Any:
     """Read a parameter's value from the command line: a Python literal (``2``, ``0.5``, ``True``, ``[1, 2]``) or text.
 
     Raises:
-        UsageError: It is written as a literal that has no value, such as a dict whose key is a list.
+        UsageError: The text is a literal that cannot be evaluated, such as a dict whose key is a list.
     """
     try:
         return ast.literal_eval(text)
@@ -210,7 +210,7 @@ def _report(results: list[NotebookResult]) -> None:
 
     for result in results:
         if result.error:
-            # The first line names the cell; an error's reason is at its end.
+            # The first line names the cell; the reason of an error is at its end.
             first, *lines = result.error.splitlines()
             cut = [f"... {len(lines) - _ERROR_LINES} lines, all in the executed copy"] if len(lines) > _ERROR_LINES else []
             copy = f"-> {shown(result.executed)}\n" if result.executed.exists() else ""

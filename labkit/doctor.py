@@ -1,4 +1,4 @@
-"""What this machine can run: each fact on a line, each problem with what to do about it."""
+"""Examination of this machine: what it can run, one fact a line, and advice for each problem."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DISTRIBUTION = "torch-labkit"
 SHM = "/dev/shm"
 GIB = 2**30
 
-# Below these, something in the notebooks is known to fail or to crawl.
+# Below these values, something in the notebooks is known to fail or to be very slow.
 MIN_SHM_BYTES = GIB
 MIN_MEMORY_BYTES = 3 * GIB
 MIN_OPEN_FILES = 1024
@@ -37,11 +37,12 @@ class Finding:
     """One fact about this machine.
 
     Attributes:
-        name: What was looked at.
-        value: What was found.
-        problem: What is wrong with it, empty when nothing is.
+        name: The thing examined.
+        value: The result.
+        problem: What is wrong with it; empty if nothing is.
+
         advice: What to do about the problem.
-        fatal: Whether labkit cannot run at all because of it.
+        fatal: Whether this problem keeps labkit from running at all.
     """
 
     name: str
@@ -52,24 +53,25 @@ class Finding:
 
     @property
     def level(self) -> Level:
-        """The verdict in a word."""
+        """The verdict in one word."""
         if not self.problem:
             return "ok"
         return "fatal" if self.fatal else "problem"
 
     def as_dict(self) -> dict[str, str]:
-        """The finding as plain JSON; advice only where there is a problem."""
+        """Return the finding as plain JSON, with advice only if there is a problem."""
         advice = self.advice if self.problem else ""
         return {"name": self.name, "level": self.level, "value": self.value, "problem": self.problem, "advice": advice}
 
 
 def examine() -> list[Finding]:
-    """Look at everything that labkit needs or can use, and start a small pool to see that it works.
+    """Examine everything that labkit needs or can use, and start a small pool to see whether it works.
 
-    Imports torch. A look that itself fails is a finding and does not stop the others. Blocks for about a minute at most.
+    Imports torch. An examination that itself fails becomes a finding and does not stop the others. Blocks for about a minute at
+    most.
 
     Returns:
-        The findings, in the order in which to read them.
+        The findings, in the order in which they should be read.
     """
     looks: list[Callable[[], Iterator[Finding]]] = [
         _system, _packages, _torch, _gpus, _processor_and_memory, _shared_memory, _open_files, _kernel, _chromium, _trust, _pools,
@@ -118,11 +120,11 @@ def _system() -> Iterator[Finding]:
 
 
 def _packages() -> Iterator[Finding]:
-    """The versions of everything in the package's own requirements, the lab extra included, against their ranges."""
+    """Compare the installed version of each of the package's own requirements, including the lab extra, with its range."""
     try:
         requirements = [Requirement(text) for text in importlib.metadata.requires(DISTRIBUTION) or []]
     except importlib.metadata.PackageNotFoundError:
-        return  # said above
+        return  # reported by _system()
     for requirement in requirements:
         core = requirement.marker is None
         if core or (requirement.marker and requirement.marker.evaluate({"extra": "lab"})):
@@ -194,7 +196,7 @@ def _processor_and_memory() -> Iterator[Finding]:
 
 def _shared_memory() -> Iterator[Finding]:
     if not os.path.isdir(SHM):
-        return  # macOS has none and needs none
+        return  # macOS has none and does not need one
     size = shutil.disk_usage(SHM).total
     small = (
         "NCCL and DataLoader workers pass data through it and die with a bus error when it is full" if size < MIN_SHM_BYTES else ""
@@ -214,7 +216,7 @@ def _open_files() -> Iterator[Finding]:
 
 
 def _kernel() -> Iterator[Finding]:
-    """Whether the kernel that notebooks ask for runs in this environment."""
+    """Check whether the kernel that notebooks ask for runs in this environment."""
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     advice = f"{sys.executable} -m ipykernel install --sys-prefix"
@@ -223,7 +225,7 @@ def _kernel() -> Iterator[Finding]:
     except NoSuchKernel:
         yield Finding("kernel python3", "not found", "notebooks ask for this kernel", advice)
         return
-    # A bare name stands for the interpreter that starts the kernel; jupyter_client puts it there.
+    # A bare name means the interpreter that starts the kernel: jupyter_client substitutes its path.
     program = sys.executable if spec.argv[0] in {"python", "python3"} else spec.argv[0]
     own = os.path.realpath(program) == os.path.realpath(sys.executable)
     elsewhere = "" if own else "notebooks would run in another environment, perhaps without labkit"
@@ -237,7 +239,7 @@ def _chromium() -> Iterator[Finding]:
 
 
 def _pools() -> Iterator[Finding]:
-    """Start a pool on each kind of device there is, and let its ranks add up their ranks."""
+    """Start a pool on each available kind of device and let its ranks add up their rank numbers."""
     import torch
 
     yield _pool(2, "cpu")
@@ -263,7 +265,7 @@ def _pool(world_size: int, device: Literal["cpu", "cuda"]) -> Finding:
 
 
 def _trust() -> Iterator[Finding]:
-    """Say what no look at a machine finds out: who reaches it."""
+    """State what no examination of a machine can find out: who can reach it."""
     from labkit.controller.launch_text import TRUST
 
     yield Finding("trust between ranks", TRUST)

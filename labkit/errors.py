@@ -1,7 +1,7 @@
-"""Every exception that labkit raises.
+"""All exceptions that labkit raises.
 
-Each class takes its fields first and builds its message from them, so code can act on the fields and people can read
-the message. The message says what happened, on which ranks, and what to do next. All of them survive pickling.
+Each class takes its fields first and builds its message from them: code can use the fields and people can read the message. The
+message says what happened, on which ranks, and what to do next. All of the exceptions survive pickling.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Literal, ParamSpec, TypeVar
 P = ParamSpec("P")
 T = TypeVar("T")
 
-# Jupyter and terminals show these; nbconvert turns them into colours of the page.
+# Jupyter and terminals show these codes; nbconvert turns them into colours of the page.
 _BOLD, _RED, _PLAIN = "\x1b[1m", "\x1b[1;31m", "\x1b[0m"
 
 FailureKind = Literal["exception", "interrupted", "died", "exited"]
 
 
 class LabkitError(Exception):
-    """The root of labkit's exceptions."""
+    """The base class of labkit's exceptions."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the reader's own lines and the message, without labkit's frames, which tell a reader nothing."""
-        from IPython import get_ipython  # only IPython calls this
+        """Return the lines that IPython shows: the reader's own lines and the message, without labkit's frames."""
+        from IPython import get_ipython  # only IPython calls this method
 
         from labkit.tracebacks import format_error
 
@@ -37,7 +37,7 @@ class LabkitError(Exception):
 
 
 def raises_here(function: Callable[P, T]) -> Callable[P, T]:
-    """Let labkit's errors seem to come from this function: what is below it tells a reader nothing."""
+    """Make labkit's errors appear to come from this function: the frames below it tell a reader nothing."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -63,18 +63,18 @@ def _rebuild(cls: type[BaseException], message: str, fields: dict[str, Any]) -> 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """How one rank's run ended badly.
+    """The failure of a run on one rank.
 
     Attributes:
         rank: The global rank.
         kind: ``exception`` (the cell raised), ``interrupted`` (labkit or a signal stopped it), ``died`` (the process
             is gone) or ``exited`` (the cell raised SystemExit).
         type_name: The exception's class name, for example ``ValueError``; the signal or exit code for ``died``.
-        message: The exception's text, or for ``died`` what is known of the death.
+        message: The exception's text; for ``died``, what is known about the death.
         traceback: Traceback lines as text, innermost last, without labkit's own frames; empty for ``died``.
         exitcode: For ``died``: the exit status as in :attr:`subprocess.Popen.returncode` (negative for a signal).
-        last_output: For ``died``: the end of what the rank wrote, at most 20 lines.
-        where: The innermost of the reader's own lines, for example ``Cell In[7], line 5``; empty where there is none.
+        last_output: For ``died``: the last lines that the rank wrote, at most 20.
+        where: The innermost of the reader's own lines, for example ``Cell In[7], line 5``; empty if there is none.
         in_handler: For ``interrupted``: the error came from the reader's own ``except`` or ``finally`` for the interrupt.
     """
 
@@ -89,7 +89,7 @@ class RankFailure:
     in_handler: bool = False
 
     def headline(self) -> str:
-        """One line: the exception's type and the first line of its text."""
+        """Return one line: the exception's type and the first line of its text."""
         first = self.message.strip().split("\n", 1)[0]
         if self.kind == "died":
             return f"died ({self.type_name}): {first}"
@@ -97,7 +97,7 @@ class RankFailure:
 
 
 class RankSpecError(LabkitError, ValueError):
-    """A rank set names no rank, a rank outside the world, or cannot be read."""
+    """A rank set names no rank, names a rank outside the world, or cannot be read."""
 
 
 class PoolStateError(LabkitError):
@@ -109,17 +109,17 @@ class InvalidPoolError(LabkitError, ValueError):
 
 
 class InvalidRunError(LabkitError, ValueError):
-    """The arguments of a run cannot be meant: something that cannot be called, a time limit that is no positive number."""
+    """The arguments of a run make no sense: something that cannot be called, or a time limit that is not a positive number."""
 
 
 class WorkerStartError(LabkitError):
-    """A pool did not come up; nothing of it is left running.
+    """A pool did not start. None of its processes is left running.
 
     Attributes:
-        reason: Why, in words.
+        reason: The reason, in words.
         rank: The first rank that failed, or None when the start as a whole ran out of time.
         exitcode: That rank's exit status, or None when it did not exit.
-        stderr_tail: The end of what it wrote, at most 20 lines.
+        stderr_tail: The last lines that the rank wrote, at most 20.
     """
 
     def __init__(self, reason: str, *, rank: int | None = None, exitcode: int | None = None, stderr_tail: str = "") -> None:
@@ -132,13 +132,13 @@ class WorkerStartError(LabkitError):
 
 
 class RunReport(BaseException):
-    """What became of a run that did not finish on every rank.
+    """A report on a run that did not finish on every rank.
 
     Attributes:
         failures: One RankFailure per rank that did not finish, in rank order; the cause comes before its victims.
         finished: The ranks that finished the run normally.
-        notes: What labkit had to do about it, a sentence each (interrupted ranks, rebuilt groups).
-        diagnosis: What held the run up when it was stopped, in a sentence; empty when nothing did.
+        notes: The measures that labkit took, one sentence each (interrupted ranks, rebuilt groups).
+        diagnosis: The cause of the hang when the run was stopped, in one sentence; empty if there was none.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class RunReport(BaseException):
         self.notes = tuple(notes)
         self.diagnosis = diagnosis
         super().__init__(self._message())
-        # Outside a notebook nobody calls _render_traceback_; Python, pytest and loggers show notes.
+        # Only IPython calls _render_traceback_. Python, pytest and loggers show notes.
         for ranks, told in self._told():
             self.add_note(f"{_name_ranks(ranks)}:\n{told}")
 
@@ -195,7 +195,7 @@ class RunReport(BaseException):
         return groups
 
     def grouped(self) -> list[tuple[list[int], RankFailure]]:
-        """Failures with the same traceback together: (ranks, one of them), causes before interrupted ranks."""
+        """Group failures that have the same traceback: (ranks, one of the failures), causes before interrupted ranks."""
         groups: dict[tuple[str, ...], list[RankFailure]] = {}
         for failure in self.failures:
             key = (failure.kind, failure.type_name, failure.message, failure.traceback, failure.last_output)
@@ -204,14 +204,14 @@ class RunReport(BaseException):
         return [([failure.rank for failure in group], group[0]) for group in ordered]
 
     def _told(self) -> Iterator[tuple[list[int], str]]:
-        """Each different failure once: its traceback on the ranks, or how they died and what they wrote last."""
+        """Yield each different failure once: its traceback on the ranks, or how they died and what they wrote last."""
         for ranks, failure in self.grouped():
             if failure.kind != "interrupted":
                 last = f"\nIts last output in this run:\n{indent(failure.last_output)}" if failure.last_output else ""
                 yield ranks, (failure.traceback or failure.headline()) + last
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows instead of the kernel's own frames: each different remote traceback once."""
+        """Return the lines that IPython shows instead of the kernel's own frames: each different remote traceback once."""
         lines = [line for ranks, told in self._told() for line in (f"{_BOLD}{_name_ranks(ranks)}{_PLAIN}", told, "")]
         lines.append(f"{_RED}{type(self).__name__}{_PLAIN}: {self}")
         return lines
@@ -222,23 +222,23 @@ class RunError(RunReport, LabkitError):
 
 
 class RankFailedError(RunError):
-    """The code of a run raised on one or more ranks. The pool and every variable on the ranks live on."""
+    """The code of a run raised on one or more ranks. The pool and all variables on the ranks are kept."""
 
 
 class WorkerDiedError(RunError):
-    """The process of one or more ranks ended during a run; what that rank held is lost."""
+    """The process of one or more ranks ended during a run. The variables of those ranks are lost."""
 
 
 @dataclass(frozen=True)
 class LeftOpen:
-    """A collective that a run has left open.
+    """A collective that a run left open: some ranks of its group have begun it, others have not.
 
     Attributes:
         name: For example ``all_reduce``.
         number: Its number in its group, from 1.
-        group: The group in words.
+        group: The group, described in words.
         begun: The ranks that have begun it.
-        missing: The ranks of the group that have not.
+        missing: The ranks of the group that have not begun it.
     """
 
     name: str
@@ -254,13 +254,13 @@ class LeftOpen:
 
 
 class OpenCollectiveError(RunError):
-    """A run ended on every rank, and some ranks have begun a collective that others of its group have not.
+    """A run ended on every rank, but some ranks have begun a collective that others of its group have not.
 
-    The next collective of the group would have met it and given wrong values. So its group was given up and made anew; the
-    tensor that the collective was to fill holds anything.
+    The group's next collective would have been matched with it and would have given wrong values. So the group was aborted and made
+    again. The contents of the tensor that the collective was to fill are undefined.
 
     Attributes:
-        collectives: Those that are open.
+        collectives: The open ones.
     """
 
     def __init__(
@@ -305,7 +305,7 @@ class RunTimeoutError(RunError):
 class RunInterrupted(RunReport, KeyboardInterrupt):
     """The run was interrupted from the notebook.
 
-    A KeyboardInterrupt and no LabkitError: it stops everything that Ctrl-C stops, and ``except Exception`` misses it.
+    A KeyboardInterrupt and not a LabkitError: it stops everything that Ctrl-C stops, and ``except Exception`` does not catch it.
     """
 
     def _headline(self) -> str:
@@ -314,17 +314,17 @@ class RunInterrupted(RunReport, KeyboardInterrupt):
 
 
 class WireError(LabkitError):
-    """A message could not be sent or understood: an argument or result that cannot be pickled, or a broken peer."""
+    """A message could not be sent or understood: an argument or result cannot be pickled, or the other side is broken."""
 
 
 class ExerciseError(LabkitError, AssertionError):
-    """An exercise's check measured something else than its target."""
+    """The check of an exercise measured something other than its target."""
 
 
 class CheckpointError(LabkitError):
-    """A checkpoint cannot be used as asked. The root of labkit.checkpoint's errors.
+    """A checkpoint cannot be used as asked. The base class of labkit.checkpoint's errors.
 
-    Its text may hold names from a file, so what could drive a terminal or fake a line is spelled out in it.
+    Its text may contain names from a file, so characters that could drive a terminal or fake a line are escaped.
     """
 
     def __str__(self) -> str:
@@ -332,11 +332,11 @@ class CheckpointError(LabkitError):
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Return a text with all that is not plain to see spelled out: control and bidirectional characters, halves of pairs.
+    """Return a text with everything escaped that is not plainly visible: control and bidirectional characters, lone surrogates.
 
     Args:
         text: Any text, such as a name from a file.
-        keep: Characters that stay: a newline, in a text of several lines whose parts are printable already.
+        keep: Characters to leave as they are: a newline, in a text of several lines whose parts are already printable.
     """
     if text.isprintable():
         return text
@@ -349,6 +349,6 @@ def indent(text: str) -> str:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    from labkit.ranks import name_ranks  # labkit.ranks raises this module's RankSpecError, so it imports this one
+    from labkit.ranks import name_ranks  # labkit.ranks raises RankSpecError from this module, so it imports this one
 
     return name_ranks(ranks)

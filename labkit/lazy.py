@@ -1,4 +1,4 @@
-"""Names of a package that load the module in which they stand when they are first used."""
+"""Lazy names of a package: each loads the module that defines it on first use."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from importlib import import_module
 
 
 def lazy_names(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package (PEP 562).
+    """Return the ``__getattr__`` and ``__dir__`` of a package (PEP 562).
 
     Args:
         package: Its ``__name__``.
-        home: For each name, the module below the package.
+        home: For each name, the submodule that defines it.
     """
 
     def get(name: str) -> object:

@@ -1,4 +1,4 @@
-"""Find the function that a text such as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names."""
+"""Look-up of the function that a text such as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from labkit.errors import LabkitError
 
 
 class FunctionNotFoundError(LabkitError, ValueError):
-    """A text names no function that can be called."""
+    """A text does not name a function that can be called."""
 
 
 def find_function(reference: str) -> Callable[..., Any]:
-    """Import what a text names and return it. The user's own module is run.
+    """Import the function that a text names and return it. This runs the user's own module.
 
     Args:
-        reference: ``MODULE:FUNCTION``, looked for from the current directory too, or ``PATH/FILE.py:FUNCTION``.
+        reference: ``MODULE:FUNCTION``, also searched for in the current directory, or ``PATH/FILE.py:FUNCTION``.
 
     Raises:
-        FunctionNotFoundError: It is not written like that, there is no such module, file or function, or the module cannot be
-            imported, for whatever reason: it may end the process with SystemExit.
+        FunctionNotFoundError: The text is not written like that, there is no such module, file or function, or importing the module
+            failed for any reason, including a SystemExit.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -67,7 +67,7 @@ def _load_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # So that what the file imports from its own folder is found, as when it is run.
+    # Lets the file import modules from its own folder, as when it is run.
     sys.path.insert(0, str(path.parent.resolve()))
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module

@@ -1,4 +1,4 @@
-"""What this machine offers: cores, memory, GPUs, programs. Asked without importing torch and without touching a GPU."""
+"""The resources of this machine: cores, memory, GPUs, programs. Does not import torch and does not touch a GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Gpu:
         index: The driver's index, which is torch's too unless CUDA_VISIBLE_DEVICES says otherwise.
         name: The product name.
         memory_bytes: The size of its memory.
-        free_bytes: What nobody uses of it now.
+        free_bytes: The part of it that is not in use now.
         driver: The driver's version.
     """
 
@@ -38,13 +38,13 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAtDeath:
-    """A machine's memory when a process on it was found dead.
+    """A machine's memory when one of its processes was found dead.
 
     Attributes:
-        peak_bytes: The most that the process had resident; 0 where nobody counted.
-        free_bytes: What the machine had free.
-        total_bytes: What the machine has.
-        ran_out: The system killed the process for want of memory.
+        peak_bytes: The largest resident size of the process; 0 if it was not measured.
+        free_bytes: The machine's free memory.
+        total_bytes: The machine's memory.
+        ran_out: Whether the system killed the process because memory ran out.
     """
 
     peak_bytes: int
@@ -54,9 +54,9 @@ class MemoryAtDeath:
 
 
 def usable_cores() -> int:
-    """The cores this process may use, at least 1: its CPU affinity, and the quota of its container if that is less."""
+    """Return the number of cores this process may use, at least 1: the lesser of its CPU affinity and its container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    # "max 100000" without a quota, else "<microseconds> <period>": cgroup v2, what Docker, Slurm and Kubernetes set.
+    # cgroup v2 (Docker, Slurm, Kubernetes) writes "max 100000" without a quota, else "<microseconds> <period>".
     quota, _, period = _read(_CGROUP / "cpu.max").partition(" ")
     if quota.isdigit() and period.strip().isdigit():
         cores = min(cores, math.ceil(int(quota) / int(period)))
@@ -64,7 +64,7 @@ def usable_cores() -> int:
 
 
 def available_memory_bytes() -> int:
-    """The memory a new program could use now: what the machine has free, and what its container still allows if less."""
+    """Return the memory a new program could use now: the lesser of the machine's free memory and its container's allowance."""
     available = int(psutil.virtual_memory().available)
     limit, used = _read(_CGROUP / "memory.max"), _read(_CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit():
@@ -73,7 +73,7 @@ def available_memory_bytes() -> int:
 
 
 def nvidia_gpus() -> list[Gpu]:
-    """The NVIDIA GPUs that the driver lists, in its order; empty without a working driver. Blocks for at most 20 s."""
+    """Return the NVIDIA GPUs that the driver lists, in its order; empty without a working driver. Blocks for at most 20 s."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
@@ -95,12 +95,12 @@ def _parse_gpu(line: str) -> Gpu | None:
 
 
 def ends_lines(stream: TextIO) -> bool:
-    """Whether what shows this stream breaks lines at some width: a person's terminal. A notebook's ``!`` only plays one."""
+    """Return whether a terminal, which breaks lines at some width, shows this stream. A notebook's ``!`` only imitates one."""
     return stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
 def find_chromium() -> str | None:
-    """The path of a Chromium or Chrome, which PDF handouts and browser tests need; None when there is none."""
+    """Return the path of a Chromium or Chrome, which PDF handouts and browser tests need; None if there is none."""
     for name in _CHROMIUM_NAMES:
         if path := shutil.which(name):
             return path

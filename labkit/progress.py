@@ -1,7 +1,7 @@
-"""What takes long in this process and how far it is, for the notebook's cell or the terminal that waits for it.
+"""Progress of long tasks in this process, for the notebook's cell or the terminal that waits for them.
 
-Whoever does something long opens a `task` and says how much is done. Below two seconds nothing shows. In a terminal a bar
-stands on stderr as long as it takes; in a notebook the cell shows it (`labkit.notebook.progress`); elsewhere nothing does.
+Code that takes long opens a `task` and reports how much is done. A task of less than two seconds shows nothing. In a terminal, a
+bar on stderr shows the task until it ends. In a notebook, the cell shows it (`labkit.notebook.progress`). Elsewhere nothing does.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ SHOWN_AFTER_S = 2.0
 
 
 class Task:
-    """Something that takes long, counted in bytes.
+    """A long task, measured in bytes.
 
     Attributes:
-        title: What it is, in a word or two.
-        total_bytes: How many bytes it has to do; None when that is not known.
-        done_bytes: How many it has done.
+        title: The task's name, one or two words.
+        total_bytes: The number of bytes to process; None if that is not known.
+        done_bytes: The number of bytes processed so far.
     """
 
     def __init__(self, title: str, total_bytes: int | None) -> None:
@@ -34,7 +34,7 @@ class Task:
         self._lock = threading.Lock()
 
     def advance(self, size_bytes: int) -> None:
-        """Note bytes as done. Any thread may call it."""
+        """Count bytes as done. Any thread may call this."""
         with self._lock:
             self.done_bytes += size_bytes
 
@@ -43,26 +43,26 @@ _running: list[Task] = []
 
 
 def running() -> Task | None:
-    """The task that the process is at, or None: of tasks inside each other the outermost, which somebody asked for."""
+    """Return the process's current task, or None. If tasks are nested, return the outermost: somebody asked for that one."""
     return next(iter(_running), None)
 
 
 @contextmanager
 def task(title: str, total_bytes: int | None = None) -> Iterator[Task]:
-    """Let it be seen that the block takes long.
+    """Announce that the block takes long.
 
     Args:
-        title: What it is, in a word or two.
-        total_bytes: How many bytes it has to do, where that is known.
+        title: The task's name, one or two words.
+        total_bytes: The number of bytes to process, if known.
 
     Yields:
-        The task, to be told of what is done.
+        The task. Call its ``advance`` for the bytes that are done.
 
-    Ranks: local. Of several ranks in one terminal only rank 0 shows a bar.
+    Ranks: local. If several ranks share a terminal, only rank 0 shows a bar.
     """
     present = Task(title, total_bytes)
     if threading.current_thread() is not threading.main_thread():
-        yield present  # nobody waits for what goes on in the background
+        yield present  # work in a background thread shows no bar
         return
     _running.append(present)
     bar = _TerminalBar(present) if _running[0] is present and _terminal_watches() else None
@@ -75,12 +75,12 @@ def task(title: str, total_bytes: int | None = None) -> Iterator[Task]:
 
 
 def _terminal_watches() -> bool:
-    """Whether a person sees stderr as a terminal: not in a Jupyter kernel, and on rank 0 where there are ranks."""
+    """Return whether a person sees stderr as a terminal: not in a Jupyter kernel, and only on rank 0 if there are ranks."""
     return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("RANK", "0") == "0"
 
 
 class _TerminalBar:
-    """A bar on stderr, gone when the task has ended."""
+    """A bar on stderr that disappears when the task has ended."""
 
     def __init__(self, present: Task) -> None:
         self._task = present
@@ -89,7 +89,7 @@ class _TerminalBar:
         self._thread.start()
 
     def end(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._ended.set()
         self._thread.join()
 

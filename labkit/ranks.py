@@ -1,4 +1,4 @@
-"""Sets of ranks, and values that come one per rank."""
+"""Sets of ranks, and results with one value per rank."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def _parse_text(text: str, world_size: int) -> set[int]:
             raise RankSpecError(f"cannot read the rank set {text!r} at {part.strip()!r}. Write it like '0-3,6' or 'all'.") from None
         if high < low:
             raise RankSpecError(f"the range {part.strip()!r} in {text!r} runs backwards. Write the lower rank first.")
-        # A slip such as 0-99999999 is out of range at its first rank outside; it is not written out rank by rank.
+        # For a slip such as 0-99999999 the loop stops at the first rank outside the world, which is then reported.
         ranks.update(range(low, min(high, max(low, world_size)) + 1))
     return ranks
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks shortly: ``[0, 1, 2, 5]`` gives ``"0-2, 5"``."""
+    """Write ranks in short form: ``[0, 1, 2, 5]`` gives ``"0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][1] + 1:
@@ -90,8 +90,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
 class RankResults(Mapping[int, T], Generic[T]):
     """One value per rank, in rank order.
 
-    A mapping from rank to value. ``results[2]`` is rank 2's value, ``list(results.values())`` all of them in rank
-    order. In a notebook it shows equal values once, with the ranks that hold them.
+    A mapping from rank to value. ``results[2]`` is rank 2's value; ``list(results.values())`` gives all values in rank order. A
+    notebook shows equal values once, with the ranks that hold them.
     """
 
     __slots__ = ("_values",)
@@ -113,14 +113,14 @@ class RankResults(Mapping[int, T], Generic[T]):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that gave a value, ascending."""
+        """The ranks that returned a value, in ascending order."""
         return tuple(self._values)
 
     def same(self) -> T:
-        """The one value that every rank returned.
+        """Return the one value that every rank returned.
 
         Raises:
-            ValueError: The ranks returned different values, compared by ``==``; tensors and arrays by shape, dtype and
+            ValueError: The ranks returned different values. Values are compared by ``==``; tensors and arrays by shape, dtype and
                 every element, also inside lists, tuples and dicts.
         """
         first, *others = self._values.items()
@@ -156,7 +156,7 @@ def _equal(left: Any, right: Any) -> bool:
         return bool(left == right)
     if any(getattr(left, name, None) != getattr(right, name, None) for name in ("shape", "dtype")):
         return False
-    # Tensors and arrays answer == with one verdict per element, tables only where their labels agree.
+    # For tensors and arrays, == returns one verdict per element. For tables it raises unless the labels agree.
     verdict = left.equals(right) if hasattr(left, "equals") else left == right
     return bool(verdict.all() if hasattr(verdict, "all") else verdict)
 

@@ -1,7 +1,7 @@
-"""Tracebacks for people: the reader's own lines with their surroundings, library frames in one line each.
+"""Tracebacks for people: the reader's own lines with their context, library frames in one line each.
 
-IPython's own formatter parses every file on the stack. Through torch.distributed that took 1.4 s on one rank, which four
-ranks at once on two cores turn into six.
+IPython's own formatter parses every file on the stack. Through torch.distributed that took 1.4 s on one rank, and 6 s for four
+ranks at once on two cores.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator
 
 CONTEXT_LINES = 2
-# Endless recursion has a thousand frames.
+# Endless recursion produces a thousand frames.
 FIRST_FRAMES, LAST_FRAMES = 10, 30
 _MACHINERY = ("/labkit/worker/", "/IPython/core/interactiveshell.py", "/IPython/core/async_helpers.py")
 _LIBRARIES = tuple(
@@ -28,12 +28,12 @@ CellNumber = Callable[[str], int | None]
 
 
 def format_error(error: BaseException, cell_number: CellNumber, *, own_lines_only: bool = False) -> str:
-    """The error's traceback as text, innermost frame last, with the errors that led to it.
+    """Format an error's traceback as text, innermost frame last, with the errors that led to it.
 
     Args:
         error: The error.
-        cell_number: Gives the notebook's number of a cell's file name, None for other files.
-        own_lines_only: Leave out library frames and the errors that led to this one: for errors whose message says all.
+        cell_number: A function that returns the notebook's number of the cell with a given file name, None for other files.
+        own_lines_only: Leave out library frames and the errors that led to this one, for errors whose message says everything.
 
     Returns:
         Text without a newline at its end.
@@ -46,7 +46,7 @@ def format_error(error: BaseException, cell_number: CellNumber, *, own_lines_onl
 
 
 def own_place(error: BaseException, cell_number: CellNumber) -> str:
-    """The innermost of the reader's own lines on the error's stack, ``Cell In[7], line 5``; empty where there is none."""
+    """Return the innermost of the reader's own lines on the error's stack, ``Cell In[7], line 5``; empty if there is none."""
     own = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_library(frame.f_code.co_filename)]
     if not own:
         return ""
@@ -76,7 +76,7 @@ def _lines(error: traceback.TracebackException, cell_number: CellNumber) -> Iter
 
 
 def _without_own(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
-    """Skip the outermost frames, which belong to the machinery around a cell."""
+    """Leave out the outermost frames, which belong to the code that runs a cell."""
     frames = list(stack)
     while frames and any(place in _slashes(frames[0].filename) for place in _MACHINERY):
         frames.pop(0)
@@ -97,7 +97,7 @@ def _frame(frame: traceback.FrameSummary, cell_number: CellNumber) -> Iterator[s
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to an installed package or to Python itself, and not to the reader."""
+    """Return whether a file belongs to an installed package or to Python itself, and not to the reader."""
     return filename.startswith((*_LIBRARIES, _OWN_FOLDER, "<frozen", "<string>"))
 
 
@@ -106,7 +106,7 @@ def _slashes(filename: str) -> str:
 
 
 def release_frames(error: BaseException) -> None:
-    """Let go of what an error's frames hold, here and now: a big tensor in a failed cell is free before the next one."""
+    """Release the objects that an error's frames hold, now: a big tensor in a failed cell is freed before the next cell runs."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

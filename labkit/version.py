@@ -1,4 +1,4 @@
-"""The version of labkit, which also holds where it runs from a checkout and is not installed."""
+"""The version of labkit, available also in a checkout that is not installed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What lives in the kernel: the pool, how its workers are started, what is made of what they report."""
+"""The part of labkit that runs in the kernel: the pool, the start of its workers, and the handling of their reports."""

@@ -1,4 +1,4 @@
-"""Where an attached pool starts its ranks: on machines whose agents come to it."""
+"""The site of an attached pool: machines whose agents connect to this notebook."""
 
 from __future__ import annotations
 
@@ -24,47 +24,47 @@ from labkit.wire.transport import Keys
 
 
 class Caller(Protocol):
-    """Brings the agents to life."""
+    """Starts the agents, or tells the reader how to start them."""
 
     def begin(self) -> None:
-        """The key file is about to be written."""
+        """Prepare for a start. The key file is written next."""
 
     def call(self, launch: Launch) -> None:
-        """The notebook listens: agents may come."""
+        """Call the agents: the notebook listens now."""
 
     def wait(self) -> None:
-        """The notebook waits for agents, the first time or again."""
+        """Prepare to wait for agents, the first time or again."""
 
     def changed(self, nodes: Nodes) -> None:
-        """A machine has come or gone."""
+        """Take note that a machine has come or gone."""
 
     def check(self) -> None:
-        """Raise where no agent can come any more."""
+        """Raise an error if no agent can come any more."""
 
     @property
     def gone(self) -> bool:
-        """Whether they have ended, and do not come back unless they are called again."""
+        """True if the agents have ended and do not come back unless they are called again."""
 
     @property
     def way_back(self) -> str:
-        """What the reader can do about a machine that is out of reach, in a sentence."""
+        """Advice, in a sentence, about a machine that is out of reach."""
 
     def end(self) -> None:
-        """The pool is closed."""
+        """Clean up: the pool is closed."""
 
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where a notebook and its machines meet.
+    """The arrangements under which a notebook and its machines meet.
 
     Attributes:
-        num_nodes: How many machines.
-        workers_per_node: Ranks on each; 0 where that is decided when the machine is there.
+        num_nodes: The number of machines.
+        workers_per_node: Ranks on each; 0 if that is decided when the machines have connected.
         listen: ``tcp://INTERFACE:PORT``.
-        host: Where the machines find this one.
-        device: What the reader asked for: ``auto``, ``cpu`` or ``cuda``.
+        host: The address under which the machines reach the notebook.
+        device: The device the reader asked for: ``auto``, ``cpu`` or ``cuda``.
         linger_s: How long ranks wait for a notebook that has fallen silent; None for the agents' default.
-        on_one_machine: All ranks run on one.
+        on_one_machine: Whether all ranks run on one machine.
     """
 
     num_nodes: int
@@ -77,14 +77,14 @@ class Meeting:
 
 
 class AttachedSite:
-    """Machines whose agents come to this notebook.
+    """Machines whose agents connect to this notebook.
 
     Args:
-        meeting: Where they meet.
-        key_file: Where the key file is written.
-        caller: Brings the agents to life.
-        keys: Those of an earlier notebook; None makes fresh ones.
-        outlives_notebook: Ranks wait for another notebook when this one is gone.
+        meeting: The arrangements under which they meet.
+        key_file: The path of the key file.
+        caller: Starts the agents.
+        keys: The keys of an earlier notebook; None makes new ones.
+        outlives_notebook: Whether ranks wait for another notebook when this one is gone.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class AttachedSite:
         """Listen, call the agents and wait for them; see :class:`labkit.controller.world.Site`.
 
         Raises:
-            PoolStateError: They had come, and one of them is out of reach now.
+            PoolStateError: The machines had connected, and one of them is out of reach now.
         """
         if self._nodes is not None:
             self._nodes.look()
@@ -144,37 +144,37 @@ class AttachedSite:
             raise
 
     def settle(self, workers_per_node: int) -> None:
-        """Now it is known how many ranks each machine gets."""
+        """Set the number of ranks on each machine, once it is known."""
         self.meeting = replace(self.meeting, workers_per_node=workers_per_node)
         self.nodes.workers_per_node = workers_per_node
 
     def open_world(self, plan: PoolPlan) -> NodesWorld:
-        """Make every machine ready; see :class:`labkit.controller.world.Site`."""
+        """Prepare every machine for a new world; see :class:`labkit.controller.world.Site`."""
         return self.world(plan, self.nodes.open_world())
 
     def world(self, plan: PoolPlan, name: str) -> NodesWorld:
-        """The world of that name on these machines."""
+        """Return the world of that name on these machines."""
         return NodesWorld(plan, self.nodes, name, on_one_machine=self.meeting.on_one_machine)
 
     @property
     def gone(self) -> bool:
-        """Whether those that were called have ended; see :class:`labkit.controller.world.Site`."""
+        """True if the agents that were called have ended; see :class:`labkit.controller.world.Site`."""
         return self._nodes is not None and self._caller.gone
 
     def leave(self) -> None:
-        """Let the machines go, and stop listening. Another :meth:`prepare` calls them anew."""
+        """Release the machines and stop listening. Another :meth:`prepare` calls them again."""
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
             nodes.leave()
         with contextlib.suppress(OSError, InvalidPoolError):
-            if self._written is not None and KeyFile.read(self.key_file) == self._written:  # else it is another pool's by now
+            if self._written is not None and KeyFile.read(self.key_file) == self._written:  # else another pool owns it
                 self.key_file.unlink()
                 notebook_half(self.key_file).unlink(missing_ok=True)
         self._written = None
         self._caller.end()
 
     def _refuse_foreign_file(self) -> None:
-        """Neither another pool's keys nor anything else of the reader's is written over."""
+        """Refuse to overwrite another pool's keys or another file of the reader's."""
         path = self.key_file
         other = "Name another file: key_file=..."
         if path.exists() and KeyFile.read(path).in_use:
@@ -186,17 +186,17 @@ class AttachedSite:
             )
 
     def abandon(self) -> None:
-        """Stop listening without a word to the machines."""
+        """Stop listening without telling the machines."""
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
             nodes.close()
 
 
 def earlier_site(key_file: Path) -> AttachedSite:
-    """The machines of an earlier notebook, which has left them waiting.
+    """Return the site of an earlier notebook's machines, which are waiting for a notebook.
 
     Raises:
-        InvalidPoolError: There is no file of that notebook beside the key file.
+        InvalidPoolError: The notebook's half of the keys is not beside the key file, or another version of labkit wrote it.
     """
     path = notebook_half(key_file)
     content: dict[str, Any] = read_private(path, "Only a pool attached with linger_s can be attached again.")
@@ -209,18 +209,18 @@ def earlier_site(key_file: Path) -> AttachedSite:
 
 
 def notebook_half(key_file: Path) -> Path:
-    """Where the notebook keeps its own half of the keys, with which it can come back."""
+    """Return the path of the notebook's own half of the keys, with which it can come back."""
     return key_file.with_name(f"{key_file.name}.notebook")
 
 
 class ShownCommand:
-    """Shows the reader what to run on each machine, and which machines have come.
+    """Shows the reader the command to run on each machine, and which machines have connected.
 
     Args:
-        expected: The agents run already, and only come back: no command is shown.
+        expected: The agents already run and only reconnect, so no command is shown.
     """
 
-    gone = False  # nobody here can know
+    gone = False  # it cannot be known here
 
     def __init__(self, *, expected: bool = False) -> None:
         self._launch: Launch | None = None
@@ -228,18 +228,18 @@ class ShownCommand:
         self._display_id, self._shown = "", False
 
     def begin(self) -> None:
-        """The reader has chosen where."""
+        """Do nothing: the reader has chosen the path of the key file."""
 
     def call(self, launch: Launch) -> None:
-        """Note the command; it is shown with the table."""
+        """Keep the command, to show it with the table."""
         self._launch = launch
 
     def wait(self) -> None:
-        """The table belongs into the cell that waits."""
+        """Start a new table, because it belongs into the cell that waits."""
         self._display_id, self._shown = f"labkit-{uuid.uuid4().hex[:12]}", False
 
     def changed(self, nodes: Nodes) -> None:
-        """Show the command and the table, or bring them up to date; nothing where all machines were there from the first look."""
+        """Show or update the command and the table. Show nothing if no machine was missing at the first call."""
         if not self._shown and not nodes.missing:
             return
         launch = None if self._expected else self._launch
@@ -248,24 +248,25 @@ class ShownCommand:
         self._shown = True
 
     def check(self) -> None:
-        """Nobody here can know."""
+        """Do nothing: it cannot be known here whether agents can still come."""
 
     @property
     def way_back(self) -> str:
-        """The command once more."""
+        """The command again, for the machine that is out of reach."""
         assert self._launch is not None
         return f"Wait until it is back, or run its command there again: {self._launch.command()}"
 
     def end(self) -> None:
-        """Agents end by themselves."""
+        """Do nothing: the agents end by themselves."""
 
 
-# On this machine nobody comes back to the ranks, but a machine in play may be cut off in play, and connect again on a busy one.
+# A local pool never waits for another notebook. But a simulated machine can be cut off and may need a while to reconnect on a busy
+# machine.
 _LOCAL_LINGER_S, _PLAYED_LINGER_S = 3.0, 10.0
 
 
 def local_site(num_nodes: int, workers_per_node: int, device: str) -> AttachedSite:
-    """Machines in play, on this one: an agent is started here for each, and comes through the loopback device."""
+    """Return a site of simulated machines on this one: an agent is started here for each, and connects over the loopback device."""
     folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
     linger_s = _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
     meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", device, linger_s, on_one_machine=True)
@@ -273,7 +274,7 @@ def local_site(num_nodes: int, workers_per_node: int, device: str) -> AttachedSi
 
 
 def own_address() -> str:
-    """This machine's address on its network, or its name where it has no route to any."""
+    """Return this machine's address on its network, or its host name if it has no route to any."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # a documentation address: nothing is sent

@@ -1,4 +1,4 @@
-"""Knows which pool of this process is open; magics and second pools ask here."""
+"""The open pool of this process, for magics and for refusing a second pool."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _starting = [0]
 
 @contextlib.contextmanager
 def starting(num_ranks: int) -> Iterator[None]:
-    """While the block runs, a pool is being started."""
+    """Record that a pool is being started while the block runs."""
     _starting[0] = num_ranks
     try:
         yield
@@ -28,23 +28,23 @@ def starting(num_ranks: int) -> Iterator[None]:
 
 
 def num_starting() -> int:
-    """How many ranks are being started now, 0 when none is."""
+    """Return the number of ranks that are being started now, 0 if no pool is starting."""
     return _starting[0]
 
 
 def set_open_pool(pool: WorkerPool) -> None:
-    """A pool has been started."""
+    """Register a pool that has been started."""
     _latest[:] = [weakref.ref(pool)]
 
 
 def open_pool() -> WorkerPool | None:
-    """The open pool of this process, or None."""
+    """Return the open pool of this process, or None."""
     pool = _latest[0]() if _latest else None
     return None if pool is None or pool.closed else pool
 
 
 def current_pool() -> WorkerPool:
-    """The open pool of this process.
+    """Return the open pool of this process.
 
     Raises:
         PoolStateError: No pool is open.
@@ -56,10 +56,10 @@ def current_pool() -> WorkerPool:
 
 
 def refuse_second_pool(otherwise: str) -> None:
-    """Refuse while a pool is open.
+    """Raise an error if a pool is open.
 
     Args:
-        otherwise: What to do instead of using that pool.
+        otherwise: What to do instead of using that pool; the end of the message.
 
     Raises:
         PoolStateError: A pool is open.
@@ -70,7 +70,7 @@ def refuse_second_pool(otherwise: str) -> None:
 
 
 def _after_fork() -> None:
-    """A forked child of the kernel has no pool: the sockets and workers belong to its parent."""
+    """Forget the pool in a forked child of the kernel: the sockets and workers belong to the parent."""
     pool = open_pool()
     if pool is not None:
         pool.abandon()

@@ -1,4 +1,4 @@
-"""What is told of a rank whose process has ended: how it ended, and what it wrote last."""
+"""Reports on ranks whose process has ended: how each ended, and what it wrote last."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labkit.wire.messages import Output, Stream, StreamName
 from labkit.wire.pipes import Rest
 
 LAST_LINES = 20
-# The kind of a death that nobody saw: the rank's machine has gone.
+# The kind of a death that was not observed, because the connection to the rank's machine was lost.
 LOST = "lost"
 _PIECES = 64
 _PIECE_CHARS = 4096
@@ -18,35 +18,35 @@ _GIB = 2**30
 
 
 class LastWords:
-    """What each rank wrote last in the present run, and up to where its output has arrived."""
+    """The last output of each rank in the present run, and the position up to which its output has arrived."""
 
     def __init__(self) -> None:
         self._texts: dict[int, deque[str]] = defaultdict(lambda: deque(maxlen=_PIECES))
         self._positions: dict[tuple[int, StreamName], int] = {}
 
     def begin_run(self) -> None:
-        """What ranks wrote so far is of no interest any more."""
+        """Forget the output so far, because a new run begins."""
         self._texts.clear()
 
     def forget(self, rank: int) -> None:
-        """A new process takes the rank's place."""
+        """Forget a rank, because a new process replaces it."""
         self._texts.pop(rank, None)
         for name in ("stdout", "stderr"):
             self._positions.pop((rank, name), None)
 
     def hear(self, message: Output) -> None:
-        """A rank has written something."""
+        """Record output of a rank."""
         for item in message.items:
             if isinstance(item, Stream):
                 self._texts[message.rank].append(item.text[-_PIECE_CHARS:])
                 self._positions[message.rank, item.name] = item.position
 
     def of(self, rank: int) -> str:
-        """The rank's last lines."""
+        """Return the rank's last lines."""
         return "\n".join("".join(self._texts[rank]).splitlines()[-LAST_LINES:])
 
     def unsent(self, rank: int, event: WorkerExit) -> tuple[tuple[Stream, ...], int]:
-        """What a dead rank had written and not sent, as far as it is left, and how many bytes are not."""
+        """Return the output that a dead rank had not sent, as far as it was saved, and the number of bytes that are lost."""
         found, lost = [], 0
         rests: tuple[tuple[StreamName, Rest], ...] = (("stdout", event.stdout), ("stderr", event.stderr))
         for name, rest in rests:
@@ -58,7 +58,7 @@ class LastWords:
 
 
 def describe_exit(event: WorkerExit) -> tuple[str, str]:
-    """A process's end in words: (signal or exit code, what that usually means); LOST and the cause where its machine is."""
+    """Describe a process's end: (signal or exit code, its usual meaning). If its machine is lost, return (LOST, the cause)."""
     code = event.exitcode
     if event.cause:
         return LOST, event.cause

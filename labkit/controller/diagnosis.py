@@ -1,8 +1,8 @@
-"""What holds up a run, in one sentence and one small table.
+"""A diagnosis of the cause that holds up a run, in one sentence and one small table.
 
-The raw material is one report per rank (:class:`labkit.wire.messages.RankReport`): the line of the cell it is at, the
-torch function it waits in, its CPU time, and torch's own record of its collectives. Two reports of one rank, a moment
-apart, tell a rank that computes from one that waits.
+The raw material is one report per rank (:class:`labkit.wire.messages.RankReport`): the line of the cell it is at, the torch
+function it waits in, its CPU time, and torch's own record of its collectives. Two reports of one rank, a moment apart, distinguish
+a rank that computes from one that waits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Kind = Literal[
     "no answer",
 ]
 
-# What gloo's record calls a collective differs from what the user called.
+# gloo's record uses other names for some collectives than the user's code.
 _SAME_IN_RECORD = {
     "all_gather_into_tensor": "all_gather",
     "all_gather_single": "all_gather",
@@ -50,15 +50,15 @@ _FOR_THE_DEVICE = ("synchronize", "wait_stream")
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """What one rank does, judged.
+    """The activity of one rank, judged from its reports.
 
     Attributes:
         rank: The rank.
         state: ``idle`` (not part of the run), ``finished`` or ``failed``, ``waiting`` in a collective, ``working``, in ``native``
             code that neither computes nor is a known collective, ``silent`` (no answer), or ``dead``.
         report: Its report, None when it gave none.
-        collective: What it waits in, as torch recorded it.
-        stalled: It has waited there at an earlier look too, and has begun nothing since.
+        collective: The collective it waits in, as torch recorded it.
+        stalled: Whether it was waiting there at an earlier look too and has begun nothing since.
     """
 
     rank: int
@@ -91,28 +91,28 @@ class RankState:
 
     @property
     def place(self) -> str:
-        """``line 5`` of the cell, or what is known instead."""
+        """``line 5`` of the cell, or a phrase if the line is not known."""
         return self.line[0] or "an unknown line"
 
     @property
     def has_place(self) -> bool:
-        """Whether a line is known."""
+        """True if a line is known."""
         return bool(self.line[0])
 
     @property
     def line(self) -> tuple[str, str]:
-        """Where the line is and its text, both empty where no line is known."""
+        """The line's location and its text, both empty if no line is known."""
         report, called = self.report, self.collective
         if report is None:
             return "", ""
-        # A GPU's collectives only join its queue: the rank goes on, and waits later, in another line or behind the last one.
+        # A GPU's collectives only join its queue: the rank goes on and waits later, in another line or after the last one.
         if called is not None and called.where and report.waits_in in ("", *_FOR_THE_DEVICE):
             return called.where, called.code
         return report.where, report.code
 
 
 def recorded(name: str) -> str:
-    """The name under which torch records a collective."""
+    """Return the name under which torch records a collective."""
     return _SAME_IN_RECORD.get(name, name)
 
 
@@ -124,13 +124,13 @@ def _public_name(name: str, collective: Collective | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """What holds up a run.
+    """The cause that holds up a run.
 
     Attributes:
         kind: The kind of hold-up.
         verdict: One or two sentences for people.
-        states: What each rank does.
-        hangs: Waiting longer cannot help.
+        states: The state of each rank.
+        hangs: Whether waiting longer cannot help.
     """
 
     kind: Kind
@@ -171,5 +171,5 @@ def _cells(state: RankState) -> tuple[str, str, str, str]:
 
 
 def sizes_of(collective: Collective) -> str:
-    """The shapes that a rank puts into a collective."""
+    """Return the shapes that a rank passes to a collective."""
     return ", ".join(str(list(shape)) for shape in collective.sizes)

@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C from breaking off what must not stay half done."""
+"""Protection against Ctrl-C for work that must not stay half done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def caught_sigint(handler: Callable[[], None]) -> Iterator[None]:
-    """Turn SIGINT into a call, so that it cannot break off what is under way. Does nothing outside the main thread."""
+    """Turn SIGINT into a call, so that it cannot interrupt the block. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -23,10 +23,10 @@ def caught_sigint(handler: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_sigint() -> Iterator[Callable[[], None]]:
-    """Let SIGINT wait for a place where the block can stop: each call of what this gives, and the block's end.
+    """Defer SIGINT: raise it only when the yielded function is called, or at the end of the block.
 
     Raises:
-        KeyboardInterrupt: SIGINT has come, at one of these places.
+        KeyboardInterrupt: SIGINT arrived in the meantime.
     """
     came = False
 

@@ -1,11 +1,11 @@
-"""The commands by which schedulers and people start the agents of an attached pool."""
+"""The commands with which schedulers and people start the agents of an attached pool."""
 
 from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
 
-# Said where people are about to put ranks on a network.
+# Shown where people are about to put ranks on a network.
 TRUST = (
     "torch neither authenticates nor encrypts what ranks say to each other (its TCPStore, gloo, NCCL), and its object collectives "
     "unpickle it: whoever can connect to the ranks' ports can stop the job, and can run code in it. Keep these ports, loopback "
@@ -15,15 +15,15 @@ TRUST = (
 
 @dataclass(frozen=True)
 class Launch:
-    """What has to run on each machine.
+    """The settings of the command that has to run on each machine.
 
     Attributes:
-        num_nodes: How many machines.
+        num_nodes: The number of machines.
         workers_per_node: Ranks on each; a scheduler needs to know them for the GPUs and cores.
         connect: ``tcp://host:port`` of the notebook.
         key_file: The key file's path on the machines.
         linger_s: How long ranks wait for a notebook that has fallen silent; None for the default.
-        on_gpus: Each rank may get a GPU; False where all ranks are to run on the CPU.
+        on_gpus: Whether each rank may get a GPU; False if all ranks are to run on the CPU.
     """
 
     num_nodes: int
@@ -34,16 +34,16 @@ class Launch:
     on_gpus: bool = True
 
     def arguments(self) -> list[str]:
-        """Python's arguments; the same on every machine."""
+        """Return the arguments for Python; they are the same on every machine."""
         linger = [] if self.linger_s is None else ["--linger", f"{self.linger_s:g}"]
         return ["-P", "-m", "labkit.worker", "--connect", self.connect, "--key-file", self.key_file, *linger]
 
     def command(self) -> str:
-        """The command to run on each machine, in a shell."""
+        """Return the shell command to run on each machine."""
         return shlex.join(["python", *self.arguments()])
 
     def writer(self, scheduler: str) -> str:
-        """The command that writes this for a scheduler."""
+        """Return the ``labkit launch`` command that writes these settings for a scheduler."""
         words = [
             "labkit",
             "launch",
@@ -58,7 +58,7 @@ class Launch:
         return shlex.join(words + ([] if self.linger_s is None else ["--linger", f"{self.linger_s:g}"]))
 
     def slurm(self) -> str:
-        """A batch script for SLURM: one agent on each machine, which knows its node rank from SLURM_NODEID."""
+        """Return a batch script for SLURM: one agent on each machine, which knows its node rank from SLURM_NODEID."""
         gpus = f"#SBATCH --gpus-per-node={self.workers_per_node}\n" if self.on_gpus else ""
         return f"""#!/bin/bash
 #SBATCH --job-name=labkit
@@ -71,7 +71,7 @@ srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" {self.command()}
 """
 
     def kubernetes(self, image: str = "YOUR_IMAGE", name: str = "labkit") -> str:
-        """A manifest for Kubernetes: an indexed job, one pod a machine, which knows its node rank from JOB_COMPLETION_INDEX."""
+        """Return a manifest for Kubernetes: an indexed job, one pod a machine; JOB_COMPLETION_INDEX gives the node rank."""
         arguments = "".join(f"\n            - {_yaml(item)}" for item in ["python", *self.arguments()])
         per_node = self.workers_per_node
         resources = (

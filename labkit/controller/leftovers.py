@@ -1,11 +1,11 @@
-"""Finds what a run that ended well has left open: collectives that not all ranks have begun, groups not all have made.
+"""A search for what a run left open although it ended well: collectives or groups that not all ranks have begun or made.
 
-The next collective of the group would meet the one that is open, and both would give wrong values without an error. Every rank
-says with its result how much it has begun. Where the ranks of a group differ in that, they are asked once more, for what torch
-has recorded: sends and receives count too, and of those each rank has its own number.
+The group's next collective would be matched with an open one, and both would give wrong values without an error. With its result,
+every rank reports how much it has begun. If the ranks of a group differ in that, they are asked again, for torch's own record:
+sends and receives count too, and each rank has its own number of those.
 
-Nothing is concluded while a thread of the reader's runs beside the main one on any rank: it may be about to begin what is
-missing, as an asynchronous save does. The same holds where torch's record does not reach back to the group's last collective.
+Nothing is concluded while another thread of the reader's runs beside the main one on any rank: it may be about to begin the missing
+collective, as an asynchronous save does. The same holds if torch's record does not reach back to the group's last collective.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from labkit.wire.messages import Begun, Collective, RankReport
 
 
 def may_be_open(begun: Mapping[int, Begun | None], all_ranks: Sequence[int]) -> bool:
-    """Return whether the ranks of a group have begun different numbers of anything, or made different numbers of groups.
+    """Return whether the ranks of a group have begun different numbers of operations, or made different numbers of groups.
 
     Args:
-        begun: What each rank of the run says.
+        begun: The report of each rank of the run.
         all_ranks: Every rank of the pool; those outside the run have begun nothing.
     """
     told = [one for one in begun.values() if one is not None]
@@ -55,10 +55,10 @@ def _find_in_group(reports: Mapping[int, RankReport], name: str, ranks: tuple[in
     for rank in ranks:
         report = reports.get(rank)
         if report is None or report.groups.get(name) != ranks:
-            return  # this rank has destroyed the group, or never made it
+            return  # this rank has destroyed the group or never made it
         own = [one for one in report.collectives if one.group == name]
         if not own and report.begun.get(name):
-            return  # what it has begun was sends and receives, or is no longer in torch's record
+            return  # it began only sends and receives, or its record no longer reaches back to the collective
         for one in own:
             calls.setdefault(one.backend, {})[rank] = one
     for last in calls.values():
@@ -71,7 +71,7 @@ def _find_in_group(reports: Mapping[int, RankReport], name: str, ranks: tuple[in
 
 
 def describe_counters(reports: Mapping[int, RankReport]) -> str:
-    """Return a sentence where ranks have made different numbers of groups; empty where they have not."""
+    """Return a sentence if ranks have made different numbers of groups, else an empty string."""
     counts: dict[int, list[int]] = {}
     for rank, report in sorted(reports.items()):
         counts.setdefault(report.group_count, []).append(rank)

@@ -31,21 +31,21 @@ from labkit.wire.node_messages import Left
 from labkit.wire.transport import Channel
 
 END_S = 2.0
-# How long a death's report may wait for what the dead rank had sent, while other ranks keep the socket busy.
+# How long the report of a death may wait for messages that the dead rank had sent, while other ranks keep the socket busy.
 LAST_MESSAGES_S = 0.2
 
 
 class Members:
-    """The ranks of one pool from start to close.
+    """The ranks of one pool, from start to close.
 
     Args:
         world_size: Number of ranks.
-        world: Where they live.
+        world: The world in which they run.
 
     Attributes:
         pids: Process id of each rank, on its machine.
         hosts: Name of the machine of each rank.
-        deaths: What is known of each rank whose process has ended.
+        deaths: For each rank whose process has ended, what is known about its death.
     """
 
     def __init__(self, world_size: int, world: World) -> None:
@@ -53,7 +53,7 @@ class Members:
         self._generation = 0
         self._exits: queue.SimpleQueue[tuple[int, int, WorkerExit]] = queue.SimpleQueue()
         self._lives = itertools.count()
-        # A late report of a process that was replaced must not count for the one in its place.
+        # A late report of a process that was replaced must not count for its replacement.
         self._running: dict[int, int] = {}
         self._handles: dict[int, int] = {}
         self._last_words = LastWords()
@@ -67,22 +67,22 @@ class Members:
 
     @property
     def share_memory(self) -> bool:
-        """Whether large buffers travel as memory files."""
+        """True if large buffers travel as memory files."""
         return self._world.share_memory
 
     @property
     def places(self) -> Mapping[int, str]:
-        """The machine of each rank, where there is more than one."""
+        """The machine of each rank, if there is more than one machine."""
         return self._world.places
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
-        """Every rank that lives."""
+        """All ranks whose process runs."""
         return tuple(rank for rank in range(self._world_size) if rank not in self.deaths)
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
-        """Every rank whose process has ended."""
+        """All ranks whose process has ended."""
         return tuple(sorted(self.deaths))
 
     # ---- start and end -------------------------------------------------------------------------------------------
@@ -92,10 +92,10 @@ class Members:
 
         Args:
             timeout_s: The longest time to wait.
-            stop_if_asked: Called where the start can be broken off; it may raise.
+            stop_if_asked: Called at points where the start can be interrupted; it may raise.
 
         Raises:
-            WorkerStartError: One ended or the time passed; nothing is left running.
+            WorkerStartError: A rank ended or the time passed. Nothing is left running.
         """
         try:
             group = self._world.group(0)
@@ -108,12 +108,12 @@ class Members:
             raise
 
     def adopt(self, left: Mapping[int, Left], world: NodesWorld, hosts: Mapping[int, str]) -> None:
-        """Take over ranks that an earlier notebook has left running; a rank that is not among them counts as dead.
+        """Adopt ranks that an earlier notebook left running. A rank that is missing among them counts as dead.
 
         Args:
-            left: What each machine has.
-            world: Their world, the one of these members.
-            hosts: The machines' names.
+            left: The ranks that run on each machine, by node rank.
+            world: The world of these ranks; it must be the world of this object.
+            hosts: The machines' names, by node rank.
         """
         for node_rank, found in left.items():
             for handle, rank, pid in found.ranks:
@@ -127,7 +127,7 @@ class Members:
             self.deaths[rank] = RankFailure(rank, "died", "unseen", gone)
 
     def start_again(self, ranks: Iterable[int], group: GroupSpec) -> None:
-        """Start new processes in the place of these ranks, living or dead. They wait for the others at ``group``.
+        """Replace the processes of these ranks, living or dead, by new ones. The new ones wait for the others at ``group``.
 
         Blocks for at most 2 x END_S; :meth:`await_ready` waits for the new processes.
         """
@@ -149,11 +149,11 @@ class Members:
             self._ended.pop(rank, None)
 
     def give_up(self, ranks: Sequence[int], why: str) -> None:
-        """Kill new ranks that did not find their place among the others; they count as dead. Blocks for at most END_S.
+        """Kill new ranks that failed to join the others; they count as dead. Blocks for at most END_S.
 
         Args:
             ranks: The ranks.
-            why: What to say of their deaths.
+            why: The cause to report for their deaths.
         """
         self._ended |= dict.fromkeys(ranks, why)
         deadline = time.monotonic() + END_S
@@ -187,7 +187,7 @@ class Members:
         """Wait until every rank that was started is ready.
 
         Raises:
-            WorkerStartError: One ended, or the time passed.
+            WorkerStartError: A rank ended, or the time passed.
         """
         deadline = time.monotonic() + timeout_s
         while self._unready:
@@ -198,7 +198,7 @@ class Members:
             stop_if_asked()
 
     def _take_note(self, received: list[tuple[FromWorker, list[bytes]]]) -> None:
-        """What concerns the members themselves: signs of life at the start, and last words for the report of a death."""
+        """Record what concerns the members themselves: readiness at the start, and last output for the report of a death."""
         for message, _ in received:
             if isinstance(message, Ready):
                 self._unready.discard((message.rank, "main"))
@@ -214,7 +214,7 @@ class Members:
             raise WorkerStartError(death.message, rank=rank, exitcode=death.exitcode, stderr_tail=death.last_output)
 
     def close(self, *, kill: bool = False) -> None:
-        """End the workers: ask, wait at most END_S, kill the rest."""
+        """End the workers: ask them, wait at most END_S, then kill the rest."""
         if not kill:
             self._world.wire.send(self.all_ranks, "main", Shutdown())
         deadline = time.monotonic() + (0.0 if kill else END_S)
@@ -237,32 +237,32 @@ class Members:
         return found
 
     def _on_exit(self, rank: int, life: int, event: WorkerExit) -> None:
-        """Called from the launcher's thread."""
+        """Record an exit. The launcher's thread calls this."""
         self._exits.put((rank, life, event))
         self._world.wire.wake()
 
     # ---- messages ------------------------------------------------------------------------------------------------
 
     def begin(self, run: Run) -> None:
-        """A run begins; deaths from now on are failures of it, and what a rank writes from now on is its last output."""
+        """Begin a run. From now on deaths count as its failures, and the last output of a rank is what it writes from now on."""
         self._run = run
         self._last_words.begin_run()
 
     def next_group(self) -> GroupSpec:
-        """Where the ranks meet to form new process groups."""
+        """Return the place where the ranks meet to form new process groups."""
         self._generation += 1
         return self._world.group(self._generation)
 
     def send_work(self, ranks: Sequence[int], message: ToMain, frames: Sequence[Any] = ()) -> None:
-        """Give ranks work."""
+        """Send work to the main threads of ranks."""
         self._world.wire.send(ranks, "main", message, frames)
 
     def send_control(self, rank: int, message: ToControl) -> None:
-        """Speak to a rank's control thread. A rank that is gone hears nothing."""
+        """Send a message to a rank's control thread. A rank that has ended gets nothing."""
         self._world.wire.send((rank,), "control", message)
 
     def kill(self, rank: int) -> None:
-        """Kill a rank that does not answer, with all that it started."""
+        """Kill a rank that does not answer, with all processes it has started."""
         self._ended[rank] = "labkit killed it because it did not answer"
         self._kill((rank,))
 
@@ -271,11 +271,11 @@ class Members:
         self._world.wire.wake()
 
     def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
-        """Wait for messages; a death gives the Output that the pipe still held, and the missing Failed."""
+        """Wait for messages. For a rank that died, add the Output that its pipe still held and the missing Failed."""
         received = self._world.wire.receive(timeout_s)
         self._take_note(received)
         if not self._exits.empty():
-            # What a rank sent before it died is still on its way through the socket; it comes first.
+            # Messages that a rank sent before it died are still in the socket; read them first.
             deadline = time.monotonic() + LAST_MESSAGES_S
             while time.monotonic() < deadline and (more := self._world.wire.receive(0.05)):
                 self._take_note(more)
@@ -284,16 +284,16 @@ class Members:
         return received
 
     def look(self) -> None:
-        """Take note of what has happened to the ranks' machines while nobody waited."""
+        """Check whether the ranks' machines have changed while nothing waited for messages."""
         self._world.look()
 
     @property
     def has_exits(self) -> bool:
-        """Whether ranks have ended of which no note has been taken."""
+        """True if any rank has exited since the last check."""
         return not self._exits.empty()
 
     def note_deaths(self) -> list[FromWorker]:
-        """Take note of ranks that have ended; what to tell the present run about them."""
+        """Record ranks that have ended. Return the messages that report this to the present run."""
         told: list[FromWorker] = []
         for rank, event in self._drain_exits():
             run_id = self._run.run_id if self._run is not None else 0

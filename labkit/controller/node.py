@@ -1,4 +1,4 @@
-"""One machine of an attached pool, as the notebook knows it."""
+"""One machine of an attached pool, as the notebook sees it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Node:
     """One machine.
 
     Attributes:
-        node_rank: Its place.
-        arrived: What it said of itself; None before it has come.
-        reachable: It answers.
-        store: ``tcp://host:port`` of the store that it has opened for the ranks of all machines; empty where it has none.
+        node_rank: Its node rank.
+        arrived: Its own report about itself; None before it has connected.
+        reachable: Whether it answers.
+        store: ``tcp://host:port`` of the store that it has opened for the ranks of all machines; empty if it has none.
         no_store: Why it has none.
-        running: By number, what to call when a process that was started there has ended.
+        running: For each process started there, by its number, the function to call when it has ended.
     """
 
     node_rank: int
@@ -32,24 +32,24 @@ class Node:
 
     @property
     def peer(self) -> str:
-        """The name by which its agent is spoken to; empty before it has come."""
+        """The name under which the hub addresses its agent; empty before it has connected."""
         return self.arrived.life if self.arrived is not None else ""
 
     @property
     def name(self) -> str:
-        """For people: its place and its host name."""
+        """Its node rank and host name, for messages."""
         return f"node {self.node_rank}" + (f" ({self.arrived.hostname})" if self.arrived is not None else "")
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One machine of an attached pool.
+    """The status of one machine of an attached pool.
 
     Attributes:
-        node_rank: Its place.
+        node_rank: Its node rank.
         hostname: Its name.
-        ranks: The ranks that live there.
-        reachable: It answers.
+        ranks: The ranks that run there.
+        reachable: Whether it answers.
         agent_pid: The process that serves the ranks there.
     """
 
@@ -61,10 +61,10 @@ class NodeStatus:
 
 
 def place_for(tag: Arrived, nodes: Sequence[Node]) -> Node | str:
-    """Return the place of a machine that has come, or why it gets none.
+    """Return the place of a machine that has connected, or the reason why it gets none.
 
-    An agent that comes back has the place that it had. Another one gets the place that it claims, unless that place is taken by
-    an agent that answers; where it claims none, the first to which no machine has come, else the first that is out of reach.
+    An agent that comes back gets the place it had. Any other agent gets the place that it claims, unless an agent that answers has
+    that place. If it claims none, it gets the first place that no machine has had, else the first whose machine is out of reach.
     """
     for node in nodes:
         if node.peer == tag.life:

@@ -1,4 +1,4 @@
-"""The machines of an attached pool: which have arrived, which are out of reach, what runs on them."""
+"""The machines of an attached pool: which have connected, which are out of reach, and what runs on them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ _NO_EXIT_CODE = 0
 
 
 class Nodes:
-    """The machines of an attached pool. Lives as long as the pool, over all its restarts.
+    """The machines of an attached pool. The object lives as long as the pool, across all its restarts.
 
     Args:
-        num_nodes: How many machines.
+        num_nodes: The number of machines.
         workers_per_node: Ranks on each.
-        address: Where to listen, ``tcp://INTERFACE:PORT``.
+        address: The address to listen on, ``tcp://INTERFACE:PORT``.
         keys: The pool's keys.
-        way_back: What the reader can do about a machine that is out of reach, in a sentence.
+        way_back: Returns advice about a machine that is out of reach, in a sentence.
 
     Raises:
-        InvalidPoolError: The address cannot be listened on.
+        InvalidPoolError: The address cannot be bound.
     """
 
     def __init__(self, num_nodes: int, workers_per_node: int, address: str, keys: Keys, way_back: Callable[[], str]) -> None:
@@ -67,7 +67,7 @@ class Nodes:
         self._world_name = self._refused = ""
 
     def statuses(self) -> tuple[NodeStatus, ...]:
-        """For people: the machines that have arrived."""
+        """Return the status of each machine that has connected."""
         return tuple(
             NodeStatus(node.node_rank, node.arrived.hostname, self._ranks_of(node), node.reachable, node.arrived.pid)
             for node in self.nodes
@@ -82,19 +82,19 @@ class Nodes:
 
     @property
     def missing(self) -> list[Node]:
-        """The machines that have not arrived, or are out of reach."""
+        """The machines that have not connected or are out of reach."""
         return [node for node in self.nodes if not node.reachable]
 
     def await_arrival(self, timeout_s: float, stop_if_asked: Callable[[], None], on_change: Callable[[], None]) -> None:
-        """Wait until every machine is there.
+        """Wait until every machine has connected.
 
         Args:
             timeout_s: The longest time to wait.
-            stop_if_asked: Called where the wait can be broken off; it may raise.
+            stop_if_asked: Called at points where the wait can be interrupted; it may raise.
             on_change: Called when a machine has come or gone.
 
         Raises:
-            WorkerStartError: A machine can start no ranks, or has not come in time; the message names it.
+            WorkerStartError: A machine cannot start ranks, was refused, or has not connected in time; the message names it.
         """
         deadline = time.monotonic() + timeout_s
         seen: list[tuple[str, bool]] = []
@@ -126,7 +126,7 @@ class Nodes:
 
     @property
     def places(self) -> dict[int, str]:
-        """The machine of each rank by a name that tells them apart; empty where there is one machine."""
+        """The machine of each rank, by a name that is unique among the machines; empty if there is only one machine."""
         names = [node.arrived.hostname if node.arrived is not None else "" for node in self.nodes]
         if len(set(names)) < len(names):
             names = [f"node {node.node_rank}" for node in self.nodes]
@@ -136,11 +136,11 @@ class Nodes:
 
     @property
     def num_gpus(self) -> int:
-        """The fewest GPUs that any machine has."""
+        """The number of GPUs of the machine that has the fewest."""
         return min((node.arrived.num_gpus if node.arrived is not None else 0) for node in self.nodes)
 
     def open_world(self) -> str:
-        """Make the machines ready for the ranks of a new world; returns its name, which no other has."""
+        """Prepare the machines for the ranks of a new world. Return its unique name."""
         self._world_name = uuid.uuid4().hex[:12]
         for node in self.nodes:
             node.running.clear()
@@ -148,7 +148,7 @@ class Nodes:
         return self._world_name
 
     def left(self) -> dict[int, Left]:
-        """What an earlier notebook has left running, by machine; empty unless it is one world on all of them."""
+        """Return the ranks that an earlier notebook left running, by node rank; empty unless all machines have the same world."""
         found = {
             node.node_rank: node.arrived.left for node in self.nodes if node.arrived is not None and node.arrived.left is not None
         }
@@ -156,16 +156,16 @@ class Nodes:
         return found if len(found) == len(self.nodes) and len(names) == 1 else {}
 
     def adopt(self, node_rank: int, handle: int, on_exit: OnExit) -> None:
-        """A process that was left running belongs to this notebook from now on."""
+        """Adopt a process that an earlier notebook left running."""
         self.nodes[node_rank].running[handle] = on_exit
         self._handles = itertools.count(max(handle, next(self._handles)) + 1)
 
     def adopt_world(self, name: str) -> None:
-        """Go on with the world that an earlier notebook has left."""
+        """Continue the world that an earlier notebook left."""
         self._world_name = name
 
     def close(self) -> None:
-        """Close the port without a word to the machines: their ranks wait for a notebook that comes back."""
+        """Close the port without telling the machines: their ranks wait for a notebook that comes back."""
         self._hub.close()
 
     def leave(self) -> None:
@@ -185,7 +185,7 @@ class Nodes:
                 self._lose(node, "it does not answer")
 
     def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
-        """Wait for messages of the ranks; what the machines themselves say is dealt with here. See :class:`Wire`."""
+        """Wait for messages of the ranks. Messages of the machines themselves are handled here. See :class:`Wire`."""
         received: list[tuple[FromWorker, list[bytes]]] = []
         for peer, tag, parts in self._hub.receive(min(timeout_s, PROBE_EVERY_S)):
             node = next((node for node in self.nodes if node.peer == peer), None)
@@ -208,7 +208,7 @@ class Nodes:
         return stashed + received
 
     def look(self, timeout_s: float = 0.0) -> None:
-        """Take note of what has happened while nobody waited. What the ranks have said is kept for the next :meth:`receive`."""
+        """Process events since the last call. Messages of the ranks are kept for the next :meth:`receive`."""
         self._next_probe = 0.0
         self._stash = self.receive(timeout_s)
 
@@ -217,7 +217,7 @@ class Nodes:
         self._hub.wake()
 
     def _probe(self) -> None:
-        """Find out which machines are out of reach: what is sent to them cannot leave."""
+        """Find out which machines are out of reach, by whether a message to them can be sent."""
         now = time.monotonic()
         if now < self._next_probe:
             return
@@ -237,7 +237,7 @@ class Nodes:
 
     def _arrive(self, tag: Arrived) -> None:
         self._next_probe = 0.0
-        self._probe()  # a machine that has just gone does not keep its place from the one that was started for it
+        self._probe()  # so that a machine that has just gone frees its place for its replacement
         node = place_for(tag, self.nodes)
         if isinstance(node, str):
             self._refused = f"{tag.hostname} (process {tag.pid}) cannot take part: {node}"
@@ -250,14 +250,14 @@ class Nodes:
             self._end_running(node, f"the labkit process of {node.name} was started anew")
             node.store = ""  # it ended with the agent
         if self._world_name and (anew or (before is not None and not node.reachable)):
-            # Its ranks count as dead, and the others have gone on without them.
+            # The pool counts its ranks as dead, and the others have gone on without them.
             self._hub.send(node.peer, OpenWorld(self._world_name))
         node.reachable = True
 
     # ---- processes -----------------------------------------------------------------------------------------------
 
     def start(self, message: StartRank, on_exit: OnExit) -> int:
-        """Start a rank; returns its number.
+        """Start a rank and return the number of its process.
 
         Raises:
             PoolStateError: Its machine is out of reach.
@@ -269,10 +269,10 @@ class Nodes:
         return message.handle
 
     def refuse_missing(self) -> None:
-        """Refuse to begin what needs every machine.
+        """Raise an error if a machine is missing.
 
         Raises:
-            PoolStateError: One is out of reach.
+            PoolStateError: A machine is out of reach.
         """
         for node in self.missing:
             raise self._out_of_reach(node)
@@ -281,7 +281,7 @@ class Nodes:
         return PoolStateError(f"{node.name} ({name_ranks(self._ranks_of(node))}) is out of reach. {self._way_back()}")
 
     def next_handle(self) -> int:
-        """A number that no other process of the pool has."""
+        """Return a number that no other process of the pool has."""
         return next(self._handles)
 
     def kill(self, handle: int) -> None:
@@ -291,7 +291,7 @@ class Nodes:
                 self._hub.send(node.peer, KillRank(handle))
 
     def ask_for_store(self, message: OpenStore) -> None:
-        """Ask node 0 for the store, which it names in a later :meth:`look`; raises PoolStateError where it is out of reach."""
+        """Ask node 0 for the store, which a later :meth:`look` learns. Raise PoolStateError if node 0 is out of reach."""
         first = self.nodes[0]
         if not first.reachable or not self._hub.send(first.peer, message):
             raise self._out_of_reach(first)

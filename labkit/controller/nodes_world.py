@@ -19,10 +19,11 @@ class NodesWorld:
     """The ranks of one world; see :class:`labkit.controller.world.World`.
 
     Args:
-        plan: What to start.
+        plan: The pool to start.
         nodes: The machines.
-        name: No other world has it.
-        on_one_machine: All machines are this one, or there is only one: the ranks meet on its loopback device.
+        name: The world's unique name.
+        on_one_machine: Whether all ranks run on this machine or there is only one machine, so that they meet on its loopback
+            device.
     """
 
     share_memory = False
@@ -40,11 +41,11 @@ class NodesWorld:
 
     @property
     def places(self) -> dict[int, str]:
-        """The machine of each rank, where there is more than one."""
+        """The machine of each rank, if there is more than one machine."""
         return self._nodes.places
 
     def adopt(self, node_rank: int, handle: int, on_exit: OnExit) -> None:
-        """A process that was left running is one of this pool's ranks."""
+        """Adopt a process that was left running as one of this pool's ranks."""
         self._nodes.adopt(node_rank, handle, on_exit)
 
     def kill(self, handle: int) -> None:
@@ -52,10 +53,10 @@ class NodesWorld:
         self._nodes.kill(handle)
 
     def group(self, generation: int) -> GroupSpec:
-        """Return where the ranks meet: the store of node 0, under names of this world's own.
+        """Return the place where the ranks meet: the store of node 0, with this world's name as prefix.
 
         Raises:
-            PoolStateError: Node 0 has not opened one yet, and cannot or is out of reach.
+            PoolStateError: Node 0 has not opened a store yet, and cannot open one or is out of reach.
         """
         first, *others = self._nodes.nodes
         if not first.store:
@@ -70,8 +71,8 @@ class NodesWorld:
         return GroupSpec(f"{first.store}/{self.name}", generation, self._plan.world_size)
 
     def look(self) -> None:
-        """See which machines have come and gone."""
+        """Check which machines have come and gone."""
         self._nodes.look()
 
     def close(self) -> None:
-        """Nothing is left here; the machines clean up behind their ranks."""
+        """Do nothing: the machines clean up after their ranks."""

@@ -1,4 +1,4 @@
-"""The places where the ranks' output appears: the cell that runs, or a terminal."""
+"""The screens that show the ranks' output: the running cell, or a terminal."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from labkit.wire.messages import StreamName
 
 
 class Screen(Protocol):
-    """Where output appears, and how it says whose it is. A rank of None needs no name: the pool has one rank, or all are meant."""
+    """A place where output appears, labelled with its rank. None means no label: the pool has one rank, or all are meant."""
 
     def text(self, name: StreamName, text: str, rank: int | None = None) -> None:
-        """Show whole lines of a rank."""
+        """Show complete lines of a rank."""
 
     def display(
         self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
@@ -22,14 +22,14 @@ class Screen(Protocol):
         """Show or update a mime bundle of a rank."""
 
     def clear(self, wait: bool, rank: int | None = None) -> None:
-        """Clear a rank's output, all of it where it needs no name; with ``wait`` only when its next output comes."""
+        """Clear a rank's output, or all output if the rank is None. With ``wait``, clear only when its next output comes."""
 
 
 class TerminalScreen:
     """Plain standard streams, for scripts and terminals.
 
     Args:
-        places: The machine of each rank, where there is more than one.
+        places: The machine of each rank, if there is more than one machine.
     """
 
     def __init__(self, places: Mapping[int, str] | None = None) -> None:
@@ -44,19 +44,19 @@ class TerminalScreen:
     def display(
         self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
     ) -> None:
-        """Write the bundle's text, under the rank's name."""
+        """Write the bundle's text below the rank's name."""
         if "text/plain" in data and not update:
             owner = "" if rank is None else f"{heading((rank,))['text/plain']}\n"
             self.text("stdout", f"{owner}{data['text/plain']}\n")
 
     def clear(self, wait: bool, rank: int | None = None) -> None:
-        """A terminal keeps what it has shown."""
+        """Do nothing: a terminal keeps what it has shown."""
 
 
 class NotebookScreen(TerminalScreen):
     """The running cell of a Jupyter kernel.
 
-    A page can only clear a whole cell. So what the other ranks have put out is kept here, and shown again when one rank clears.
+    A page can only clear a whole cell. So the output of the other ranks is kept here and shown again when one rank clears its own.
     """
 
     def __init__(self, places: Mapping[int, str] | None = None) -> None:
@@ -73,7 +73,7 @@ class NotebookScreen(TerminalScreen):
     def display(
         self, data: dict[str, Any], metadata: dict[str, Any], display_id: str | None, update: bool, rank: int | None = None
     ) -> None:
-        """Publish the bundle, under the rank's name."""
+        """Publish the bundle below the rank's name."""
         self._clear_if_due(rank)
         item = (rank, None, display_id or "", data, metadata)
         if update:
@@ -95,7 +95,7 @@ class NotebookScreen(TerminalScreen):
             return
         self._to_clear.discard(rank)
         self._shown = [shown for shown in self._shown if rank is not None and shown[0] != rank]
-        clear_output(wait=bool(self._shown))  # with something to show again, the page changes once
+        clear_output(wait=bool(self._shown))  # if there is something to show again, the page changes only once
         for owner, name, text, data, metadata in self._shown:
             if name is None:
                 self._publish(data, metadata, text, False, owner)
@@ -113,10 +113,10 @@ class NotebookScreen(TerminalScreen):
 
 
 def present_screen(places: Mapping[int, str] | None = None) -> Screen:
-    """The notebook's cell when this process is a Jupyter kernel, else the terminal.
+    """Return the notebook's cell if this process is a Jupyter kernel, else the terminal.
 
     Args:
-        places: The machine of each rank, where there is more than one.
+        places: The machine of each rank, if there is more than one machine.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
@@ -124,7 +124,7 @@ def present_screen(places: Mapping[int, str] | None = None) -> Screen:
 
 
 def labelled(text: str, rank: int | None, places: Mapping[int, str] | None = None) -> str:
-    """Whole lines with the rank in front of each, and its machine where that is known."""
+    """Put the rank in front of each line, and its machine if that is known."""
     if rank is None:
         return text
     owner = f"[rank {rank}, {places[rank]}]" if places and rank in places else f"[rank {rank}]"
@@ -132,6 +132,6 @@ def labelled(text: str, rank: int | None, places: Mapping[int, str] | None = Non
 
 
 def heading(ranks: Sequence[int]) -> dict[str, Any]:
-    """A mime bundle that says whose displays follow."""
+    """Return a mime bundle that names the ranks whose displays follow."""
     name = name_ranks(ranks)
     return {"text/plain": f"{name}:", "text/html": f"<b>{name}</b>"}

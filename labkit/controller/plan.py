@@ -1,4 +1,4 @@
-"""What a pool will look like on this machine, decided before anything is started."""
+"""The plan of a pool on this machine, made before anything is started."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from labkit.errors import InvalidPoolError, PoolStateError
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("local", "agents")
 DEFAULT_WORLD_SIZE = 2
-# More processes than this on one machine is a typing error more often than a wish.
+# More processes than this on one machine are more often a typing error than intended.
 MOST_WORKERS = 256
 
 
@@ -27,9 +27,9 @@ class PoolPlan:
 
     Attributes:
         world_size: Number of ranks.
-        device: What they compute on.
-        num_gpus: GPUs that were found (0 where nobody looked), on the machine that has the fewest.
-        num_nodes: Machines.
+        device: The device they compute on.
+        num_gpus: The number of GPUs of the machine that has the fewest; 0 if they were not counted.
+        num_nodes: The number of machines.
     """
 
     world_size: int
@@ -38,19 +38,19 @@ class PoolPlan:
     num_nodes: int = 1
 
     def describe(self) -> str:
-        """In words, for people."""
+        """Describe the plan in words."""
         backend = "one GPU each, NCCL" if self.device == "cuda" else "CPU processes, gloo"
         where = f" on {self.num_nodes} machines" if self.num_nodes > 1 else ""
         return f"{self.world_size} rank{'s' if self.world_size != 1 else ''}{where}, {backend}"
 
 
 def check_arguments(world_size: int | None, device: str, launcher: str = "local", num_nodes: int = 1) -> None:
-    """Refuse what no machine can run.
+    """Refuse arguments that no machine can run.
 
     Raises:
         PoolStateError: This process is a rank of a pool itself.
-        InvalidPoolError: The world size or the number of machines is not a positive integer, the ranks cannot be shared out, or the
-            device or the launcher is unknown.
+        InvalidPoolError: The world size or the number of machines is not a positive integer, the world size is too large, the ranks
+            cannot be divided equally among the machines, or the device or the launcher is unknown.
     """
     _refuse_in_rank()
     if launcher not in LAUNCHERS:
@@ -79,11 +79,11 @@ def check_attachment(
     host: str | None,
     linger_s: float | None,
 ) -> None:
-    """Refuse what no machines can run.
+    """Refuse arguments that no machines can run.
 
     Raises:
         PoolStateError: This process is a rank of a pool itself.
-        InvalidPoolError: A number is not a positive integer, the device is unknown, or address or time are none.
+        InvalidPoolError: A number is not a positive integer, the device is unknown, or the address, host or time is invalid.
     """
     _refuse_in_rank()
     _check_device(device)
@@ -102,7 +102,7 @@ def check_attachment(
 
 
 def is_endpoint(text: str) -> bool:
-    """Whether a text is ``HOST:PORT``."""
+    """Return whether a text is ``HOST:PORT``."""
     found = re.fullmatch(r"(?:[^\s:/]+|\[[0-9a-fA-F:]+\]):(\d{1,5})", text)
     return found is not None and 0 < int(found[1]) < 65536
 
@@ -111,13 +111,13 @@ def attached_plan(num_nodes: int, workers_per_node: int, device: str, num_gpus: 
     """Choose the device of an attached pool.
 
     Args:
-        num_nodes: Machines.
+        num_nodes: The number of machines.
         workers_per_node: Ranks on each.
-        device: What the user asked for.
-        num_gpus: Of the machine that has the fewest.
+        device: The device the user asked for.
+        num_gpus: The number of GPUs of the machine that has the fewest.
 
     Raises:
-        InvalidPoolError: ``cuda`` was asked for and a machine has too few GPUs.
+        InvalidPoolError: The user asked for ``cuda`` and a machine has too few GPUs.
     """
     if device == "cuda" and num_gpus < workers_per_node:
         raise InvalidPoolError(
@@ -149,22 +149,22 @@ def _check_count(name: str, what: str, count: int) -> None:
 
 
 def launcher() -> Launcher:
-    """How workers are started on this system. ``LABKIT_START=spawn`` asks for fresh processes instead of forks."""
+    """Return this system's way to start workers. ``LABKIT_START=spawn`` asks for new processes instead of forks."""
     if fork_server.available() and os.environ.get("LABKIT_START", "fork") != "spawn":
         return fork_server.shared()
     return SpawnLauncher()
 
 
 def make_plan(world_size: int | None, device: str, count_gpus: Callable[[], int]) -> PoolPlan:
-    """Choose device and world size.
+    """Choose the device and the world size.
 
     Args:
-        world_size: What the user asked for; None means one rank per GPU, or two on CPU.
-        device: What the user asked for.
+        world_size: The number of ranks the user asked for; None means one rank per GPU, or two without a GPU.
+        device: The device the user asked for.
         count_gpus: Counts the GPUs of the machine.
 
     Raises:
-        InvalidPoolError: ``cuda`` was asked for and there are too few GPUs.
+        InvalidPoolError: The user asked for ``cuda`` and there are too few GPUs.
     """
     num_gpus = count_gpus() if device != "cpu" else 0
     wanted = world_size or (num_gpus or DEFAULT_WORLD_SIZE)

@@ -31,24 +31,24 @@ _CLOSE_IT = "close it (pool.close()), or pass replace=True to close it and start
 class WorkerPool:
     """One persistent worker process per rank, joined in a process group.
 
-    The call returns when every rank has formed its process group and completed a collective, or raises. The first pool
-    of a process waits for one ``import torch`` (seconds); later ones start from the fork server (fractions of a second).
+    The call returns when every rank has formed its process group and completed a collective, or raises. The first pool of a process
+    waits for one ``import torch`` (seconds); later ones start from the fork server (fractions of a second).
 
     Ranks: controller.
 
     Args:
         world_size: The number of ranks.
-        device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` where there are enough GPUs.
-        launcher: ``local`` starts the ranks from this process; ``agents`` starts labkit's agents on this machine, which start them
-            over the same way as with :meth:`attach` on several machines.
-        num_nodes: With ``agents``: play that many machines on this one, each with the same number of ranks.
+        device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` if there are enough GPUs.
+        launcher: ``local`` starts the ranks from this process. ``agents`` starts labkit's agents on this machine, which start the
+            ranks in the same way as with :meth:`attach` on several machines.
+        num_nodes: With ``agents``: simulate that many machines on this one, each with the same number of ranks.
         start_timeout_s: The longest time that the start may take, in seconds.
         replace: Close an open pool first instead of refusing.
 
     Raises:
-        InvalidPoolError: The arguments describe no pool that this machine can run.
+        InvalidPoolError: This machine cannot run a pool with these arguments.
         PoolStateError: Another pool is open and ``replace`` is False.
-        WorkerStartError: A rank did not come up; nothing is left running.
+        WorkerStartError: A rank did not start; nothing is left running.
     """
 
     _site: Site
@@ -89,29 +89,29 @@ class WorkerPool:
         start_timeout_s: float = 600.0,
         replace: bool = False,
     ) -> WorkerPool:
-        """A pool whose ranks run on other machines, where a scheduler or you start labkit's agents.
+        """Start a pool whose ranks run on other machines, where a scheduler or you start labkit's agents.
 
-        The call opens one authenticated, encrypted port, writes a key file, shows the command to run on each machine, and waits
-        for the machines. ``labkit launch`` writes the command as a batch script for SLURM or as manifests for Kubernetes.
+        The call opens one authenticated, encrypted port, writes a key file, shows the command to run on each machine, and waits for
+        the machines. ``labkit launch`` writes the command as a batch script for SLURM or as a manifest for Kubernetes.
 
         Ranks: controller. Blocks for at most ``start_timeout_s``.
 
         Args:
-            num_nodes: How many machines.
+            num_nodes: The number of machines.
             workers_per_node: Ranks on each.
-            device: As for a local pool; ``auto`` is ``cuda`` where every machine has a GPU for each of its ranks.
-            listen: ``tcp://INTERFACE:PORT``: where this machine listens; port ``*`` takes a free one.
-            host: The name or address under which the machines find this one; None for its address on the network.
-            key_file: Where the key file is written (mode 0600); it goes to every machine, and is removed when the pool is closed.
-            linger_s: Let the ranks wait that long for a notebook that has gone without closing its pool; :meth:`reattach` comes
-                back to them. None ends them with the notebook.
+            device: As for a local pool; ``auto`` means ``cuda`` if every machine has a GPU for each of its ranks.
+            listen: The address on which this machine listens, ``tcp://INTERFACE:PORT``; port ``*`` takes a free one.
+            host: The name or address under which the machines reach this one; None for its address on the network.
+            key_file: The path of the key file (mode 0600). Copy it to every machine. It is removed when the pool is closed.
+            linger_s: Let the ranks wait that long for a notebook that has gone without closing its pool; :meth:`reattach` returns
+                to them. None ends them with the notebook.
             start_timeout_s: How long to wait for the machines and their ranks, in seconds.
             replace: Close an open pool first instead of refusing.
 
         Raises:
-            InvalidPoolError: The arguments cannot be meant, the address cannot be listened on, or the machines lack GPUs.
+            InvalidPoolError: The arguments make no sense, the address cannot be bound, or the machines lack GPUs.
             PoolStateError: Another pool is open and ``replace`` is False.
-            WorkerStartError: A machine did not arrive, or a rank did not come up; the message names it.
+            WorkerStartError: A machine did not connect, or a rank did not start; the message names it.
         """
         plan.check_attachment(num_nodes, workers_per_node, device, listen, host, linger_s)
         if not replace:
@@ -121,7 +121,7 @@ class WorkerPool:
         path = Path(key_file).absolute()
         other = open_pool()
         if other is not None and isinstance(other._site, AttachedSite) and other._site.key_file == path:
-            other.close()  # the cell is run again: this pool takes the place of that one, key file and all
+            other.close()  # the cell is run again: this pool replaces that one and takes over its key file
         interface = listen.removeprefix("tcp://").rpartition(":")[0]
         address = host or (interface if interface in ("127.0.0.1", "localhost") else own_address())
         meeting = Meeting(num_nodes, workers_per_node, listen, address, device, linger_s, on_one_machine=num_nodes == 1)
@@ -141,7 +141,7 @@ class WorkerPool:
                 self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
             self._begin(site, start_timeout_s)
         except BaseException:
-            if self._closed:  # else the interrupt came when all was done
+            if self._closed:  # else the interrupt came when the pool was already open
                 site.leave()
             raise
 
@@ -150,12 +150,12 @@ class WorkerPool:
     def reattach(
         cls, key_file: str | os.PathLike[str] = "labkit.key", *, start_timeout_s: float = 60.0, replace: bool = False
     ) -> WorkerPool:
-        """Come back to ranks that an earlier notebook has left waiting, their variables intact.
+        """Return to ranks that an earlier notebook left waiting, with their variables intact.
 
-        The earlier pool was attached with ``linger_s``, on this machine, and its notebook is gone: its kernel was restarted, or
-        has died. A run that is still in progress is waited for and shown, and can be interrupted.
+        The earlier pool was attached with ``linger_s`` on this machine, and its notebook is gone: its kernel was restarted or died.
+            If a run is still in progress, this waits for it and shows its output; the run can be interrupted.
 
-        Ranks: controller. Blocks for at most ``start_timeout_s``, and as long as a run in progress lasts.
+        Ranks: controller. Blocks for at most ``start_timeout_s``, and until a run in progress has ended.
 
         Args:
             key_file: The earlier pool's key file.
@@ -163,9 +163,8 @@ class WorkerPool:
             replace: Close an open pool first instead of refusing.
 
         Raises:
-            InvalidPoolError: There is no such pool, or its port is taken: its notebook lives.
-            PoolStateError: Another pool is open and ``replace`` is False, a machine did not come back in time, or no rank was
-                left.
+            InvalidPoolError: There is no such pool, or its port is taken because its notebook still runs.
+            PoolStateError: Another pool is open and ``replace`` is False, a machine did not come back in time, or no rank was left.
             RunReport: The run in progress did not finish on every rank. The pool is open: ``labkit.current_pool()``.
         """
         if not replace:
@@ -189,7 +188,7 @@ class WorkerPool:
         return pool
 
     def _come_back(self, site: AttachedSite, start_timeout_s: float) -> None:
-        """Take over the ranks that wait at a site; where something is in the way, they wait on for another notebook."""
+        """Adopt the ranks that wait at a site. On an error they go on waiting for another notebook."""
         with held_sigint() as stop_if_asked:
             site.prepare(start_timeout_s, stop_if_asked)
             try:
@@ -213,7 +212,7 @@ class WorkerPool:
                 raise
 
     def _begin(self, site: Site, start_timeout_s: float) -> None:
-        # Not before this: nobody loses a pool for one that cannot run.
+        # Close the open pool only now, so that it is not lost for a pool that cannot run.
         if (other := open_pool()) is not None:
             other.close()
         self._site, self._start_timeout_s = site, start_timeout_s
@@ -256,7 +255,7 @@ class WorkerPool:
 
     @property
     def closed(self) -> bool:
-        """Whether the pool has been closed."""
+        """True if the pool has been closed."""
         return self._closed
 
     @property
@@ -271,7 +270,7 @@ class WorkerPool:
 
     @property
     def nodes(self) -> tuple[NodeStatus, ...]:
-        """The machines of an attached pool, by place; empty for a pool on this machine."""
+        """The machines of an attached pool, by node rank; empty for a pool on this machine."""
         if self._closed or not isinstance(self._site, AttachedSite):
             return ()
         self._runner.look_around()
@@ -279,7 +278,7 @@ class WorkerPool:
 
     @property
     def places(self) -> dict[int, str]:
-        """The machine of each rank, where they live on more than one."""
+        """The machine of each rank, if they run on more than one."""
         return {} if self._closed else dict(self._members.places)
 
     def __repr__(self) -> str:
@@ -294,15 +293,15 @@ class WorkerPool:
     def run(
         self, function: Callable[..., T], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
     ) -> RankResults[T]:
-        """Call a function on the ranks and return what it returned there.
+        """Call a function on the ranks and return its results.
 
-        The function and its arguments are pickled by value where they come from the notebook. On the rank it sees the
-        globals it uses here, and the rank's own namespace for names that it does not find here.
+        The function and its arguments are pickled by value if they come from the notebook. On the rank the function sees the
+        globals it uses here, and the rank's own namespace for names that do not exist here.
 
         Ranks: controller. The function runs once on each of ``ranks``.
 
         Args:
-            function: What to call.
+            function: The function to call.
             *args: Its positional arguments, equal on all ranks.
             ranks: The ranks to run on; None for all.
             timeout_s: Interrupt the run after this many seconds; None waits without limit.
@@ -313,12 +312,12 @@ class WorkerPool:
 
         Raises:
             RankFailedError: The function raised on a rank.
-            OpenCollectiveError: It left a collective that not all ranks have begun.
+            OpenCollectiveError: The function left a collective open that not all ranks have begun.
             WorkerDiedError: A rank's process ended.
             RunTimeoutError: The time limit passed.
             WireError: The function, an argument or a result cannot be pickled.
             PoolStateError: The pool is closed or broken, or a run is in progress.
-            InvalidRunError: The function cannot be called, or the time limit is no positive number.
+            InvalidRunError: The function is not callable, or the time limit is not a positive number.
         """
         chosen = self._choose(ranks, timeout_s)
         packed = sending.pack_call(function, args, kwargs, share_memory=self._members.share_memory)
@@ -340,15 +339,15 @@ class WorkerPool:
         Ranks: controller. The cell runs in each rank's namespace.
 
         Args:
-            source: A cell: magics, ``!`` and top-level ``await`` included.
+            source: The source of a cell, which may use magics, ``!`` and top-level ``await``.
             ranks: The ranks to run on; None for all.
             timeout_s: Interrupt the run after this many seconds.
             want_value: Return the last expression's values instead of displaying them.
             cell_number: The notebook's number for the cell, for tracebacks.
-            screen: Where the ranks' output appears; None for the running cell or the terminal.
+            screen: The screen for the ranks' output; None for the running cell or the terminal.
 
         Returns:
-            The values with ``want_value``, else None.
+            The values if ``want_value`` is set, else None.
 
         Raises:
             SyntaxError: The cell cannot be parsed; nothing was sent.
@@ -364,8 +363,8 @@ class WorkerPool:
     def push(self, *, ranks: RankSpec = None, timeout_s: float | None = None, **variables: Any) -> None:
         """Set variables in the ranks' namespaces.
 
-        On one machine the data of large tensors is copied once, whatever the number of ranks; each rank has its own
-        private view (copy on write).
+        On one machine the data of large tensors is copied once, whatever the number of ranks. Each rank has its own private view
+        (copy on write).
 
         Ranks: controller.
 
@@ -396,7 +395,7 @@ class WorkerPool:
             One value per rank. Tensors on accelerators arrive on the CPU.
 
         Raises:
-            SyntaxError: The text is no expression; nothing was sent.
+            SyntaxError: The text is not an expression; nothing was sent.
             RankFailedError: A rank has no such name, or its value cannot be pickled. Further errors as in :meth:`run`.
         """
         chosen = self._choose(ranks, timeout_s)
@@ -404,15 +403,15 @@ class WorkerPool:
         return self._runner.values(self._runner.execute("pull", chosen, timeout_s, source=name))
 
     def diagnose(self) -> Diagnosis:
-        """Look at what every rank does now and say what holds up the present run.
+        """Ask every rank what it does now and return the cause that holds up the present run.
 
-        It also shows by itself when a run hangs, and stands in the error of a run that was stopped. While a run is in
+        The diagnosis also appears by itself when a run hangs, and in the error of a run that was stopped. While a run is in
         progress this can be called from another thread.
 
         Ranks: controller. Blocks for about 0.5 s at most.
 
         Returns:
-            A sentence and a table; both show in a notebook and as text.
+            A sentence and a table; both are shown in a notebook and as text.
 
         Raises:
             PoolStateError: The pool is closed.
@@ -422,20 +421,20 @@ class WorkerPool:
         return self._runner.diagnose()
 
     def look(self) -> Diagnosis | None:
-        """What the ranks of the present run did when they were last looked at; None when no run is in progress.
+        """Return what the ranks of the present run did at the last look at them; None if no run is in progress.
 
-        For views that are brought up to date again and again: unlike :meth:`diagnose` it asks the ranks only once in a run,
-        which by itself asks them once a second from its second second on.
+        This is for views that are updated again and again. Unlike :meth:`diagnose` it asks the ranks only once in a run. The run
+        itself asks them once a second from its second second on.
 
-        Ranks: controller. Safe from any thread; blocks for at most 1 s.
+        Ranks: controller. Safe from any thread. Blocks for at most 1 s.
         """
         return None if self._closed else self._runner.look()
 
     def interrupt(self) -> None:
-        """Interrupt the present run, as Kernel > Interrupt does. Callable from another thread; returns at once.
+        """Interrupt the present run, as Kernel > Interrupt does. Any thread may call this; it returns at once.
 
-        The ranks get KeyboardInterrupt; those that sit in a collective are freed from it. Every rank keeps its
-        variables. A second call hurries.
+        The ranks get KeyboardInterrupt; ranks that wait in a collective are freed from it. Every rank keeps its variables. A second
+        call makes the interrupt more forceful.
 
         Ranks: controller. Does nothing when no run is in progress.
         """
@@ -446,21 +445,21 @@ class WorkerPool:
 
     @raises_here
     def restart(self, ranks: RankSpec = None) -> None:
-        """Replace workers by fresh ones. Blocks as long as a start: fractions of a second on CPU.
+        """Replace workers by new ones. Blocks as long as a start takes: fractions of a second on CPU.
 
-        Without ``ranks`` every variable on the ranks is gone; the pool's settings stay. With ``ranks`` the others keep
-        their variables, and new groups are formed; what was sharded over a replaced rank has lost that share. What the
-        others have to know is shown.
+        Without ``ranks`` all variables on the ranks are lost; the pool's settings stay. With ``ranks`` the other ranks keep their
+        variables, and new groups are formed. Objects that were sharded over a replaced rank have lost its shard. Notes on what this
+        means for the other ranks are shown.
 
         Ranks: controller.
 
         Args:
-            ranks: The ranks to replace, all dead ones among them; None for all.
+            ranks: The ranks to replace, including all dead ones; None for all.
 
         Raises:
-            PoolStateError: Another pool is open, a run is in progress, a dead rank is not among ``ranks``, or a machine is out
-                of reach; the message says what to do.
-            WorkerStartError: A rank did not come up.
+            PoolStateError: Another pool is open, a run is in progress, a dead rank is missing in ``ranks``, or a machine is out of
+                reach; the message says what to do.
+            WorkerStartError: A rank did not start.
         """
         chosen = parse_ranks(ranks, self.world_size)
         if self._closed or len(chosen) == self.world_size:
@@ -469,7 +468,7 @@ class WorkerPool:
             was_closed = self._closed
             if not was_closed and self._site.gone:
                 self.close()
-            elif not was_closed:  # else ranks would be ended for others that cannot be started
+            elif not was_closed:  # else ranks would end although their successors cannot be started
                 with held_sigint() as stop_if_asked:
                     self._site.prepare(self._start_timeout_s, stop_if_asked)
             with held_sigint() as stop_if_asked:
@@ -497,13 +496,13 @@ class WorkerPool:
 
     @raises_here
     def close(self) -> None:
-        """End every worker and all they started. Blocks for at most about 3 s, 10 s where agents have to end.
+        """End all workers and the processes they started. Blocks for at most about 3 s, or 10 s if agents have to end.
 
         Ranks: controller.
 
         Raises:
             PoolStateError: A run is in progress in another thread.
-            KeyboardInterrupt: An interrupt came meanwhile. The pool is closed.
+            KeyboardInterrupt: An interrupt arrived in the meantime. The pool is closed.
         """
         with held_sigint():
             self._end_ranks()
@@ -518,7 +517,7 @@ class WorkerPool:
             self._members.close()
 
     def abandon(self) -> None:
-        """Forget the ranks without a word to them: what a forked child of this process does, to which they do not belong."""
+        """Forget the ranks without telling them. A forked child of this process calls this: the ranks do not belong to it."""
         self._closed = True
         atexit.unregister(self._at_exit)
 

@@ -1,4 +1,4 @@
-"""Proofs from the ranks' reports about one call: who belongs to it, who has made it, who is waited for."""
+"""Conclusions from the ranks' reports about one call: which ranks belong to it, have made it, or are waited for."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from labkit.wire.messages import Collective
 
 
 def needs(victim: RankState, other: RankState) -> bool:
-    """Return whether a rank that waits is known to wait for another one.
+    """Return whether a waiting rank is known to wait for another one.
 
-    Torch's record tells that of a collective. Where there is none (messages, the making of a group), or where it does not reach
-    back far enough, the victim has to be stalled, or the other to have failed.
+    For a collective, torch's record shows this. If there is no record (messages, the making of a group), or if it does not reach
+    back far enough, the victim has to be stalled or the other rank to have failed.
     """
     if other.rank == victim.rank or other.state == "dead":
         return False
@@ -41,17 +41,17 @@ def is_in(state: RankState, mine: Collective) -> bool:
 
 
 def _record(state: RankState, victim: RankState, mine: Collective) -> list[Collective] | None:
-    """A rank's record of the group in which another one waits; None where nothing is known of it."""
+    """Return a rank's record of the group in which another one waits; None if nothing is known about it."""
     if state.state == "dead" or state.report is None or victim.report is None:
         return None
     if not is_point_to_point(mine) and victim.report.groups.get(mine.group) != state.report.groups.get(mine.group):
-        return None if not state.report.groups else []  # another group of the same name, or none any more
+        return None if not state.report.groups else []  # another group of the same name, or no group any more
     own = [one for one in state.report.collectives if (one.group, one.backend) == (mine.group, mine.backend)]
     return [one for one in own if not is_point_to_point(one)]
 
 
 def _has_begun(state: RankState, victim: RankState, mine: Collective) -> bool | None:
-    """Whether a rank has made the call in which another one waits, or a later one; None where that is not known."""
+    """Return whether a rank has made the call in which another one waits, or a later one; None if that is not known."""
     record = _record(state, victim, mine)
     if record:
         return max(one.sequence for one in record) >= mine.sequence
@@ -60,11 +60,11 @@ def _has_begun(state: RankState, victim: RankState, mine: Collective) -> bool | 
 
 
 def same_number(state: RankState, victim: RankState, mine: Collective) -> Collective | None:
-    """Return what a rank called under the number of ``mine`` in the same group, as far as it is known."""
+    """Return the collective that a rank called under the number of ``mine`` in the same group, as far as it is known."""
     record = _record(state, victim, mine) or ()
     return next((one for one in record if one.sequence == mine.sequence), None)
 
 
 def is_point_to_point(collective: Collective) -> bool:
-    """Return whether it is a message between two ranks, which has no number that others share."""
+    """Return whether this is a message between two ranks, whose number other ranks do not share."""
     return collective.name.startswith(("send", "recv"))

@@ -1,9 +1,9 @@
-"""Shows what the ranks put out, in the cell that runs, while it runs.
+"""The display of the ranks' output in the running cell, while it runs.
 
-Text is shown line by line, and the screen is told whose it is. A line that is not finished yet (a progress bar, a prompt) is
-shown in one display of its own that is updated in place, and as text when it is finished or the run ends. So what a rank
-wrote is in the saved notebook once. Where one rank writes more than LIMIT_CHARS in one run, the first half of the limit is shown
-at once and the last half when the run is over, with the number of characters between the two.
+Text is shown line by line, labelled with its rank. A line that is not finished yet (a progress bar, a prompt) is shown in a
+separate display that is updated in place, and as text when it is finished or the run ends. So the saved notebook contains the
+output of a rank once. If one rank writes more than LIMIT_CHARS in one run, the first half of the limit is shown at once. The last
+half is shown when the run is over, after the number of characters between the two.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from labkit.controller.output import Screen, heading, labelled
 from labkit.ranks import name_ranks
 from labkit.wire.messages import Display, Stream, StreamName
 
-# Of a rank's text in one run: a notebook of 100 MB cannot be opened.
+# The limit for a rank's text in one run: a notebook of 100 MB cannot be opened.
 LIMIT_CHARS = 1_000_000
 LIVE_AFTER_S = 0.3
-# Of an unfinished line the end is shown while it grows; the whole of it when it is finished.
+# While an unfinished line grows, only its end is shown; all of it is shown when it is finished.
 LIVE_CHARS = 2000
-# Output of one moment is shown in rank order and not in order of arrival, which is chance.
+# Output of one moment is shown in rank order: the order of arrival is chance.
 GATHER_S = 0.05
 
 
@@ -33,7 +33,7 @@ class _Piece(NamedTuple):
 
 
 class _Tail:
-    """The end of what a rank wrote after its first half was full."""
+    """The end of a rank's output, after its first half was full."""
 
     def __init__(self) -> None:
         self._pieces: deque[_Piece] = deque()
@@ -41,7 +41,7 @@ class _Tail:
         self.left_out = 0
 
     def add(self, name: StreamName, text: str) -> None:
-        """Take more text, and drop what was first where it gets too much."""
+        """Add text, and drop the oldest text if it gets too much."""
         self._pieces.append(_Piece(name, text[-LIMIT_CHARS // 2 :]))
         self.left_out += len(text) - len(self._pieces[-1].text)
         self._chars += len(self._pieces[-1].text)
@@ -49,7 +49,7 @@ class _Tail:
             self._drop(len(self._pieces[0].text))
 
     def gap(self, count: int) -> None:
-        """So many characters are missing here; what came before them goes too, as there is one gap for the reader."""
+        """Note that this many characters are missing here. Drop the text before them too, because the reader sees only one gap."""
         self.left_out += count + self._chars
         self._pieces.clear()
         self._chars = 0
@@ -62,19 +62,19 @@ class _Tail:
         self.left_out += count
 
     def pieces(self) -> Iterable[_Piece]:
-        """Return what is left, cut to the limit."""
+        """Return the text that is left, cut to the limit."""
         if (over := self._chars - LIMIT_CHARS // 2) > 0:
             self._drop(over)
         return self._pieces
 
 
 class RankOutput:
-    """Puts the output of one run on the screen.
+    """The output of one run, on the screen.
 
     Args:
-        screen: Where it appears.
-        run_id: The run, for the names of displays.
-        label: Tell the screen whose output it is; off for a pool of one rank.
+        screen: The screen on which it appears.
+        run_id: The run's number, for the names of displays.
+        label: Whether to label output with its rank; False for a pool of one rank.
     """
 
     def __init__(self, screen: Screen, run_id: int, *, label: bool = True) -> None:
@@ -91,14 +91,14 @@ class RankOutput:
         self._gathering_since = 0.0
 
     def feed(self, rank: int, items: Iterable[Stream | Display]) -> None:
-        """Take what a rank put out; it is shown within GATHER_S."""
+        """Take output of a rank. It is shown within GATHER_S."""
         if not self._gathered:
             self._gathering_since = time.monotonic()
         self._gathered.setdefault(rank, []).extend(items)
         self.tick()
 
     def tick(self) -> None:
-        """Show what has been gathered for long enough. To be called a few times a second."""
+        """Show output that has been gathered for long enough. Call this a few times a second."""
         if time.monotonic() - self._gathering_since >= GATHER_S:
             self._show_gathered()
         self._update_live()
@@ -119,7 +119,7 @@ class RankOutput:
                 self._feed_display(rank, item)
 
     def finish(self) -> None:
-        """Show what is still open: unfinished lines, the last expressions, and how much was left out."""
+        """Show what is still open: unfinished lines, the values of last expressions, and the number of characters left out."""
         self._show_gathered()
         for rank, _ in sorted(self._open):
             self._close_lines(rank)
@@ -147,7 +147,7 @@ class RankOutput:
             self._open[key] = self._bounded(key, _settled(rest))
 
     def _bounded(self, key: tuple[int, StreamName], line: str) -> str:
-        """An unfinished line, without its middle where it gets too long."""
+        """Cut the middle out of an unfinished line that is too long."""
         if len(line) < 2 * LIMIT_CHARS:
             return line
         self._gaps[key] = self._gaps.get(key, 0) + len(line) - LIMIT_CHARS
@@ -155,14 +155,14 @@ class RankOutput:
 
     def _show_lines(self, rank: int, name: StreamName, text: str) -> None:
         gap = self._gaps.pop((rank, name), 0)
-        if gap:  # in the first of these lines
+        if gap:  # it is in the first of these lines
             self._keep(rank, name, text[: LIMIT_CHARS // 2])
             self._tails.setdefault(rank, _Tail()).gap(gap)
             text = text[LIMIT_CHARS // 2 :]
         self._keep(rank, name, "".join(f"{_overwritten(line)}\n" for line in text[:-1].split("\n")))
 
     def _keep(self, rank: int, name: StreamName, text: str) -> None:
-        """Show whole lines while there is room in the first half, and keep the end of the rest for later."""
+        """Show complete lines while there is room in the first half. Keep the end of the rest for later."""
         room = LIMIT_CHARS // 2 - self._shown.get(rank, 0)
         if rank not in self._tails and len(text) > room:
             self._tails[rank] = _Tail()
@@ -197,7 +197,7 @@ class RankOutput:
         self._screen.display(item.data, item.metadata, display_id, item.action == "update", self._named(rank))
 
     def _update_live(self) -> None:
-        """Show unfinished lines in a display of their own once they have stood for a moment."""
+        """Show unfinished lines in a separate display after they have been unfinished for a moment."""
         open_lines = sorted(self._open.items())
         text = "".join(labelled(f"{_end_of(_overwritten(line))}\n", self._named(rank)) for (rank, _), line in open_lines)
         text = text.removesuffix("\n")
@@ -219,7 +219,7 @@ class RankOutput:
         self._screen.display(data, {}, self._live_id, not first)
 
     def _show_values(self) -> None:
-        """Show the cell's last expression on each rank; equal displays once, with all their ranks."""
+        """Show the value of the cell's last expression on each rank; equal displays once, with all their ranks."""
         groups: list[tuple[list[int], Display]] = []
         for rank, shown in sorted(self._values.items()):
             for ranks, other in groups:
@@ -265,6 +265,6 @@ def _end_of(line: str) -> str:
 
 
 def _settled(line: str) -> str:
-    """The unfinished line without what carriage returns have overwritten: a progress bar of hours stays one line long."""
+    """Remove the text that carriage returns have overwritten, so that the line of a long-running progress bar does not grow."""
     head, returned, tail = line.rpartition("\r")
     return f"{_overwritten(head)}\r{tail}" if returned else line

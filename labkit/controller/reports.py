@@ -1,4 +1,4 @@
-"""Makes one error of a run that did not finish on every rank."""
+"""The error that reports a run that did not finish on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from labkit.ranks import name_ranks
 
 
 def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
-    """Raise what went wrong in a run that has ended, if anything did.
+    """Raise an error if a run that has ended went wrong.
 
     Args:
         run: The run.
@@ -24,14 +24,14 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
         ways_back: What to do when a rank has died, in a sentence.
 
     Raises:
-        RunReport: It did not finish on every rank.
+        RunReport: The run did not finish on every rank, or left a collective open.
     """
     finished = sorted(run.results)
     notes = list(run.steps)
     if run.left_open:
         raise OpenCollectiveError(run.left_open, finished, notes)
     if not run.failures:
-        return  # it may have been stopped and finished all the same
+        return  # it may have been stopped and have finished all the same
     failures = run.judged_failures()
     notes += _failed_handlers(run)
     judged = run.diagnosis is not None and run.diagnosis.kind not in ("idle", "working")
@@ -53,7 +53,7 @@ def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:
 
 
 def _failed_handlers(run: Run) -> list[str]:
-    """Name the cell's own code for an interrupt where it has failed; a sentence for each place."""
+    """Describe, in a sentence for each place, where the cell's own code for an interrupt has failed."""
     places: dict[str, list[RankFailure]] = {}
     for _, failure in sorted(run.failures.items()):
         if failure.in_handler:
@@ -67,7 +67,7 @@ def _failed_handlers(run: Run) -> list[str]:
 
 
 def _where_cut_off(run: Run) -> str:
-    """Where the ranks were that another rank's end has freed from a collective, in a sentence."""
+    """Describe in a sentence where ranks waited in a collective from which the end of another rank has freed them."""
     places: dict[str, list[int]] = {}
     for rank in sorted(run.cut_off):
         failure = run.failures.get(rank)

@@ -1,14 +1,14 @@
-"""One run: it waits for the ranks, and ends what does not end by itself.
+"""One run: wait for the ranks, and stop those that do not end by themselves.
 
-A run ends when each of its ranks has given its one terminal message. Until then three things can go wrong, and each
-leads to the same steps:
+A run ends when each of its ranks has sent its one terminal message. Until then three things can go wrong, and each leads to the
+same steps:
 
 * a rank fails and the others may wait for it for ever: they get a grace period;
 * the time limit passes;
-* somebody interrupts.
+* the user interrupts the run.
 
-The steps are: raise KeyboardInterrupt on the ranks that still work, then abort their process groups, which frees them
-from native collectives, then kill what still does not answer. A rank that lives keeps its variables.
+The steps are: raise KeyboardInterrupt on the ranks that still work, then abort their process groups, which frees them from native
+collectives, then kill the ranks that still do not answer. A rank that is not killed keeps its variables.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ from labkit.wire.messages import (
 # How long the other ranks may go on after one has failed: they may be about to fail with the same error.
 GRACE_S = 1.0
 DEATH_GRACE_S = 0.1
-# A rank that was cut off often says so before the system reports the death that cut it off.
+# A rank that was cut off often reports this before the system reports the death that caused it.
 CAUSE_S = 2.0
-# SIGINT ends Python code within milliseconds; what has not ended then sits in native code. Ranks that report that they
-# wait in a collective are freed at once.
+# SIGINT ends Python code within milliseconds; a rank that has not ended by then is in native code. Ranks that report that they wait
+# in a collective are freed at once.
 ABORT_AFTER_S = 0.4
-# Aborting NCCL took 0.5 s on 2 H200; freeing gloo takes milliseconds. What has not ended then is stuck elsewhere.
+# Aborting NCCL took 0.5 s on 2 H200; freeing gloo takes milliseconds. A rank that has not ended by then is stuck elsewhere.
 KILL_AFTER_S = 6.0
-# Who interrupts again is in a hurry, but whoever holds Ctrl-C down wants no rank killed that the abort is about to free.
+# A second interrupt shortens the wait. But a user who holds Ctrl-C down does not want to kill ranks that the abort is about to
+# free.
 HURRIED_KILL_AFTER_S = 2.0
 RESEND_S = 0.25
 
@@ -52,46 +53,46 @@ StopReason = Literal["failed", "timeout", "interrupted"]
 
 
 class Ranks(Protocol):
-    """What a run needs of its pool."""
+    """The part of a pool that a run needs."""
 
     def receive(self, timeout_s: float) -> list[tuple[FromWorker, list[bytes]]]:
         """Wait for messages."""
 
     def send_control(self, rank: int, message: ToControl) -> None:
-        """Speak to a rank's control thread."""
+        """Send a message to a rank's control thread."""
 
     def kill(self, rank: int) -> None:
         """Kill a rank's process."""
 
     def wake(self) -> None:
-        """Make receive() return; called from a signal handler."""
+        """Make receive() return. Called from a signal handler."""
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
-        """Every living rank of the pool, in the run or not."""
+        """All living ranks of the pool, in the run or not."""
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks whose process is gone."""
+        """Ranks whose process has ended."""
 
 
 @dataclass
 class Run:
-    """A run in progress, and what came of it.
+    """A run in progress, and its outcome.
 
     Attributes:
         run_id: Its number.
         ranks: The ranks it runs on.
         results: Results with their frames, by rank.
         failures: Failures by rank.
-        stopped: Why the run was stopped before all ranks had ended, if it was.
-        steps: What had to be done, a sentence each.
-        diagnosis: What held it up when it was stopped.
+        stopped: The reason why the run was stopped before all ranks had ended; None if it was not stopped.
+        steps: The measures that labkit took, a sentence each.
+        diagnosis: The cause that held it up when it was stopped.
         released: Ranks that had to be freed from native code.
         cut_off: Ranks whose error only says that another rank has left a collective.
-        group_lost: Process groups were aborted; all ranks need new ones.
-        left_open: Collectives that it has left open although it ended well everywhere.
-        uneven: What to say of ranks that have made different numbers of process groups; empty where they have not.
+        group_lost: Whether process groups were aborted, so that all ranks need new ones.
+        left_open: Collectives that it left open although it ended well on all ranks.
+        uneven: A sentence about ranks that have made different numbers of process groups; empty if the numbers are equal.
     """
 
     run_id: int
@@ -110,11 +111,11 @@ class Run:
 
     @property
     def pending(self) -> list[int]:
-        """Ranks that have not ended, ascending."""
+        """Ranks that have not ended, in ascending order."""
         return [rank for rank in self.ranks if rank not in self.results and rank not in self.failures]
 
     def judged_failures(self) -> list[RankFailure]:
-        """The failures in rank order. Where there is a cause, ranks that were only cut off count as interrupted."""
+        """Return the failures in rank order. If there is another cause, ranks that were only cut off count as interrupted."""
         caused = self.stopped is not None or any(rank not in self.cut_off for rank in self.failures)
         return [
             replace(failure, kind="interrupted", traceback="") if caused and rank in self.cut_off else failure
@@ -123,13 +124,13 @@ class Run:
 
 
 class RunWait:
-    """Waits for one run.
+    """A wait for one run.
 
     Args:
         run: The run.
         pool: Its pool.
         timeout_s: Its time limit, or None.
-        deaf_s: SIGINT does nothing in the run's first seconds.
+        deaf_s: SIGINT is ignored for this many seconds from the run's start.
         on_output: Called with each Output.
         on_tick: Called a few times a second while waiting.
         on_hang: Called with the diagnosis when the run hangs.
@@ -169,7 +170,7 @@ class RunWait:
         return self.run
 
     def on_sigint(self) -> None:
-        """Each SIGINT takes the stop one step further."""
+        """Take the stop one step further. Called for each SIGINT."""
         if time.monotonic() >= self._hears_from:
             self.request_stop()
 
@@ -200,7 +201,7 @@ class RunWait:
         return False
 
     def ask(self) -> dict[int, RankReport]:
-        """Ask every living rank what it does, when the run has ended; those that do not answer are left out."""
+        """Ask every living rank what it does, after the run has ended. Ranks that do not answer are left out."""
         self.watch.ask()
         while self.watch.is_open and not self._pool.dead_ranks:
             for message, frames in self._pool.receive(ANSWER_S):
@@ -209,7 +210,7 @@ class RunWait:
         return self.watch.reports
 
     def take(self, message: FromWorker, frames: list[bytes]) -> None:
-        """Take one message. Messages of earlier runs only carry late output."""
+        """Process one message. Messages of earlier runs only carry late output."""
         if isinstance(message, Output):
             self._on_output(message)
         elif isinstance(message, Inspection):
@@ -226,7 +227,7 @@ class RunWait:
             if message.cut_off:
                 self.run.cut_off.add(message.rank)
             if self._stop_began is None:
-                # The dead cannot be waited for; what died says nothing that another rank would say again.
+                # A dead rank will not finish, and other ranks will not repeat its error, so wait only briefly.
                 patience = DEATH_GRACE_S if message.failure.kind == "died" else GRACE_S
                 ends = time.monotonic() + patience
                 self._grace_ends = ends if self._grace_ends is None else min(ends, self._grace_ends)
@@ -240,14 +241,14 @@ class RunWait:
         if self._stop_began is None:
             self._stop("interrupted")
         else:
-            # The second Ctrl-C means: now.
+            # The second Ctrl-C means: stop now.
             self._stop_began = min(self._stop_began, time.monotonic() - ABORT_AFTER_S)
             self._hurried = self._aborted_at is not None
 
     def _stop(self, reason: StopReason) -> None:
         self.run.stopped = reason
         self._stop_began = time.monotonic()
-        # The control threads answer in order, so the answers tell what held the ranks up before the interrupt.
+        # The control threads answer in order, so these answers show what held the ranks up before the interrupt.
         self.watch.look_last()
         self._push_on(self._stop_began)
 
@@ -264,7 +265,7 @@ class RunWait:
         hurried = self._hurried and self._aborted_at is not None and now - self._aborted_at >= HURRIED_KILL_AFTER_S
         if waited >= KILL_AFTER_S or hurried:
             if self.run.diagnosis is None:
-                self.run.diagnosis = self.watch.present()  # the death to come is no cause of anything
+                self.run.diagnosis = self.watch.present()  # judge before the kill, so that it is not taken for the cause
             places = {state.rank: f" at {state.place}" for state in self.run.diagnosis.states if state.has_place}
             for rank in self.run.pending:
                 if rank not in self._killed:
@@ -277,7 +278,7 @@ class RunWait:
 
     def _abort(self) -> None:
         if self._aborted_at is not None:
-            # A rank may have been between two collectives when the first abort came.
+            # A rank may have been between two collectives when the first abort arrived.
             if time.monotonic() >= self._next_abort:
                 self._next_abort = time.monotonic() + RESEND_S
                 for rank in self.run.pending:
@@ -287,21 +288,21 @@ class RunWait:
         self._next_abort = time.monotonic() + RESEND_S
         self.run.group_lost = True
         self.run.released = tuple(self.run.pending)
-        # Every rank of the pool, also those that have finished: a group lives on all of its ranks or on none.
+        # Abort on every rank of the pool, also on those that have finished: a group must exist on all of its ranks or on none.
         for rank in self._pool.all_ranks:
             self._pool.send_control(rank, Abort(self.run.run_id))
 
     def _waits(self) -> bool:
-        """Whether the run's end has to wait although every rank has ended it."""
+        """Return whether the run has to wait although every rank has ended it."""
         return self._waits_for_aborts() or self._waits_for_cause() or self.watch.last_look_is_open
 
     def _waits_for_cause(self) -> bool:
-        """All failures are those of victims; the death of the rank that cut them off is about to be reported."""
+        """Return whether all failures are those of victims, so that the death that cut them off may be reported soon."""
         only_victims = bool(self.run.failures) and not set(self.run.failures) - self.run.cut_off
         return only_victims and self._stop_began is None and time.monotonic() < self._last_failure + CAUSE_S
 
     def _waits_for_aborts(self) -> bool:
-        """An abort may still be under way on ranks that had finished; renewing their groups must not overtake it."""
+        """Return whether an abort may still be running on ranks that had finished. Renewing their groups must not overtake it."""
         if self._aborted_at is None or self._stop_began is None:
             return False
         missing = set(self._pool.all_ranks) - self._abort_answers

@@ -1,4 +1,4 @@
-"""Sends work to the ranks, waits for it, mends what the wait has broken, and raises what went wrong."""
+"""Execution of work on the ranks: send it, wait for it, repair what it has broken, and raise the error if it failed."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from labkit.ranks import RankResults, format_ranks, name_ranks
 from labkit.wire.messages import Execute, Failed, Output, RankReport, Release, Result
 from labkit.wire.payload import Packed, unpack
 
-# Making new groups takes some 0.03 s on gloo and 1.3 s on NCCL.
+# Making new groups takes about 0.03 s on gloo and 1.3 s on NCCL.
 REBUILD_LIMIT_S = 60.0
-# Somebody who holds Ctrl-C down means the run and not its mending, unless that takes long.
+# A user who holds Ctrl-C down means the run and not the repair, unless the repair takes long.
 REBUILD_DEAF_S = 10.0
-# Then it can be repeated.
+# An interrupted or failed repair can be repeated.
 REBUILD_ATTEMPTS = 3
 # An idle rank answers within milliseconds.
 ASK_S = 2.0
@@ -49,11 +49,11 @@ class Runner:
         self._waiting: RunWait | None = None
         self._sigint = False
         self._to_release: list[tuple[int, int]] = []
-        self._obstacle = ""  # why a rank cannot be replaced by itself
+        self._obstacle = ""  # why a rank cannot be replaced alone
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Keep others from starting a run.
+        """Keep other threads from starting a run.
 
         Raises:
             PoolStateError: A run is in progress.
@@ -67,15 +67,15 @@ class Runner:
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks whose process has ended. While a run is in progress: those that the run has been told of."""
-        # A death is told once, and a run in progress must be the one that hears of it.
-        if self._members.has_exits:  # else a look from another thread could be in the way of a run that begins
+        """Ranks whose process has ended. While a run is in progress: those whose end the run knows."""
+        # A death is reported once, and a run in progress must be the one that gets the report.
+        if self._members.has_exits:  # otherwise this, in another thread, could block a run that begins
             with contextlib.suppress(PoolStateError), self.alone():
                 self._members.note_deaths()
         return self._members.dead_ranks
 
     def look_around(self) -> None:
-        """Take note of what has happened while no run was in progress. Does nothing while one is."""
+        """Record what has happened while no run was in progress. Do nothing while one is."""
         with contextlib.suppress(PoolStateError), self.alone():
             self._members.look()
 
@@ -83,10 +83,10 @@ class Runner:
         """Refuse work for a rank that is dead.
 
         Args:
-            ranks: Who is to work.
+            ranks: The ranks that are to work.
 
         Raises:
-            PoolStateError: It names the dead ranks and the ways back.
+            PoolStateError: A rank is dead; the message names the dead ranks and the ways to go on.
         """
         dead = self.dead_ranks
         if not set(dead).isdisjoint(ranks):
@@ -115,22 +115,22 @@ class Runner:
 
         Args:
             kind: See :class:`labkit.wire.messages.Execute`.
-            ranks: Who runs it.
+            ranks: The ranks to run it on.
             timeout_s: Interrupt it after this many seconds.
-            packed: Its payload; closed here.
-            screen: Where the ranks' output appears; None for the running cell or the terminal.
+            packed: Its payload, which this function closes.
+            screen: The screen for the ranks' output; None for the running cell or the terminal.
             **fields: Further fields of the message.
 
         Returns:
             The run, finished on every rank.
 
         Raises:
-            RunReport: It did not finish on every rank.
+            RunReport: The run did not finish on every rank.
             PoolStateError: A run is in progress, or a rank is dead.
         """
         try:
             self.refuse_dead(ranks)
-            # From here to the end of the mending: what is broken off in between leaves ranks at work, or groups broken.
+            # An interrupt from here to the end of the repair would leave ranks at work or groups broken.
             with self.alone(), self._sigint_stops_the_run():
                 self._send_releases()
                 self._count += 1
@@ -148,21 +148,21 @@ class Runner:
                 packed.close()
         if run.failures or run.left_open or self._sigint:
             for rank, (result, _) in run.results.items():
-                self._release(rank, result)  # nobody will read it
+                self._release(rank, result)  # nothing will read it
         raise_for(run, timeout_s, self._ways_back(self._members.dead_ranks))
         if self._sigint:
             raise KeyboardInterrupt
         return run
 
     def resume(self, run_id: int, ranks: tuple[int, ...]) -> None:
-        """Take over from an earlier notebook: runs are counted on, and one that is still in progress is waited for, output and all.
+        """Take over from an earlier notebook: continue its count of runs, and wait for a run in progress, showing its output.
 
         Args:
-            run_id: The last run that was asked for.
+            run_id: The last run that was requested.
             ranks: The ranks that have not ended it.
 
         Raises:
-            RunReport: It did not finish on every one of these ranks.
+            RunReport: The run did not finish on every one of these ranks.
         """
         self._count = run_id
         if not ranks:
@@ -188,7 +188,7 @@ class Runner:
             if self._sigint:
                 self._sigint = False
                 self.interrupt()
-            send()  # only now: an interrupt that follows the first sign of life must find whom to interrupt
+            send()  # only now: an interrupt after the first sign of life must find whom to interrupt
             waiting.wait()
             self._waiting = None
             self._look_for_leftovers(waiting)
@@ -199,7 +199,7 @@ class Runner:
             screen.text("stderr", f"{run.uneven}\n")
 
     def _look_for_leftovers(self, waiting: RunWait) -> None:
-        """Find what a run that ended well everywhere has left open between the ranks."""
+        """Find what a run that ended well on all ranks has left open between them."""
         run, all_ranks = waiting.run, self._members.all_ranks
         begun = {rank: result.begun for rank, (result, _) in run.results.items()}
         if run.failures or run.group_lost or self._members.deaths or not leftovers.may_be_open(begun, all_ranks):
@@ -210,7 +210,7 @@ class Runner:
             run.uneven = leftovers.describe_counters(reports)
 
     def _mend(self, run: Run) -> None:
-        """Bring back what the run has broken, if every rank still lives: process groups, then what stands on them."""
+        """Repair what the run has broken, if every rank still lives: process groups, then the objects that use them."""
         if self._members.deaths:
             self._find_obstacle()
             return
@@ -240,7 +240,7 @@ class Runner:
         run.steps += [note if len(ranks) == len(mended) else f"{name_ranks(tuple(ranks))}: {note}" for note, ranks in notes.items()]
 
     def _rebuild(self, replaced: tuple[int, ...] = ()) -> Run:
-        """Let the ranks form new groups; new processes take the places of those that are replaced."""
+        """Make the ranks form new groups, with new processes in place of those that are replaced."""
         group = self._members.next_group()
         stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
         if replaced:
@@ -254,9 +254,9 @@ class Runner:
             return wait.wait()
 
     def _find_obstacle(self, replaced: tuple[int, ...] = ()) -> str:
-        """Ask the ranks that stay what keeps new ones from joining them; empty where nothing does. Later errors say it too.
+        """Ask the ranks that stay what keeps new ones from joining them; empty if nothing does. Later errors repeat it.
 
-        Blocks for ASK_S at most: a rank that does not answer stands in nobody's way here, and shows itself in the next run.
+        Blocks for ASK_S at most. A rank that does not answer is ignored here; the next run will notice it.
         """
         self._count += 1
         run = Run(self._count, tuple(rank for rank in self._members.all_ranks if rank not in replaced))
@@ -274,7 +274,7 @@ class Runner:
             if what:
                 found.setdefault(what, []).append(rank)
         parts = [f"the default process group was {what} on {name_ranks(ranks)}" for what, ranks in found.items()]
-        self._obstacle = " and ".join(parts) or self._obstacle  # or what an earlier attempt failed of
+        self._obstacle = " and ".join(parts) or self._obstacle  # or the error of an earlier attempt
         return " and ".join(parts)
 
     def _ask_for_obstacle(self) -> None:
@@ -282,17 +282,17 @@ class Runner:
             self._find_obstacle()
 
     def replace(self, ranks: tuple[int, ...], timeout_s: float) -> tuple[str, ...]:
-        """Put new processes in the place of some ranks; the others keep their variables.
+        """Replace the processes of some ranks by new ones; the other ranks keep their variables.
 
         Args:
-            ranks: The ranks to replace; all dead ones are among them, and at least one rank stays.
+            ranks: The ranks to replace. They include all dead ones, and at least one rank stays.
             timeout_s: The longest time to wait for the new processes.
 
         Returns:
-            What the ranks that stay have to know, a sentence each.
+            Notes for the ranks that stay, a sentence each.
 
         Raises:
-            WorkerStartError: A new process did not come up.
+            WorkerStartError: A new process did not start.
             PoolStateError: A run is in progress, or the ranks could not form their groups.
         """
         with self.alone():
@@ -303,7 +303,7 @@ class Runner:
                 )
             rebuild = self._rebuild(ranks)
             if rebuild.failures:
-                # The joiner dies of what the others say.
+                # The joining rank dies because of the error that the others report.
                 first = min(rebuild.failures.values(), key=lambda failure: failure.kind == "died")
                 self._obstacle = first.headline()
                 self._members.give_up(ranks, f"labkit ended its new process: no groups could be formed ({first.message})")
@@ -318,7 +318,7 @@ class Runner:
         return tuple(notes)
 
     def _ways_back(self, dead: Sequence[int]) -> str:
-        """What to do when ranks have died, in a sentence."""
+        """Return advice for the case that ranks have died."""
         lost = any(self._members.deaths[rank].type_name == LOST for rank in dead)
         when, fresh = "When the machine is back: " if lost else "", "pool.restart() gives fresh ranks."
         if len(dead) == self._world_size or self._obstacle:
@@ -326,7 +326,7 @@ class Runner:
         return f"{when}pool.restart({list(dead)}) replaces {name_ranks(dead)}, the others keep their variables; {fresh}"
 
     def values(self, run: Run) -> RankResults[Any]:
-        """The values that a finished run returned.
+        """Return the values that a finished run returned.
 
         Raises:
             WireError: A value cannot be read here.
@@ -360,7 +360,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _sigint_stops_the_run(self) -> Iterator[None]:
-        """Ctrl-C stops the run. What comes before the wait for it or after is noted in ``_sigint``."""
+        """Let Ctrl-C stop the run. An interrupt before or after the wait for the run is noted in ``_sigint``."""
 
         def on_sigint() -> None:
             if self._waiting is None:
@@ -373,7 +373,7 @@ class Runner:
             yield
 
     def diagnose(self) -> Diagnosis:
-        """What holds up the present run; see :meth:`labkit.controller.pool.WorkerPool.diagnose`."""
+        """Return what holds up the present run; see :meth:`labkit.controller.pool.WorkerPool.diagnose`."""
         waiting = self._waiting
         if waiting is not None and (found := self._ask(waiting, 2.0)) is not None:
             return found
@@ -382,11 +382,11 @@ class Runner:
         return judge((), range(self._world_size), (), (), dead, {}, idle, 0.0)
 
     def look(self) -> Diagnosis | None:
-        """What is known of the present run; see :meth:`labkit.controller.pool.WorkerPool.look`."""
+        """Return the last diagnosis of the present run; see :meth:`labkit.controller.pool.WorkerPool.look`."""
         waiting = self._waiting
         if waiting is None:
             return None
-        # A run is looked at once a second by itself. Looks in between would be too close to tell work from waiting.
+        # A run looks at its ranks once a second by itself. Looks in between would be too close to distinguish work from waiting.
         return waiting.watch.latest or self._ask(waiting, 1.0)
 
     @staticmethod

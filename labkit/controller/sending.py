@@ -1,4 +1,4 @@
-"""What must be right before anything is sent: the cell's syntax, the function's picklability, the size of what it drags along."""
+"""Checks before anything is sent: the cell's syntax, whether the function can be pickled, the size of what it captures."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 from labkit.errors import InvalidRunError, WireError
 from labkit.wire.payload import Packed, pack
 
-# From this size on a captured global is more likely an accident than an intention.
+# A captured global of this size or more is probably there by accident.
 WARN_BYTES = 64 * 1024 * 1024
 
 
 def check_limit(timeout_s: Any) -> None:
-    """Refuse a time limit that is no positive number of seconds and not None.
+    """Refuse a time limit that is neither None nor a positive number of seconds.
 
     Raises:
-        InvalidRunError: It is not.
+        InvalidRunError: It is neither.
     """
     number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
     if timeout_s is not None and not (number and timeout_s > 0):
@@ -37,7 +37,7 @@ def check_syntax(source: str, name: str) -> None:
 
     Args:
         source: The cell, with magics and top-level await.
-        name: File name for the message.
+        name: The file name for the message.
 
     Raises:
         SyntaxError: The cell cannot be parsed.
@@ -53,7 +53,7 @@ def pack_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
 
     Raises:
         InvalidRunError: The function cannot be called.
-        WireError: The function or an argument cannot be pickled; the message names which.
+        WireError: The function or an argument cannot be pickled; the message names it.
     """
     if not callable(function):
         raise InvalidRunError(f"pool.run calls a function, and {function!r:.80} cannot be called. Source text runs with %%spmd.")
@@ -83,7 +83,7 @@ def pack_variables(variables: Mapping[str, Any], *, share_memory: bool) -> Packe
 
 
 def _blame(parts: Mapping[str, Any]) -> str | None:
-    """The first of the named values that cannot be pickled, and why."""
+    """Return the first of the named values that cannot be pickled, and why; None if all can."""
     for what, value in parts.items():
         try:
             pack(value, share_memory=False)
@@ -93,7 +93,7 @@ def _blame(parts: Mapping[str, Any]) -> str | None:
 
 
 def captured(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The globals and closure variables that travel with a function: those of functions from notebooks and inner functions."""
+    """Return the globals and closure variables that travel with a function from a notebook or an inner function; else nothing."""
     function = getattr(function, "func", function)  # functools.partial
     function = getattr(function, "__func__", function)  # a bound method
     if not isinstance(function, types.FunctionType) or _travels_by_name(function):
@@ -106,7 +106,7 @@ def captured(function: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 def _travels_by_name(function: types.FunctionType) -> bool:
-    """Whether the ranks import the function from its module instead of getting it whole."""
+    """Return whether the ranks import the function from its module instead of receiving its code."""
     found: Any = sys.modules.get(function.__module__ or "")
     for part in function.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -133,9 +133,9 @@ def _warn_about_captures(function: Callable[..., Any]) -> None:
 def _pack_with_companions(value: Any, share_memory: bool) -> Packed:
     """Pack (value, companions, sources).
 
-    Companions are the functions and classes of the notebook that the value takes along, by name: on the rank they get
-    the same names in ``__main__``, so that pickle and torch.save find them there. Sources are the cells that define them,
-    so that tracebacks on the rank show their lines.
+    Companions are the functions and classes of the notebook that the value refers to, by name. On the rank they get the same names
+    in ``__main__``, so that pickle and torch.save find them there. Sources are the cells that define them, so that tracebacks on
+    the rank show their lines.
     """
     own_names = vars(sys.modules["__main__"])
     companions: dict[str, Any] = {}
@@ -149,13 +149,13 @@ def _pack_with_companions(value: Any, share_memory: bool) -> Packed:
             if code.co_filename not in sources and (lines := _cell_lines(code.co_filename)):
                 sources[code.co_filename] = (lines, cell_number(code.co_filename))
 
-    # Pickle reaches the two last, when the value before them has filled them, and its memo makes the companions the very
+    # Pickle reaches companions and sources last, when pickling the value has filled them. Its memo makes the companions the same
     # objects that the value uses.
     return pack((value, companions, sources), share_memory=share_memory, on_by_value=note)
 
 
 def _codes(thing: Any) -> Iterator[types.CodeType]:
-    """The code of a function, or of a class's methods."""
+    """Yield the code of a function, or of a class's methods."""
     for candidate in (thing, *vars(thing).values()) if isinstance(thing, type) else (thing,):
         code = getattr(candidate, "__code__", None)
         if isinstance(code, types.CodeType):
@@ -163,13 +163,13 @@ def _codes(thing: Any) -> Iterator[types.CodeType]:
 
 
 def _cell_lines(filename: str) -> list[str]:
-    """A notebook cell's lines; empty for a real file, which the rank reads itself."""
+    """Return a notebook cell's lines; empty for a real file, which the rank reads itself."""
     entry = linecache.cache.get(filename)
     return list(entry[2]) if entry is not None and len(entry) == 4 and entry[1] is None else []
 
 
 def cell_number(filename: str) -> int | None:
-    """The notebook's number of the cell that a code object's file name stands for."""
+    """Return the notebook's number of the cell with this file name; None for other files."""
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython is not None else None
     return shell.compile._filename_map.get(filename) if shell is not None else None

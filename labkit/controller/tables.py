@@ -1,4 +1,4 @@
-"""Which machines of an attached pool have come, and the command that brings them, as text and as HTML."""
+"""The machines of an attached pool that have connected, and the command that starts their agents, as text and as HTML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CELL = 'style="text-align:left;padding:2px 14px 2px 0"'
 
 
 def arrival_text(launch: Launch | None, nodes: Sequence[Node]) -> str:
-    """Command, where machines wait for one, and table, for terminals and saved notebooks."""
+    """Return the command, if there is one, and the table of machines, for terminals and saved notebooks."""
     head = [_head(launch, nodes)]
     if launch is not None:
         scheduled = f"Or let a scheduler do it (slurm or kubernetes): {launch.writer('slurm')}"
@@ -22,7 +22,7 @@ def arrival_text(launch: Launch | None, nodes: Sequence[Node]) -> str:
 
 
 def arrival_html(launch: Launch | None, nodes: Sequence[Node]) -> str:
-    """The same for a notebook, with what schedulers need; the buttons copy."""
+    """Return the same as HTML for a notebook, with the files for schedulers and buttons that copy them."""
     rows = "".join(
         f'<tr><th scope="row" {_CELL}>{html.escape(node.name)}</th><td {_CELL}>{_state(node)}</td></tr>' for node in nodes
     )

@@ -1,14 +1,14 @@
-"""The judgement over a run that waits: from one report per rank to one sentence.
+"""The judgement of a run that waits: from one report per rank to one sentence.
 
-Ranks that wait are victims. The cause is looked for among those that they wait for: members of their group that are not
-in the collective. A rank that computes may still come, so with one of those about nothing is called a hang.
+Ranks that wait are victims. The cause is sought among the ranks they wait for: members of their group that are not in the
+collective. A rank that computes may still come, so while there is one, nothing is called a hang.
 
-Reports of several ranks are never of the same moment, and ranks of a right program are seldom at the same call. So there are
-two proofs, and without one the verdict only says where the ranks are:
+Reports of several ranks never come from the same moment, and ranks of a correct program are seldom at the same call. So there are
+two kinds of proof, and without one the verdict only says where the ranks are:
 
-* torch's record of one group. Under one number every rank has to make the same call, and a rank that has ended the run
-  without a number will not make that call any more.
-* Two looks, APART_S or more apart, between which a waiting rank has begun nothing and has not computed.
+* torch's record of one group. Every rank has to make the same call under the same number. A rank that has ended the run without
+  reaching a number will never make that call.
+* Two looks, at least APART_S apart, between which a waiting rank has begun nothing and has not computed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from labkit.controller.proof import is_in, is_point_to_point, members, needs, sa
 from labkit.ranks import name_ranks
 from labkit.wire.messages import Collective, RankReport
 
-# A rank that used less of the time between two reports than this waits; gloo's waiting threads use almost nothing.
+# A rank that used a smaller share of the time between two reports is waiting; gloo's waiting threads use almost nothing.
 WORKING_SHARE = 0.05
-# In a collective it may take care of what arrives meanwhile; one that receives uses much more.
+# A rank in a collective may process arriving data, which takes some CPU time; a rank that really receives uses much more.
 RECEIVING_SHARE = 0.25
-# Two reports nearer than this prove nothing: ranks share processors, and making a report takes milliseconds itself.
+# Two reports closer than this prove nothing: ranks share processors, and making a report itself takes milliseconds.
 APART_S = 0.5
 # Torch's name for the default group.
 DEFAULT_GROUP = "0"
-# Every rank puts the same shape into these. Into others, such as all_to_all_single, it may not.
+# Every rank passes the same shape to these. To others, such as all_to_all_single, it need not.
 _EQUAL_SHAPES = ("all_reduce", "broadcast", "reduce", "all_gather", "reduce_scatter")
 
 
@@ -48,9 +48,9 @@ def judge(
     Args:
         ranks: The ranks that the run was sent to.
         all_ranks: All ranks of the pool.
-        finished: Those that have ended it well.
-        failed: Those that have ended it badly.
-        dead: Ranks whose process is gone.
+        finished: The ranks that have ended it well.
+        failed: The ranks that have ended it badly.
+        dead: Ranks whose process has ended.
         before: Earlier reports, which may be empty.
         now: Present reports; a rank without one did not answer.
         apart_s: Seconds between the two.
@@ -80,7 +80,7 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
     stuck = _stuck([collective for collective in now.collectives if not collective.done])
     used = (now.cpu_s - before.cpu_s) / apart_s if before is not None else 0.0
     computes = used > (RECEIVING_SHARE if now.in_collective else WORKING_SHARE)
-    # A thread that waits for a GPU may spin, so its CPU time says nothing; an unfinished collective does.
+    # A thread that waits for a GPU may spin, so its CPU time shows nothing; an unfinished collective does.
     spins = stuck is not None and stuck.backend == "nccl"
     same_place = before is not None and (before.run_id, before.innermost) == (now.run_id, now.innermost)
     rests = same_place and before is not None and before.begun == now.begun and (spins or not computes)
@@ -92,9 +92,9 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
 
 
 def _stuck(open_ones: Sequence[Collective]) -> Collective | None:
-    """The collective that does not end, of those that have not ended.
+    """Return the collective that blocks a rank, among those that have not ended.
 
-    On a GPU the first one: the others are queued behind it. With gloo the last one, which is the one that the rank has called.
+    On a GPU this is the first one: the others are queued behind it. With gloo it is the last one, the one the rank has called.
     """
     queued = [collective for collective in open_ones if collective.backend == "nccl"]
     return queued[0] if queued else open_ones[-1] if open_ones else None
@@ -129,7 +129,7 @@ def _verdict_on_waiting(states: tuple[RankState, ...], waiting: list[RankState])
         return proven
     stalled = [state for state in waiting if state.stalled]
     may_come = [state for state in states if state.state in ("working", "native", "silent", "waiting") and not state.stalled]
-    # A rank that waits itself is no straggler: it may be about to stall, or take long over what it receives.
+    # A rank that waits itself is not a straggler: it may be about to stall, or may need long for what it receives.
     at_work = [state for state in may_come if state.state != "waiting"]
     if busy := [state for state in at_work if any(needs(victim, state) for victim in stalled)]:
         victims = [state for state in stalled if any(needs(state, other) for other in busy)]
@@ -150,7 +150,7 @@ def _verdict_on_waiting(states: tuple[RankState, ...], waiting: list[RankState])
 
 
 def _deadlock(states: tuple[RankState, ...], stalled: list[RankState]) -> tuple[Kind, str, bool] | None:
-    """Explain a wait in which no rank computes, and none has ended without a call that another waits for."""
+    """Explain a wait in which no rank computes, and no rank has ended without a call that another waits for."""
     called = [state.collective for state in stalled if state.collective is not None]
     if len(called) < len(stalled):
         return "each other", f"The ranks wait for each other: {_each(stalled)}.", True
@@ -170,9 +170,9 @@ def _deadlock(states: tuple[RankState, ...], stalled: list[RankState]) -> tuple[
 
 
 def _mismatch(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[Kind, str, bool] | None:
-    """Whether a rank made another call, or one with another shape, under the number of a call in which others wait.
+    """Report a rank that made another call, or one with another shape, under the number of a call in which others wait.
 
-    It need not wait itself: a small message is sent, and its sender goes on.
+    That rank need not wait itself: if it only sends a small message, it goes on.
     """
     for victim in waiting:
         mine = victim.collective
@@ -199,7 +199,7 @@ def _num_elements(collective: Collective) -> int:
 
 
 def _missing(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[Kind, str, bool] | None:
-    """Whether ranks that have ended the run are waited for; one that failed is the cause, whoever else is missing."""
+    """Report ranks that have ended the run while others wait for them. If one of them failed, it is the cause."""
     verbs = {"failed": "failed", "idle": "{} not part of this run", "finished": "finished the cell"}
     for kind, verb in verbs.items():
         absent = [state for state in states if state.state == kind and any(needs(victim, state) for victim in waiting)]
@@ -217,7 +217,7 @@ def _group_of(state: RankState) -> str:
 
 
 def _wait_clauses(waiting: list[RankState]) -> str:
-    """``ranks 0-1 wait in all_reduce #5 at line 3``, one for each different call."""
+    """Return ``ranks 0-1 wait in all_reduce #5 at line 3``, one clause for each different call."""
     calls: dict[str, list[RankState]] = {}
     for state in waiting:
         calls.setdefault(state.call, []).append(state)
@@ -240,7 +240,7 @@ def _doing(state: RankState, of: str = "") -> str:
 
 
 def _parts(texts: Mapping[int, str], verb: str = "") -> list[str]:
-    """One part for each different text, with its ranks in front."""
+    """Return one part for each different text, with its ranks in front."""
     ranks: dict[str, list[int]] = {}
     for rank, text in texts.items():
         ranks.setdefault(text, []).append(rank)

@@ -1,4 +1,4 @@
-"""Looks at the ranks while a run waits, and says when waiting longer cannot help."""
+"""Repeated looks at the ranks while a run waits, to notice when waiting longer cannot help."""
 
 from __future__ import annotations
 
@@ -13,39 +13,39 @@ from labkit.controller.diagnosis import Diagnosis
 from labkit.controller.verdict import APART_S, judge
 from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
 
-# A cell that lasts this long is looked at once a second; two looks in a row that find the same hang show it.
+# A run that lasts this long is looked at once a second. Two successive looks that find the same hang report it.
 FIRST_LOOK_S = 2.0
 LOOK_EVERY_S = 1.0
-# The answers to a look that the last one is compared with have this long to arrive.
+# The earlier look, with which a last look is compared, gets this long for its answers.
 EARLY_S = 0.2
 # A control thread answers within milliseconds unless native code holds Python's lock.
 ANSWER_S = 0.5
 
 
 class Watched(Protocol):
-    """What the watch needs of a pool."""
+    """The part of a pool that the watch needs."""
 
     @property
     def all_ranks(self) -> tuple[int, ...]:
-        """Every living rank."""
+        """All living ranks."""
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
-        """Ranks whose process is gone."""
+        """Ranks whose process has ended."""
 
     def send_control(self, rank: int, message: ToControl) -> None:
-        """Speak to a rank's control thread."""
+        """Send a message to a rank's control thread."""
 
 
 class Watch:
     """Gathers reports of one run and judges them.
 
     Args:
-        pool: Whom to ask.
+        pool: The pool whose ranks it asks.
         ranks: The ranks of the run.
-        ended: Gives the ranks that have ended the run, and of these the ones that failed.
+        ended: Returns the ranks that have ended the run, and those of them that failed.
         on_hang: Called once for each hang that is found.
-        limit_s: The run's time limit; when it passes there has to be an earlier look to compare with.
+        limit_s: The run's time limit. When it passes, there has to be an earlier look to compare with.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class Watch:
         self._last = False
 
     def look_last(self) -> None:
-        """Ask once more, for the report of a run that is being stopped; what the ranks do afterwards is labkit's doing."""
+        """Ask once more, for the report of a run that is being stopped. After that, labkit determines what the ranks do."""
         self.ask()
         self._last = True
 
     @property
     def is_open(self) -> bool:
-        """Whether answers to a look may still come."""
+        """True if answers to a look may still come."""
         return self._open
 
     @property
@@ -89,11 +89,11 @@ class Watch:
 
     @property
     def last_look_is_open(self) -> bool:
-        """Whether answers to the last look may still come; they have at most ANSWER_S."""
+        """True if answers to the last look of a stopped run may still come; they have at most ANSWER_S."""
         return self._last and self._open
 
     def tick(self, waited_s: float) -> None:
-        """To be called a few times a second with the seconds that the run has lasted."""
+        """Proceed with the watch. Call this a few times a second with the seconds that the run has lasted."""
         if self._open and time.monotonic() - self._asked_at >= ANSWER_S:
             self._conclude()
         if self._open or self._last:
@@ -111,7 +111,7 @@ class Watch:
         self._reports = {}
         self._number += 1
         self._asked_at = time.monotonic()
-        # What is compared with is each rank's last answer that is far enough back; it may have missed the very last look.
+        # Compare with each rank's last answer that is far enough back; a rank may have missed the look before this one.
         while self._earlier and self._earlier[0][0] <= self._asked_at - APART_S:
             self._before_at, reports = self._earlier.popleft()
             self._before |= reports
@@ -121,7 +121,7 @@ class Watch:
             self._pool.send_control(rank, Inspect(self._number))
 
     def take(self, message: Inspection) -> None:
-        """A rank has answered."""
+        """Take a rank's answer."""
         if message.request_id != self._number:
             return
         self._reports[message.rank] = message.report
@@ -129,11 +129,11 @@ class Watch:
             self._conclude()
 
     def sees_waiting(self, ranks: Iterable[int]) -> bool:
-        """Whether one of these ranks has just reported that it waits in a collective."""
+        """Return whether one of these ranks has just reported that it waits in a collective."""
         return any(rank in self._reports and self._reports[rank].in_collective for rank in ranks)
 
     def present(self) -> Diagnosis:
-        """Judge what is known now."""
+        """Judge the run by the present reports."""
         finished, failed = self._ended_then
         apart_s = self._asked_at - self._before_at if self._before else 0.0
         return judge(self._ranks, self._all(), finished, failed, self._pool.dead_ranks, self._before, self._reports, apart_s)
@@ -151,4 +151,4 @@ class Watch:
         if hang and hang == self._suspected and hang != self._shown:
             self._shown = hang
             self._on_hang(diagnosis)
-        self._suspected = hang  # ranks still arrive; what is shown is what they have come to
+        self._suspected = hang  # other ranks may still arrive, so a hang is shown only when the next look confirms it

@@ -1,4 +1,4 @@
-"""One start of a pool's ranks on this machine: their processes, their wire, the places where they meet."""
+"""One start of a pool's ranks on this machine: their processes, their wire, and the places where they meet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.wire.transport import Channel, ControllerWire, Keys
 
 
 class Wire(Protocol):
-    """How a pool speaks with its ranks; see :class:`labkit.wire.transport.ControllerWire`."""
+    """The connection between a pool and its ranks; see :class:`labkit.wire.transport.ControllerWire`."""
 
     def send(self, ranks: Sequence[int], channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> None:
         """Send one message to several ranks."""
@@ -33,61 +33,61 @@ class Wire(Protocol):
 
 
 class World(Protocol):
-    """What a pool's members need to know of where they live."""
+    """The part of a world that a pool's members need."""
 
     @property
     def wire(self) -> Wire:
-        """How to speak with the ranks."""
+        """The connection to the ranks."""
 
     @property
     def share_memory(self) -> bool:
-        """Whether large buffers reach the ranks as memory files."""
+        """True if large buffers reach the ranks as memory files."""
 
     @property
     def places(self) -> Mapping[int, str]:
-        """The machine of each rank, where there is more than one."""
+        """The machine of each rank, if there is more than one machine."""
 
     def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
-        """Start the process of one rank; returns a number for :meth:`kill`. ``on_exit`` is called once, from any thread."""
+        """Start the process of one rank and return a number for :meth:`kill`. ``on_exit`` is called once, from any thread."""
 
     def kill(self, handle: int) -> None:
-        """Kill a process that was started, with all that it has started. Does nothing when it has ended."""
+        """Kill a process that was started, with all processes it has started. Do nothing if it has ended."""
 
     def group(self, generation: int) -> GroupSpec:
-        """Where the ranks meet to form the groups of a generation."""
+        """Return the place where the ranks meet to form the groups of a generation."""
 
     def look(self) -> None:
-        """Take note of what has happened while nobody waited for messages."""
+        """Record what has happened while nothing waited for messages."""
 
     def close(self) -> None:
-        """Every process has ended: leave nothing behind."""
+        """Clean up after every process has ended."""
 
 
 class Site(Protocol):
-    """Where a pool starts its ranks, over all its restarts."""
+    """The place where a pool starts its ranks, across all its restarts."""
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Wait until ranks can be started at once.
 
         Raises:
-            WorkerStartError: They cannot be.
+            WorkerStartError: Ranks cannot be started.
         """
 
     def open_world(self, plan: PoolPlan) -> World:
-        """Make ready for new ranks."""
+        """Prepare for new ranks."""
 
     @property
     def gone(self) -> bool:
-        """Whether what starts ranks there has ended: no rank lives, and only a start from the beginning brings new ones."""
+        """True if the processes that start ranks there have ended. Then no rank lives, and only a complete restart helps."""
 
     def leave(self) -> None:
-        """The pool is closed."""
+        """Clean up: the pool is closed."""
 
 
-# What torch and the ranks find in their environment unless the reader has set it.
+# Defaults for the ranks' environment, used unless the reader has set the variables.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    # The flight recorder is what diagnosis reads; torch keeps one on CUDA only when asked before the group exists.
+    # Diagnosis reads the flight recorder; on CUDA torch keeps one only if this is set before the group exists.
     "TORCH_FR_BUFFER_SIZE": "256",
     # NCCL's monitor ends a process whose collectives it finds stuck, and writes pages about groups that were aborted.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -98,27 +98,27 @@ ENVIRONMENT = {
 class LocalSite:
     """This machine, and the launcher that starts processes on it."""
 
-    gone = False  # the fork server is replaced by itself
+    gone = False  # a fork server that has ended is replaced automatically
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
-        """Wait until torch is imported in the fork server; see :class:`Site`."""
+        """Wait until the fork server has imported torch; see :class:`Site`."""
         self._launcher = plan_module.launcher()  # each time: the fork server of the last start may have died
         self._launcher.warm_up()
 
     def open_world(self, plan: PoolPlan) -> World:
-        """A directory and a wire; see :class:`Site`."""
+        """Make a directory and a wire; see :class:`Site`."""
         return LocalWorld(plan, self._launcher)
 
     def leave(self) -> None:
-        """The fork server stays, for the next pool; see :class:`Site`."""
+        """Do nothing: the fork server stays for the next pool; see :class:`Site`."""
 
 
 class LocalWorld:
     """Ranks on this machine.
 
     Args:
-        plan: What to start.
-        launcher: Starts the processes.
+        plan: The pool to start.
+        launcher: The launcher that starts the processes.
     """
 
     share_memory = True
@@ -130,7 +130,7 @@ class LocalWorld:
         self.wire = ControllerWire(self._directory, Keys.generate())
 
     def _make_directory(self) -> str:
-        """The pool's private directory (mode 0700): its sockets and the ranks' meeting places."""
+        """Make the pool's private directory (mode 0700), for its sockets and the ranks' meeting places."""
         base = tempfile.gettempdir()
         # Unix socket paths have at most 108 bytes.
         directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
@@ -163,11 +163,11 @@ class LocalWorld:
         self._launcher.kill(handle)
 
     def group(self, generation: int) -> GroupSpec:
-        """Where the ranks meet; see :class:`World`."""
+        """Return the place where the ranks meet; see :class:`World`."""
         return GroupSpec(os.path.join(self._directory, f"store-{generation}"), generation, self._plan.world_size)
 
     def look(self) -> None:
-        """Ends of processes are reported by themselves; see :class:`World`."""
+        """Do nothing: the launcher reports the ends of processes by itself; see :class:`World`."""
 
     def close(self) -> None:
         """Close the wire and remove the directory."""

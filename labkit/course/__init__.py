@@ -1,1 +1,1 @@
-"""What turns notebooks into a course: checks of exercises, the runner of notebooks."""
+"""The parts that turn notebooks into a course: checks of exercises, and the runner of notebooks."""

@@ -1,13 +1,14 @@
-"""How an exercise is checked: run the learner's code, measure, compare with the target, say by how much it misses.
+"""Tools for checks of exercises: run the learner's code, measure, compare with the target, and say by how much it misses.
 
-A check returns one line with the number it measured, or raises `ExerciseError` with three things: what was measured, what the
-target is, and a hint that fits the mistake. Solutions are judged by what they do and never by how they are written.
+A check returns one line with the number it measured, or raises `ExerciseError` with three things: the measurement, the target, and
+a hint that fits the mistake. Solutions are judged by what they do and never by how they are written.
 
-Code of an exercise that runs on the ranks stands in a ``%%spmd`` cell, so it lives in the namespace of each rank. A check sends
-a function there (`run_on_ranks`) that takes it from the namespace (`from_cell`), tries it, and returns what it saw as plain values.
+Exercise code that runs on the ranks is in a ``%%spmd`` cell, so it is in the namespace of each rank. A check sends a function there
+(`run_on_ranks`) that takes the learner's code from the namespace (`from_cell`), tries it, and returns its observations as plain
+values.
 
-No answer ends in a traceback of this package: a check calls the learner's function by `ask`, also on a rank, does what depends on
-the form of an answer inside `trying`, and refuses one that does not come back by `refuse_hang`.
+No answer ends in a traceback of this package: a check calls the learner's function by `ask`, also on a rank. It puts what depends
+on the form of an answer inside `trying`, and refuses an answer that does not come back by `refuse_hang`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SLOW = (
 
 
 class Pool(Protocol):
-    """What a check needs of a pool; `labkit.WorkerPool` has it."""
+    """The part of a pool that a check needs; `labkit.WorkerPool` has it."""
 
     @property
     def world_size(self) -> int:
@@ -52,14 +53,14 @@ def refuse(measured: str, target: str, hint: str = "") -> NoReturn:
     """Refuse a solution.
 
     Args:
-        measured: What it does, with the number and how far it is off.
+        measured: What the solution does, with the number and the difference.
         target: What it should do.
-        hint: What may have gone wrong, if the check can tell.
+        hint: The possible mistake, if the check can tell.
 
     Raises:
         ExerciseError: Always.
     """
-    # From None: what the check itself caught on the way is no matter of the learner's.
+    # From None: exceptions that the check itself caught on the way do not concern the learner.
     raise ExerciseError(f"{measured}\nTarget: {target}" + (f"\nHint: {hint}" if hint else "")) from None
 
 
@@ -68,10 +69,10 @@ def refuse_hang(name: str, error: RunTimeoutError, target: str, hint: str = "") 
 
     Args:
         name: The learner's function.
-        error: What the pool says of it.
-        target: What it should do.
-        hint: What may have gone wrong where ranks wait for one that does something else. Ranks that are all at work, or all in the
-            same call, get another: they may only be slow.
+        error: The pool's error.
+        target: What the function should do.
+        hint: The possible mistake if ranks wait for one that does something else. Ranks that are all at work, or all in the same
+            call, get another hint: they may only be slow.
 
     Raises:
         ExerciseError: Always.
@@ -82,23 +83,24 @@ def refuse_hang(name: str, error: RunTimeoutError, target: str, hint: str = "") 
 
 
 def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
-    """The learner's answer.
+    """Call the learner's function and return its answer.
 
     Args:
-        function: The learner's.
-        *args: What it is asked.
-        case: The case in words, where the arguments say less.
+        function: The learner's function.
+        *args: Its arguments.
+        case: A description of the case, if the arguments say less.
 
     Raises:
-        ExerciseError: It is still a hole, or it raised; then the message names the case, and the cause is what it raised.
+        ExerciseError: The function is still unsolved, or it raised. In the second case the message names the case, and the cause is
+            the original error.
 
     Ranks: controller or local.
     """
     name = getattr(function, "__name__", "the function")
     try:
         return function(*args)
-    except Exception as error:  # whatever a learner's code raises is shown to them
-        # With a text it is torch's own: DTensor says so of operators that it does not know.
+    except Exception as error:  # any error of a learner's code is shown to them
+        # An error with a text is torch's own: DTensor raises it for operators that it does not know.
         if isinstance(error, NotImplementedError) and not error.args:
             raise ExerciseError(f"{name} is not solved yet. {_FILL_IN}") from None
         asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
@@ -109,15 +111,15 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
 
 @contextlib.contextmanager
 def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
-    """Take a learner's answer apart or put it to use: what raises in here is a matter of the answer, and refused.
+    """Take a learner's answer apart or use it. An error inside the block is the answer's fault and refuses it.
 
     Args:
-        answer: What is tried, in words, such as ``your result``.
-        form: What it has to be.
-        hint: What may have gone wrong, if the check can tell.
+        answer: A description of what is tried, such as ``your result``.
+        form: The required form of the answer.
+        hint: The possible mistake, if the check can tell.
 
     Raises:
-        ExerciseError: Anything raised inside; the cause is what it was.
+        ExerciseError: The block raised an error, which is the cause.
 
     Ranks: controller or local.
     """
@@ -125,7 +127,7 @@ def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
         yield
     except ExerciseError:
         raise
-    except Exception as error:  # whatever an answer of another form runs into
+    except Exception as error:  # any error that an answer of another form causes
         text = f"{answer} cannot be used: {_raised(error)}.\nTarget: {form}" + (f"\nHint: {hint}" if hint else "")
         raise ExerciseError(text) from error
 
@@ -135,18 +137,18 @@ def _raised(error: Exception) -> str:
 
 
 def _own_line(error: Exception) -> str:
-    """The innermost line of the learner's own that the error came through."""
+    """Return the innermost of the learner's own lines that the error passed through."""
     own = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_library(frame.f_code.co_filename)]
     return linecache.getline(own[-1][0].f_code.co_filename, own[-1][1]).strip() if own else ""
 
 
 def hint_for(measured: MeasuredT, mistakes: Sequence[tuple[Callable[[MeasuredT], bool], str]], otherwise: str = "") -> str:
-    """The hint of the first mistake that explains what was measured.
+    """Return the hint of the first mistake that explains the measurement.
 
     Args:
-        measured: What the solution did.
-        mistakes: Pairs of a test for a mistake and its hint, the most telling first.
-        otherwise: The hint when none applies. A test that cannot read what was measured does not apply.
+        measured: The measurement of the solution.
+        mistakes: Pairs of a test for a mistake and its hint, the most specific first.
+        otherwise: The hint if no mistake applies. A test that cannot read the measurement does not apply.
     """
     for applies, hint in mistakes:
         with contextlib.suppress(Exception):
@@ -159,7 +161,7 @@ def require_on_ranks(pool: Pool, name: str) -> None:
     """Make sure that an exercise's cell has run.
 
     Raises:
-        ExerciseError: A rank does not know the name; the message says which.
+        ExerciseError: A rank does not know the name; the message names the ranks.
 
     Ranks: controller.
     """
@@ -170,11 +172,11 @@ def require_on_ranks(pool: Pool, name: str) -> None:
 
 
 def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> RankResults[T]:
-    """`Pool.run` of a check's function: what it refuses on a rank is refused here.
+    """Run a check's function by `Pool.run`. If it refuses the solution on a rank, refuse it here.
 
     Raises:
-        ExerciseError: The function raised one on a rank.
-        RankFailedError: It raised something else.
+        ExerciseError: The function raised an ExerciseError on a rank.
+        RankFailedError: It raised another error.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -191,9 +193,9 @@ def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: 
 
 
 def from_cell(name: str) -> Any:
-    """What a ``%%spmd`` cell has defined under this name on this rank.
+    """Return the object that a ``%%spmd`` cell has defined under this name on this rank.
 
-    Ranks: local. The namespace of a rank is the module ``__main__`` there.
+    Ranks: local. A rank's namespace is its module ``__main__``.
     """
     return getattr(sys.modules["__main__"], name)
 

@@ -1,4 +1,4 @@
-"""Runs a notebook's cells through its kernel, up to the first failure, and takes what they put out."""
+"""Execution of a notebook's cells through its kernel, up to the first failure, with their outputs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Channel:
         self._fd = fd
 
     def tell(self, **news: Any) -> None:
-        """Send one line; nobody listening any more is no error."""
+        """Send one line. It is not an error if the receiver has ended."""
         line = memoryview(json.dumps(news).encode() + b"\n")
         with contextlib.suppress(BrokenPipeError):
             while line:
@@ -34,7 +34,7 @@ class Channel:
 
 
 class Copy(NotebookExecutionManager):  # type: ignore[misc]  # papermill has no types
-    """papermill's record of a run, saved in one step each time: a reader that is killed leaves a whole copy."""
+    """papermill's record of a run, saved in one step each time: if the reader is killed, the copy is still complete."""
 
     def save(self, **_: Any) -> None:
         """Save the notebook as it is now."""
@@ -42,10 +42,10 @@ class Copy(NotebookExecutionManager):  # type: ignore[misc]  # papermill has no 
 
 
 class Client(PapermillNotebookClient):  # type: ignore[misc]
-    """Runs the cells; the first failure ends the notebook.
+    """A client that runs the cells. The first failure ends the notebook.
 
     Attributes:
-        error: What that failure was, as text; empty when every cell ran.
+        error: That failure, as text; empty if every cell ran.
         cut: The ids of cells whose output was cut.
     """
 
@@ -93,7 +93,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         self._asked_to_exit = any(part.get("source") == "ask_exit" for part in payload)
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
-        """Take one message of the kernel, unless the cell has put out too much already."""
+        """Process one message of the kernel, unless the cell has already put out too much."""
         kind, content = msg["msg_type"], msg["content"]
         hooked = bool(self.output_hook_stack[msg["parent_header"].get("msg_id")])
         if kind == "stream" and not hooked:
@@ -130,7 +130,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
 
 
 def _failure(cell: NotebookNode, error: CellExecutionError) -> str:
-    """Say why a cell failed, and make sure that its outputs say so too: a magic that is not known leaves a line of text only."""
+    """Return why a cell failed, and make sure that its outputs show it too: an unknown magic leaves only a line of text."""
     shown_error = next((output for output in reversed(cell.outputs) if output.output_type == "error"), None)
     if shown_error is None:
         where = _line_of_magic(cell.source, error.evalue) if error.ename == "UsageError" else ""
@@ -142,7 +142,7 @@ def _failure(cell: NotebookNode, error: CellExecutionError) -> str:
 
 
 def _line_of_magic(source: str, message: str) -> str:
-    """Name the first line that begins with the magic that a message of IPython quotes; nothing where there is none."""
+    """Name the first line that begins with the magic quoted in a message of IPython; return an empty text if there is none."""
     name = next((part for part in message.split("`")[1::2] if part.startswith("%")), None)
     for number, line in enumerate(source.splitlines(), start=1):
         if name and line.strip().startswith(name):

@@ -1,4 +1,4 @@
-"""One attempt at one notebook: the process that reads it, its deadline, what is left of it, the verdict."""
+"""One attempt at one notebook: the process that reads it, its deadline, its clean-up, and the verdict."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ _START = "import sys; sys.path.append(sys.argv.pop()); from labkit.course.reader
 
 @dataclass(frozen=True)
 class NotebookResult:
-    """What became of one notebook.
+    """The result of one notebook.
 
     Attributes:
         notebook: The notebook.
-        executed: Its executed copy; it may be missing when the kernel did not start.
+        executed: Its executed copy; it may be missing if the kernel did not start.
         status: ``passed``, ``failed`` (a cell raised, or ended the notebook early), ``timed out``, ``died`` (the kernel's process
-            ended), ``output cut`` (every cell ran, and one put out more than is kept), ``interrupted`` (Ctrl-C) or ``not run``
+            ended), ``output cut`` (every cell ran, but one put out more than is kept), ``interrupted`` (Ctrl-C) or ``not run``
             (Ctrl-C came first).
-        seconds: Wall time, the start of the kernel included.
-        error: What went wrong as plain text, empty when it passed. It names the cell first.
-        cell: The cell that failed or was running at the end; empty when all ran.
-        not_run: The cells that did not run because of it.
+        seconds: Wall time, including the start of the kernel.
+        error: The error as plain text, empty if the notebook passed. It names the cell first.
+        cell: The cell that failed or was running at the end; empty if all ran.
+        not_run: The cells that therefore did not run.
     """
 
     notebook: Path
@@ -75,7 +75,7 @@ class NotebookResult:
 
     @property
     def passed(self) -> bool:
-        """Whether every cell ran, and all that they put out is in the executed copy."""
+        """True if every cell ran and the executed copy contains all output."""
         return self.status == "passed"
 
 
@@ -84,10 +84,10 @@ class Attempt:
 
     Args:
         notebook: The notebook.
-        executed: Where its executed copy goes in the end; until then it is kept in a folder of the attempt's own.
+        executed: The final path of its executed copy. Until the end the copy is in the attempt's own folder.
         parameters: Values for names of its cell tagged ``parameters``.
         timeout_s: Seconds that it may take.
-        events: Gets the number of finished cells and of all cells whenever that changes.
+        events: Gets the number of finished cells and of all cells whenever it changes.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Attempt:
         return process
 
     def _follow(self, news: int) -> None:
-        """Take what the reader tells, until it has ended."""
+        """Process the reader's messages until it has ended."""
         with open(news, "rb") as lines:
             for line in lines:
                 told = json.loads(line)
@@ -149,7 +149,7 @@ class Attempt:
                     self._done = told["done"]
 
     def keep_deadline(self) -> None:
-        """Interrupt the kernel when its time is up; kill what does not answer; end what the notebook has left."""
+        """Interrupt the kernel when its time is up, kill it if it does not react, and end processes that the notebook has left."""
         now = time.monotonic()
         if self._done is not None or self._process.poll() is not None:
             self._end_leftovers(now)
@@ -171,17 +171,17 @@ class Attempt:
             self.kill()
 
     def _interrupt_kernel(self) -> None:
-        """Interrupt the kernel's process group, as JupyterLab does; a kernel is the leader of its own session."""
+        """Interrupt the kernel's process group, as JupyterLab does; a kernel leads its own session."""
         if self._kernel_pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._kernel_pid, signal.SIGINT)
 
     def is_over(self) -> bool:
-        """Whether no process of the notebook is left."""
+        """Return whether no process of the notebook is left."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
-        """Kill everything that the notebook has started, and then what reads it."""
+        """Kill all processes that the notebook has started, and then its reader."""
         if self._process.poll() is not None:  # what descends from a reader that died is nobody's child any more
             _kill_marked(str(self._folder))
         kill_descendants(self._process.pid)
@@ -191,7 +191,7 @@ class Attempt:
         self._process.stdin.close()
 
     def result(self, *, interrupted: bool = False) -> NotebookResult:
-        """Judge, and put the executed copy into its place. Called once, when it is over."""
+        """Judge the attempt, and move the executed copy to its place. Call this once, when the attempt is over."""
         self._follower.join(KILL_S)
         seconds = (self._done_at or time.monotonic()) - self.started
         copy = self._read_copy()
@@ -226,7 +226,7 @@ class Attempt:
         return done["status"], done["error"]
 
     def _read_copy(self) -> NotebookNode | None:
-        """Return the executed copy; where its reader was killed, the cell that ran says so."""
+        """Return the executed copy. If its reader was killed, the cell that was running says so."""
         try:
             copy: NotebookNode = nbformat.read(self._folder / COPY, as_version=4)
         except (OSError, ValueError):
@@ -240,7 +240,7 @@ class Attempt:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value for papermill's metadata: as it is where JSON has it, else its Python source."""
+    """Return a value for papermill's metadata: unchanged if JSON can represent it, else its Python source."""
     with contextlib.suppress(TypeError, ValueError):
         if json.loads(json.dumps(value, allow_nan=False)) == value:
             return value
@@ -248,7 +248,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _numbered(copy: NotebookNode) -> list[tuple[str, NotebookNode]]:
-    """Name the cells of an executed copy as they are in the notebook, without those that a run puts in."""
+    """Name the cells of an executed copy as in the notebook, without those that a run inserts."""
     found: list[tuple[str, NotebookNode]] = []
     number = 0
     for cell in copy.cells:
@@ -262,7 +262,7 @@ def _numbered(copy: NotebookNode) -> list[tuple[str, NotebookNode]]:
 
 
 def _standing(copy: NotebookNode) -> tuple[str, tuple[str, ...]]:
-    """Return the cell at which a run ended, and the cells with code behind it; an empty name when all ran."""
+    """Return the cell at which a run ended, and the code cells after it; an empty name if all ran."""
     at, not_run = "", []
     for name, cell in _numbered(copy):
         status = cell.metadata.get("papermill", {}).get("status")
@@ -311,7 +311,7 @@ def _mark_of(process: psutil.Process) -> str | None:
 
 
 def kill_descendants(pid: int) -> None:
-    """Kill what a process has started, and what that starts meanwhile; the process itself lives on."""
+    """Kill what a process has started, and what that starts meanwhile. The process itself is not killed."""
     deadline = time.monotonic() + KILL_S
     while (found := descendants(pid)) and time.monotonic() < deadline:
         for process in found:

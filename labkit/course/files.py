@@ -1,8 +1,8 @@
-"""Reads notebooks and writes files for the commands: nothing is written over that labkit did not write itself.
+"""Reading of notebooks and writing of files for the commands: only files that labkit wrote itself are replaced.
 
-The rule: a file may be replaced when it carries labkit's own mark and is as labkit left it. A notebook's mark is a hash of its
-cells in its metadata; of a text it is a line near its beginning. An input, a link, and anything else is somebody's own work, and
-is refused. A file that somebody has marked by hand is not told apart.
+The rule: a file may be replaced if it has labkit's own mark and is unchanged since labkit wrote it. A notebook's mark is a hash of
+its cells in its metadata; a text's mark is a line near its beginning. An input, a link, and anything else is somebody's own work
+and is refused. A mark that somebody has added by hand is not recognized as such.
 """
 
 from __future__ import annotations
@@ -23,32 +23,32 @@ from nbformat import NotebookNode
 from labkit.errors import LabkitError
 
 _MARK = "labkit"
-# A mark stands at the beginning of a file, which may be large or no text at all.
+# A mark is at the beginning of a file, which may be large or not a text at all.
 _HEAD_BYTES = 4096
-# nbformat 4.5 gave cells their ids.
+# nbformat 4.5 introduced ids of cells.
 _WITH_IDS = 5
 
 
 class NotebookError(LabkitError, ValueError):
-    """A file is no notebook that can be read."""
+    """A file is not a readable notebook."""
 
 
 class OverwriteError(LabkitError, ValueError):
-    """A command would write over its input, or over what labkit did not write."""
+    """A command would overwrite its input, or a file that labkit did not write."""
 
 
 def shown(path: Path | str) -> str:
-    """Return a path as one line of plain text: line breaks and bytes that are no UTF-8 become escapes."""
+    """Return a path as one line of plain text: line breaks and bytes that are not UTF-8 become escapes."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(path))
 
 
 def plain(text: str) -> str:
-    """Return a text with nothing in it that a terminal obeys, line breaks and tabs aside."""
+    """Return a text without characters that control a terminal, except line breaks and tabs."""
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def papermill_of(part: NotebookNode) -> dict[str, Any]:
-    """Return what papermill has recorded about a notebook or a cell; nothing where something else is in its place."""
+    """Return papermill's record about a notebook or a cell; empty if something else is in its place."""
     found = part.metadata.get("papermill")
     return dict(found) if isinstance(found, dict) else {}
 
@@ -65,11 +65,11 @@ def read_notebook(path: Path) -> NotebookNode:
         if notebook.nbformat_minor < _WITH_IDS:
             notebook = nbformat.v4.upgrade(notebook)
             for number, cell in enumerate(notebook.cells, start=1):
-                cell.id = f"cell-{number}"  # the same each time
+                cell.id = f"cell-{number}"  # the same ids each time
         nbformat.validate(notebook, relax_add_props=True)
     except OSError as error:
         raise NotebookError(f"{shown(path)} cannot be read: {error.strerror}.") from None
-    except Exception as error:  # nbformat raises what its parser does, and errors of its own
+    except Exception as error:  # nbformat raises its parser's errors and its own
         reason = shown((str(error).splitlines() or [type(error).__name__])[0][:300])
         raise NotebookError(
             f"{shown(path)} is no valid notebook: {reason}. Open it in JupyterLab and save it there, or choose another."
@@ -84,7 +84,7 @@ def sealed(notebook: NotebookNode, writer: str) -> str:
 
 
 def is_sealed(path: Path, writer: str) -> bool:
-    """Whether a notebook was written by a command and has not been changed since."""
+    """Return whether a notebook was written by a command and has not been changed since."""
     try:
         notebook = json.loads(path.read_text(encoding="utf-8"))
         mark = notebook["metadata"][_MARK]
@@ -94,7 +94,7 @@ def is_sealed(path: Path, writer: str) -> bool:
 
 
 def _joined(cells: list[dict[str, Any]]) -> Any:
-    """Cells as nbformat reads them: lists of lines are one text."""
+    """Return cells as nbformat reads them: lists of lines are joined into one text."""
     return nbformat.v4.rwbase.rejoin_lines(nbformat.from_dict({"cells": cells}))["cells"]
 
 
@@ -103,7 +103,7 @@ def _hash(cells: Any) -> str:
 
 
 def has_mark(path: Path, mark: str) -> bool:
-    """Whether a text that labkit wrote is in a file: ``mark`` is near its beginning."""
+    """Return whether labkit wrote a text file: ``mark`` is near its beginning."""
     try:
         with open(path, "rb") as file:
             return mark.encode() in file.read(_HEAD_BYTES)
@@ -116,11 +116,11 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
 
     Args:
         path: The file to write.
-        inputs: What the command reads. They are recognised by what they are, not by how they are spelled.
-        is_own: Whether the file that is there was written by this command.
+        inputs: The files that the command reads. They are recognized as files, however their paths are spelled.
+        is_own: Returns whether this command wrote the existing file.
 
     Raises:
-        OverwriteError: It is one of the inputs, a link, a folder, or not the command's own.
+        OverwriteError: It is one of the inputs, a link, a folder, or not the command's own file.
     """
     try:
         folder = next(folder for folder in path.absolute().parents if folder.is_dir())
@@ -144,15 +144,15 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a text file in one step: whoever looks finds the file of before or the new one, and a link is not followed.
+    """Write a text file in one step: a reader finds either the old file or the new one, and a link is not followed.
 
     Raises:
-        OSError: It cannot be written; what was there is as it was.
+        OSError: It cannot be written. An existing file is unchanged.
     """
     draft = path.parent / f".labkit-{secrets.token_hex(8)}"
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
-        # Half of a surrogate pair, which a kernel may send, becomes the escape that JSON has for it.
+        # A lone surrogate, which a kernel may send, becomes its JSON escape.
         with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text)
         os.replace(draft, path)

@@ -1,4 +1,4 @@
-"""The report that continuous integration reads: one test case per notebook, in the form of JUnit."""
+"""The JUnit report for continuous integration, with one test case per notebook."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def require_place(path: Path, notebooks: Sequence[Path]) -> None:
     """Make sure that a report may be written.
 
     Raises:
-        OverwriteError: There is one of the notebooks, or what no earlier run wrote.
+        OverwriteError: The path is one of the notebooks, or a file that no earlier run wrote.
     """
     refuse_foreign(path, notebooks, lambda found: has_mark(found, _MARK))
 
 
 def write_report(results: Sequence[NotebookResult], path: Path) -> None:
-    """Write a report: a failure holds the failing cell's error and names the cells behind it that did not run.
+    """Write a report. A failure holds the failing cell's error and names the cells after it that did not run.
 
     Args:
-        results: What :func:`labkit.course.runner.run_notebooks` returned.
+        results: The result of :func:`labkit.course.runner.run_notebooks`.
         path: The file.
 
     Raises:

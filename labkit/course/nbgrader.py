@@ -1,7 +1,7 @@
-"""Turn notebooks into assignments that nbgrader releases, collects and grades: ``labkit nbgrader``.
+"""Conversion of notebooks into assignments that nbgrader releases, collects and grades: ``labkit nbgrader``.
 
-nbgrader keeps what a cell is in its metadata; the notebooks keep it in tags. Exercises hold solutions between the markers that
-nbgrader knows, and each check raises when it is not met, which is how nbgrader takes points away.
+nbgrader stores the kind of a cell in its metadata; the notebooks store it in tags. Exercises hold solutions between the markers
+that nbgrader recognizes, and each check raises if it is not met, which is how nbgrader takes points away.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _EXERCISE = re.compile(r"^### Exercise[^\n★]*(★*)", re.MULTILINE)
 
 
 class AssignmentError(LabkitError, ValueError):
-    """A notebook has nothing that could be graded."""
+    """A notebook has nothing that can be graded."""
 
 
 def assignment_of(notebook: NotebookNode) -> NotebookNode:
-    """The notebook with nbgrader's metadata: exercises are solution cells, checks are locked and give a point per star.
+    """Return the notebook with nbgrader's metadata: exercises are solution cells, checks are locked and give a point per star.
 
     Args:
-        notebook: It stays as it is.
+        notebook: The notebook; it is not changed.
 
     Raises:
         AssignmentError: It has no exercise or no check.

@@ -1,7 +1,7 @@
 r"""The outputs of a cell while it runs: streams joined as a terminal shows them, and a limit on how much is kept.
 
-Each piece costs time in proportion to its own length, however a notebook prints: millions of lines, one line of 20 MB, or
-carriage returns without end.
+Each piece takes time proportional to its own length, however a notebook prints: millions of lines, one line of 20 MB, or endless
+carriage returns.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 from nbformat import NotebookNode
 from nbformat.v4 import new_output
 
-# In characters. The copies of the course's notebooks hold at most a tenth of it.
+# In characters. The copies of the course's notebooks hold at most a tenth of this.
 CELL_LIMIT = 5_000_000
 NOTEBOOK_LIMIT = 20_000_000
-# An error's text is kept in any case, its beginning and its end.
+# The beginning and the end of an error's text are kept in any case.
 ERROR_CHARS = 20_000
 MAX_FRAMES = 100
 _SLICE = 1 << 20
@@ -29,7 +29,7 @@ class Stream:
         self._lines: list[str] = []
         self._line: list[str] = []
         self._line_size = 0
-        self._returned = False  # the last character was a carriage return: what follows decides what it does
+        self._returned = False  # the last character was a carriage return, and the next one decides its effect
 
     def add(self, text: str) -> None:
         """Append text."""
@@ -47,7 +47,7 @@ class Stream:
             return
         *complete, last = piece.split("\n")
         if complete:
-            # At its very end, before the line feed, it is part of a line's end.
+            # A carriage return at the very end, before the line feed, belongs to the line's end.
             ends = [line.rfind("\r", 0, max(0, len(line) - 1)) + 1 for line in complete]
             self._take_back(ends[0])
             self._keep("\n".join(line[at:] for at, line in zip(ends, complete, strict=True)) + "\n", "")
@@ -73,11 +73,11 @@ class Stream:
 
 
 class CellOutputs:
-    """Takes what a cell puts out.
+    """A collector of a cell's output.
 
     Args:
         cell: The cell; its outputs are filled in.
-        limit: How many characters may be kept.
+        limit: The number of characters that may be kept.
 
     Attributes:
         is_cut: Whether something was left out.
@@ -92,16 +92,16 @@ class CellOutputs:
         self._size = 0
 
     def clear(self) -> None:
-        """Forget what the cell has cleared."""
+        """Forget the output that the cell has cleared."""
         self._streams, self._replaceable, self._size = {}, {}, 0
 
     @property
     def size(self) -> int:
-        """The characters that are kept."""
+        """The number of characters that are kept."""
         return self._size + sum(stream.size for _, stream in self._streams.values())
 
     def stream(self, name: str, text: str) -> None:
-        """Add to one of the two streams. Each is one output, at the place where it began; errors come behind plain text."""
+        """Add to one of the two streams. Each is one output, at the place where it began; stderr comes after stdout."""
         if self.is_cut:
             return
         if name not in self._streams:
@@ -111,7 +111,7 @@ class CellOutputs:
             outputs.insert(len(outputs) - bool(before_errors), output)
             self._streams[name] = (output, Stream())
         stream = self._streams[name][1]
-        # In pieces: a carriage return in one makes room for the next.
+        # Add in pieces: a carriage return in one makes room for the next.
         for start in range(0, len(text), _SLICE):
             room = self.limit - self.size
             piece = text[start : start + _SLICE]
@@ -121,12 +121,12 @@ class CellOutputs:
                 return
 
     def fits(self, content: Any, key: Hashable = None, copies: int = 1) -> bool:
-        """Whether another output may be kept; it is counted then.
+        """Return whether another output may be kept. If so, count it.
 
         Args:
             content: The message.
-            key: What it takes the place of: an earlier one of the same key is no longer counted.
-            copies: In how many places it will be.
+            key: The output it replaces: an earlier one with the same key is no longer counted.
+            copies: The number of places where it appears.
         """
         if self.is_cut:
             return False
@@ -140,7 +140,7 @@ class CellOutputs:
         return not self.is_cut
 
     def error(self, content: dict[str, Any]) -> bool:
-        """Shorten an error, and say whether it may be kept now; behind what was cut only the last one is, at the end."""
+        """Shorten an error and return whether it may be kept now. After output was cut, only the last error is kept, at the end."""
         content["evalue"] = shortened(str(content.get("evalue", "")))
         content["traceback"] = [shortened(str(line)) for line in content.get("traceback") or ()][-MAX_FRAMES:]
         if self.fits(content):
@@ -149,7 +149,7 @@ class CellOutputs:
         return False
 
     def finish(self) -> None:
-        """Write the streams into the cell, and say what was left out."""
+        """Write the streams into the cell, and note if something was left out."""
         for output, stream in self._streams.values():
             output["text"] = str(stream)
         if self.is_cut and not self._is_finished:
@@ -160,14 +160,14 @@ class CellOutputs:
 
 
 def shortened(text: str) -> str:
-    """Return a text with its middle left out where it is very long."""
+    """Return a text without its middle if it is very long."""
     half = ERROR_CHARS // 2
     left_out = len(text) - 2 * half
     return text if left_out <= 0 else f"{text[:half]}\n... {left_out:,} characters left out ...\n{text[-half:]}"
 
 
 def _texts(content: Any) -> Iterator[str]:
-    """All texts in a message; a number or a bracket counts as one character."""
+    """Yield all texts in a message. Any other value counts as one character."""
     if isinstance(content, str):
         yield content
     elif isinstance(content, dict):

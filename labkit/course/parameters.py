@@ -20,7 +20,7 @@ _BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), s
 
 
 class UnknownParameterError(LabkitError, ValueError):
-    """A parameter was given that a notebook does not have; papermill would ignore it with a warning.
+    """A parameter was given that a notebook does not have. papermill would ignore it with a warning.
 
     Attributes:
         notebook: The notebook.
@@ -41,10 +41,10 @@ class ParameterValueError(LabkitError, ValueError):
 
 
 def source_of(value: Any) -> str:
-    """Write a value as Python source that gives it back in an empty namespace.
+    """Return a value as Python source that evaluates to it in an empty namespace.
 
     Raises:
-        ParameterValueError: It is no literal; the message says what is accepted.
+        ParameterValueError: The value is not a literal; the message says what is accepted.
     """
     if value is ...:
         return "..."
@@ -62,7 +62,7 @@ def source_of(value: Any) -> str:
         try:
             str(value).encode()
             return repr(value)
-        except ValueError:  # text that is no UTF-8, or an integer of more digits than Python prints
+        except ValueError:  # text that is not UTF-8, or an integer of more digits than Python prints
             pass
     raise ParameterValueError(
         f"{ascii(value) if type(value) is str else type(value).__name__} cannot be a parameter. Accepted are numbers (of up "
@@ -74,7 +74,7 @@ def known_parameters(notebook: Path) -> list[str]:
     """Return the names assigned in the notebook's cell tagged ``parameters``, in order; none without such a cell.
 
     Raises:
-        NotebookError: The file is no notebook, or that cell is no plain Python.
+        NotebookError: The file is not a notebook, or that cell is not plain Python.
     """
     cells = read_notebook(notebook).cells
     number, source = next(((at, cell.source) for at, cell in enumerate(cells, 1) if is_parameters(cell)), (0, ""))
@@ -87,7 +87,7 @@ def known_parameters(notebook: Path) -> list[str]:
 
 
 def is_parameters(cell: NotebookNode) -> bool:
-    """Whether a cell is the one that sets the notebook's parameters."""
+    """Return whether a cell is the one that sets the notebook's parameters."""
     return cell.cell_type == "code" and "parameters" in cell.metadata.get("tags", ())
 
 
@@ -104,7 +104,7 @@ def refuse_unknown(notebook: Path, names: Iterable[str]) -> None:
 
 
 def inject(notebook: NotebookNode, sources: Mapping[str, str]) -> None:
-    """Set parameters in a cell behind the one tagged ``parameters``, in the place of what an earlier run put there.
+    """Set parameters in a cell after the one tagged ``parameters``, replacing such cells of an earlier run.
 
     Args:
         notebook: A notebook that has parameters of these names.

@@ -1,4 +1,4 @@
-"""What a terminal shows while notebooks run: one line per notebook."""
+"""The display in a terminal while notebooks run: one line per notebook."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from labkit.course.files import shown
 
 
 class Progress:
-    """Shows a bar for each notebook that runs, and a line for each that is done; without a terminal only the lines.
+    """A bar for each notebook that runs, and a line for each that is done. Without a terminal there are only the lines.
 
     Attributes:
-        results: The results so far, in the order in which they came.
+        results: The results so far, in the order of arrival.
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -1,8 +1,8 @@
 """The process that runs one notebook's cells: it starts the kernel, takes the outputs and keeps the executed copy.
 
-`labkit.course.execution` starts it, one for each notebook, and keeps the deadline from outside: whatever this process is busy
-with, it cannot delay that. They speak in lines of JSON: the job comes on standard input, and what happens goes to a pipe. When
-standard input ends, nobody waits any more, and everything that the notebook has started is killed.
+`labkit.course.execution` starts one such process for each notebook and keeps the deadline from outside, so this process cannot
+delay it. They exchange lines of JSON: the job comes on standard input, and news go to a pipe. When standard input ends, the caller
+has gone, and everything that the notebook has started is killed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class LastWords:
-    """Reads what the kernel's process writes past the notebook: its beginning and its end are kept, however much it is."""
+    """The output of the kernel's process outside the notebook. However much it is, its beginning and its end are kept."""
 
     def __init__(self) -> None:
         self._begin = b""
@@ -49,7 +49,7 @@ class LastWords:
         self._thread: threading.Thread | None = None
 
     def follow(self, fd: int) -> None:
-        """Read from a pipe until everybody has closed its other end."""
+        """Read from a pipe until every process has closed its other end."""
         self._thread = threading.Thread(target=self._read, args=(fd,), name="last words", daemon=True)
         self._thread.start()
 
@@ -72,7 +72,7 @@ class LastWords:
 
 
 class Manager(AsyncKernelManager):
-    """Starts the kernel, reports its process, and talks over Unix sockets: no TCP port, nothing to race for."""
+    """A manager that starts the kernel, reports its process, and uses Unix sockets: no TCP port, so no race for one."""
 
     def __init__(self, folder: Path, channel: Channel) -> None:
         super().__init__(kernel_name="python3")
@@ -84,7 +84,7 @@ class Manager(AsyncKernelManager):
 
     # The base class declares a plain function and assigns a coroutine function.
     async def start_kernel(self, **kwargs: Any) -> None:  # type: ignore[override]
-        """Start it; what its process writes past the notebook is followed."""
+        """Start the kernel, and follow what its process writes outside the notebook."""
         words, output = os.pipe()
         self.words.follow(words)
         try:
@@ -114,7 +114,7 @@ def _prepared(job: dict[str, Any]) -> NotebookNode:
 
 
 def run(job: dict[str, Any], channel: Channel) -> None:
-    """Run a notebook and tell how it went, with ``done``: its status and error, and the cells whose output was cut."""
+    """Run a notebook and report the result as ``done``: its status and error, and the cells whose output was cut."""
     folder = Path(job["folder"])
     try:
         notebook = _prepared(job)
@@ -124,7 +124,7 @@ def run(job: dict[str, Any], channel: Channel) -> None:
     copy = Copy(notebook, output_path=str(folder / COPY), progress_bar=False, autosave_cell_every=0)
     copy.notebook_start()
     manager = Manager(folder, channel)
-    # Whatever kernel its author saved it with: labkit is installed in this one.
+    # Use this kernel, whatever the notebook was saved with: labkit is installed in it.
     client = Client(
         copy,
         channel,
@@ -132,7 +132,7 @@ def run(job: dict[str, Any], channel: Channel) -> None:
         km=manager,
         kernel_name="python3",
         startup_timeout=START_TIMEOUT_S,
-        # The deadline is kept elsewhere; a long output takes its time after the cell's reply.
+        # The deadline is kept elsewhere; a long output takes some time after the cell's reply.
         iopub_timeout=max(4, int(job["timeout_s"])),
         record_timing=False,
         resources={"metadata": {"path": str(Path(job["notebook"]).resolve().parent)}},
@@ -154,7 +154,7 @@ def run(job: dict[str, Any], channel: Channel) -> None:
 
 
 def _end_with_parent() -> None:
-    """Wait until nobody waits for this process any more."""
+    """Wait until the caller has ended, then end this process and all that the notebook has started."""
     sys.stdin.buffer.read()
     kill_descendants(os.getpid())
     os._exit(0)
@@ -164,9 +164,9 @@ def main() -> None:
     """Run the job that comes on standard input."""
     channel = Channel(int(sys.argv[1]))
     if sys.platform == "linux":
-        # What the notebook's processes leave behind becomes a child of this one, where it is found and ended.
+        # Orphans of the notebook's processes become children of this process, where they are found and ended.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # nbclient reports a dead kernel through papermill's logger as well, onto stderr when nobody listens.
+    # nbclient also reports a dead kernel through papermill's logger, which writes to stderr if it has no handler.
     logging.getLogger("papermill").addHandler(logging.NullHandler())
     job = json.loads(sys.stdin.buffer.readline())
     waiting = threading.Thread(target=_end_with_parent, name="end with parent")

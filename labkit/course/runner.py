@@ -1,8 +1,8 @@
-"""Runs notebooks without a browser.
+"""The execution of notebooks without a browser.
 
-One notebook is one kernel and one process that reads it. The calling thread starts them, keeps their deadlines and collects
-results. A notebook that runs out of time is interrupted first, as the stop button does it, so that its executed copy shows where
-it stood; what does not answer is killed.
+Each notebook has one kernel and one process that reads it. The calling thread starts them, keeps their deadlines and collects
+results. A notebook that runs out of time is first interrupted, as by the stop button, so that its executed copy shows where it was.
+If it does not react, it is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from labkit.course.execution import WRITER, Attempt, Event, NotebookResult
 from labkit.course.files import NotebookError, OverwriteError, is_sealed, refuse_foreign, shown
 from labkit.course.parameters import refuse_unknown, source_of
 
-if importlib.util.find_spec("papermill") is None:  # which only the process that reads a notebook imports
+if importlib.util.find_spec("papermill") is None:  # only the process that reads a notebook imports it
     raise ModuleNotFoundError("No module named 'papermill'")
 
 OnCell = Callable[[Path, int, int], None]
@@ -31,7 +31,7 @@ MEMORY_PER_NOTEBOOK_BYTES = 3 * 2**30
 
 
 def default_jobs() -> int:
-    """How many notebooks to run at once here, from cores and free memory; 1 where GPUs would be shared."""
+    """Return how many notebooks to run at once here, from cores and free memory; 1 if GPUs would be shared."""
     if machine.nvidia_gpus():
         return 1
     return max(1, min(machine.usable_cores() // 2, machine.available_memory_bytes() // MEMORY_PER_NOTEBOOK_BYTES))
@@ -47,29 +47,30 @@ def run_notebooks(
     on_cell: OnCell | None = None,
     on_result: OnResult | None = None,
 ) -> list[NotebookResult]:
-    """Execute notebooks from top to bottom, each in a kernel of its own with its own folder as working directory.
+    """Execute notebooks from top to bottom, each in its own kernel with its own folder as working directory.
 
-    A cell that raises or ends its kernel ends its notebook, and the others go on. Nothing that a notebook has started outlives it.
+    A cell that raises or ends its kernel ends its notebook, and the others go on. Processes that a notebook has started do not
+    outlive it.
 
     Args:
         notebooks: The notebooks. They are only read.
-        out: The folder for the executed copies; made when missing.
+        out: The folder for the executed copies; it is made if it does not exist.
         parameters: Values for names in the cell tagged ``parameters``.
-        timeout_s: Seconds that one notebook may take in all. At most 5 s later it has ended, whatever it does.
-        jobs: How many run at once; :func:`default_jobs` when None.
+        timeout_s: Seconds that one notebook may take in all. It ends at most 5 s later, whatever it does.
+        jobs: The number of notebooks to run at once; None means :func:`default_jobs`.
         on_cell: Called as ``on_cell(notebook, finished_cells, num_cells)``.
-        on_result: Called with each result as it comes. On Ctrl-C it is called for every notebook that did not finish.
+        on_result: Called with each result as it arrives. On Ctrl-C it is called for every notebook that did not finish.
 
     Returns:
         One result per notebook, in the order given.
 
     Raises:
         UnknownParameterError: A notebook lacks one of ``parameters``. Nothing has run then.
-        ParameterValueError: A value is no literal. Nothing has run then.
-        OverwriteError: A copy would overwrite a notebook, or what no earlier run wrote. Nothing has run then.
-        KeyboardInterrupt: Ctrl-C. Every kernel is gone by then.
+        ParameterValueError: A value is not a literal. Nothing has run then.
+        OverwriteError: A copy would overwrite a notebook, or a file that no earlier run wrote. Nothing has run then.
+        KeyboardInterrupt: Ctrl-C. All kernels have ended by then.
 
-    It blocks for at most ``timeout_s`` plus 5 s per notebook. Ranks: controller.
+    Blocks for at most ``timeout_s`` plus 5 s per notebook. Ranks: controller.
     """
     plan = _plan(notebooks, out, parameters or {})
     session = _Session(timeout_s, dict(parameters or {}), on_cell, on_result)
@@ -78,7 +79,7 @@ def run_notebooks(
 
 
 def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> list[tuple[Path, Path]]:
-    """Pair each notebook with the path of its executed copy, or refuse."""
+    """Pair each notebook with the path of its executed copy, or raise an error."""
     for value in parameters.values():
         source_of(value)
     plan: list[tuple[Path, Path]] = []
@@ -90,10 +91,10 @@ def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -
                 "Choose another folder."
             )
         if parameters:
-            with contextlib.suppress(NotebookError):  # which is then what its own result says
+            with contextlib.suppress(NotebookError):  # its own result then reports the error
                 refuse_unknown(notebook, parameters)
         names = (f"{notebook.stem}{suffix}.ipynb" for suffix in ("", *(f"-{number}" for number in range(2, len(notebooks) + 1))))
-        # Some file systems take names for the same that differ in case.
+        # Some file systems treat names as equal that differ only in case.
         name = next(name for name in names if name.casefold() not in taken)
         taken.add(name.casefold())
         refuse_foreign(out / name, notebooks, lambda path: is_sealed(path, WRITER))
@@ -102,7 +103,7 @@ def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -
 
 
 class _Session:
-    """The calling thread's side: starts runs, keeps their deadlines, hands results on."""
+    """The calling thread's side: it starts runs, keeps their deadlines, and passes on results."""
 
     def __init__(self, timeout_s: float, parameters: dict[str, Any], on_cell: OnCell | None, on_result: OnResult | None) -> None:
         self.timeout_s, self.parameters = timeout_s, parameters

@@ -1,7 +1,7 @@
-"""Write a notebook as one script for torchrun: its ``%%spmd`` cells as plain code, the rest played by rank 0.
+"""Conversion of a notebook into one script for torchrun: its ``%%spmd`` cells as plain code, the rest run by rank 0.
 
-What the script runs on is `labkit.spmd.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks,
-the first one would end the script.
+The script runs on `labkit.spmd.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks, the first
+one would end the script.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from labkit.course.parameters import is_parameters, refuse_unknown, source_of
 from labkit.errors import LabkitError
 from labkit.spmd.cells import future_flags, is_future, is_silenced
 
-# A cell with this tag only makes sense in the notebook, for example one that looks at what a failed cell has left.
+# A cell with this tag only makes sense in the notebook, for example one that looks at the state after a failed cell.
 NOTEBOOK_ONLY = "notebook-only"
 _SPMD = re.compile(r"\A\s*%%spmd\b(?P<line>.*)\n?")
-# Magics of labkit that have no meaning in a script.
+# labkit's magics that have no meaning in a script.
 _DROPPED_LINES = re.compile(r"^(%load_ext labkit\b|%pool\b).*\n?", re.MULTILINE)
 _WIDTH = 118
 _WRITTEN = "as one script, written by `labkit script`."
@@ -43,19 +43,19 @@ class ScriptError(LabkitError, ValueError):
 
 
 def write_script(notebook: Path, parameters: Mapping[str, Any] | None = None) -> str:
-    """The script of a notebook.
+    """Return the script of a notebook.
 
     Args:
         notebook: The ``.ipynb`` file. It is only read.
         parameters: Values for names in the cell tagged ``parameters``.
 
     Returns:
-        Python source. Under ``torchrun --nproc-per-node N`` it does what the notebook does with ``world_size = N``, prints
-        what the cells show, and leaves out the cells that teach a failure.
+        Python source. Under ``torchrun --nproc-per-node N`` it does what the notebook does with ``world_size = N``, prints what the
+        cells show, and leaves out the cells that teach a failure.
 
     Raises:
         ScriptError: A cell uses a magic other than labkit's, ``!`` or top-level ``await``, or cannot be parsed.
-        NotebookError: The file is no notebook.
+        NotebookError: The file is not a notebook.
         UnknownParameterError: The notebook lacks one of ``parameters``.
     """
     cells = read_notebook(notebook).cells
@@ -74,7 +74,7 @@ def write_script(notebook: Path, parameters: Mapping[str, Any] | None = None) ->
 
 
 def _head(name: str, futures: Iterable[str]) -> str:
-    """The script's beginning: what its ``%%spmd`` cells import from ``__future__`` has to come before all other code."""
+    """Return the script's beginning. Imports of its ``%%spmd`` cells from ``__future__`` have to come before all other code."""
     titled, file = (_in_docstring(text) for text in (shown(name), shlex.quote(shown(f"{Path(name).stem}.py"))))
     imports = "".join(f"from __future__ import {feature}\n" for feature in futures)
     return f'''"""The cells of {titled} {_WRITTEN}
@@ -95,7 +95,7 @@ def _in_docstring(text: str) -> str:
 
 
 def is_script(path: Path) -> bool:
-    """Whether a file is a script that `write_script` wrote."""
+    """Return whether a file is a script that `write_script` wrote."""
     return has_mark(path, _WRITTEN)
 
 
@@ -124,7 +124,7 @@ def _kernel_cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iter
 
 
 def _literal(source: str) -> str:
-    """The source as a string literal that can be read in the script."""
+    """Return the source as a string literal that is readable in the script."""
     for quotes in ("'''", '"""'):
         if quotes not in source and not source.endswith(quotes[0]):
             text = f"r{quotes}\n{source}\n{quotes}"
@@ -159,7 +159,7 @@ def _spmd_cell(notebook: Path, name: str, line: str, body: str, futures: dict[st
 
 
 def _without(body: str, statements: Iterable[ast.stmt]) -> str:
-    """A cell without some statements, which leave ``pass`` where they share a line with others."""
+    """Return a cell without some statements. A statement that shares a line with others is replaced by ``pass``."""
     lines = body.encode().split(b"\n")
     for statement in reversed(list(statements)):
         assert statement.end_lineno is not None
@@ -171,13 +171,13 @@ def _without(body: str, statements: Iterable[ast.stmt]) -> str:
 
 
 def _divide(body: str, last: ast.Expr | None) -> tuple[str, str]:
-    """The statements before the last expression, with their comments, and the expression itself."""
+    """Return the statements before the last expression, with their comments, and the expression itself."""
     if last is None:
         return body.strip("\n"), ""
     lines = body.split("\n")
     before = lines[: last.lineno - 1]
     first_line = lines[last.lineno - 1].encode()
-    # Statements before it on its own line, as in `a = 1; a`.
+    # Keep statements before it on its own line, as in `a = 1; a`.
     before.append(first_line[: last.col_offset].decode().rstrip().rstrip(";"))
     expression = "\n".join([first_line[last.col_offset :].decode(), *lines[last.lineno : last.end_lineno]])
     assert last.end_lineno is not None
@@ -198,7 +198,7 @@ def _handed_on(out: str | None, value: str, ranks: str) -> str:
 
 
 def _on_ranks(code: str, value: str, out: str | None, ranks: tuple[int, ...] | None) -> Iterator[str]:
-    """The body of a cell. With a guard for some ranks, what it hands on travels outside of the guard, on all ranks."""
+    """Yield the body of a cell. If it is guarded for some ranks, its value is passed on outside the guard, on all ranks."""
     if ranks is None:
         yield from filter(None, [code, _handed_on(out, value, "")])
         return
@@ -212,7 +212,7 @@ def _on_ranks(code: str, value: str, out: str | None, ranks: tuple[int, ...] | N
 
 
 def _indented(code: str) -> str:
-    """Indent code, but not what stands inside of a string over several lines."""
+    """Indent code, but not the inside of a string over several lines."""
     inside: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno is not None:
@@ -225,7 +225,7 @@ def _options(notebook: Path, name: str, line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for option, kind in (("--ranks", str), ("--timeout", str), ("--out", str), ("--needs", int), ("--expect", str)):
         parser.add_argument(option, type=kind, default=1 if kind is int else None)
-    parser.add_argument("--tabs", action="store_true")  # how the notebook shows it, which is nothing to a script
+    parser.add_argument("--tabs", action="store_true")  # it changes only the notebook's display
     try:
         options, rest = parser.parse_known_args(shlex.split(line))
     except (argparse.ArgumentError, ValueError) as error:
@@ -236,7 +236,7 @@ def _options(notebook: Path, name: str, line: str) -> argparse.Namespace:
 
 
 def _ranks(notebook: Path, name: str, text: str) -> tuple[int, ...]:
-    """The ranks of ``--ranks 0-2,4``; those that the script does not have are never in them."""
+    """Return the ranks of ``--ranks 0-2,4``. They may include ranks that the script does not have."""
     ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")

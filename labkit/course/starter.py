@@ -1,4 +1,4 @@
-"""The notebook that a lab of one's own starts from: ``labkit new``."""
+"""The starter notebook for a lab of one's own: ``labkit new``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One page that says how a set of notebooks ran."""
+"""A page that shows how a set of notebooks ran."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from labkit.version import __version__
 PAGE = "index.html"
 _MARK = '<meta name="generator" content="labkit run">'
 
-# The word carries the verdict; the colour only helps to find it.
+# The word carries the verdict; the colour only makes it easier to find.
 _STYLE = """
 :root { color-scheme: light dark; }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -36,9 +36,9 @@ def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapp
     """Write ``index.html`` into ``out``: verdict, time and error of each notebook, with links to the executed copies.
 
     Args:
-        results: What :func:`labkit.course.runner.run_notebooks` returned.
+        results: The result of :func:`labkit.course.runner.run_notebooks`.
         out: The folder of the executed copies.
-        parameters: The values that the notebooks were given.
+        parameters: The values that were passed to the notebooks.
 
     Returns:
         The path of the page.
@@ -62,10 +62,10 @@ def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapp
 
 
 def require_place(out: Path, notebooks: Sequence[Path]) -> Path:
-    """Return where the page goes.
+    """Return the path of the page if it may be written.
 
     Raises:
-        OverwriteError: There is one of the notebooks, or what no earlier run wrote.
+        OverwriteError: The path is one of the notebooks, or a file that no earlier run wrote.
     """
     refuse_foreign(out / PAGE, notebooks, lambda path: has_mark(path, _MARK))
     return out / PAGE
@@ -75,7 +75,7 @@ def _row(result: NotebookResult, out: Path) -> str:
     name = html.escape(shown(result.notebook.name))
     if result.executed.exists():
         name = f'<a href="{quote(os.fsencode(os.path.relpath(result.executed, out)))}">{name}</a>'
-    # Open: a failure is what one comes to this page for.
+    # Open, because failures are the reason to read this page.
     error = f"<details open><summary>Error</summary><pre>{html.escape(result.error)}</pre></details>" if result.error else ""
     return (
         f'<tr class="{result.status.replace(" ", "-")}"><td>{name}{error}</td><td class="status">{result.status}</td>'

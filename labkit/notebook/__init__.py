@@ -1,1 +1,1 @@
-"""What a reader of a notebook touches: magics, pictures, errors that are the lesson."""
+"""The part of labkit that a reader of a notebook uses: magics, pictures, and errors shown as lessons."""

@@ -1,4 +1,4 @@
-"""Boxes for values: a row per rank, a box per value, and under each value the ranks that it comes from."""
+"""A picture of values as boxes: a row per rank, a box per value, and under each value the ranks that it comes from."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Box:
     Attributes:
         column: Its place in the row, counted from 0.
         value: The number.
-        sources: The ranks that it comes from, ascending; empty when it is not what the collective gives.
+        sources: The ranks that it comes from, in ascending order; empty if the collective should not have given this value.
     """
 
     column: int
@@ -42,7 +42,7 @@ Rows = dict[int, list[Box]]
 
 
 def canvas(fig: Figure) -> Axes:
-    """Axes over the whole figure whose unit is the inch, with the origin at the top left."""
+    """Make axes over the whole figure whose unit is the inch, with the origin at the top left."""
     fig.set_layout_engine("none")
     ax = fig.add_axes((0.0, 0.0, 1.0, 1.0))
     ax.set_xlim(0, fig.get_figwidth())
@@ -52,7 +52,7 @@ def canvas(fig: Figure) -> Axes:
 
 
 def head_in(pieces: Mapping[int, int]) -> float:
-    """Height of what stands above the first row, in inches."""
+    """Return the height of the text above the first row, in inches."""
     return _TITLE_IN + (_PIECES_IN if pieces else 0.0)
 
 
@@ -61,10 +61,10 @@ def draw_panels(ax: Axes, name: str, left: Rows, right: Rows, pieces: Mapping[in
 
     Args:
         ax: A `canvas`.
-        name: What stands over the arrow.
-        left: The boxes of each rank before; a slot that no box fills is drawn as an empty frame.
+        name: The text over the arrow.
+        left: The boxes of each rank before; a slot without a box is drawn as an empty frame.
         right: The boxes of the same ranks after.
-        pieces: Per rank, the column where its piece starts; empty when there are no pieces to name.
+        pieces: Per rank, the column where its piece starts; empty if there are no pieces to name.
     """
     columns = 1 + max((box.column for rows in (left, right) for row in rows.values() for box in row), default=0)
     box_in = min(_BOX_IN, (WIDTH_IN - _LABEL_IN - _ARROW_IN - 0.1) / (2 * columns))
@@ -128,5 +128,5 @@ def _draw_box(ax: Axes, x: float, y: float, width: float, height: float, box: Bo
 
 
 def number_text(value: float) -> str:
-    """Four significant digits; whole numbers below a million in full."""
+    """Format a number with four significant digits, or in full if it is a whole number below a million."""
     return str(int(value)) if value.is_integer() and abs(value) < 1e6 else format(value, ".4g")

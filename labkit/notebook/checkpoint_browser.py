@@ -1,7 +1,7 @@
-"""Browse a checkpoint: its tensors as a tree to unfold, and of each tensor which rank wrote which box into which file.
+"""A browser for checkpoints: tensors as a tree that unfolds and, per tensor, which rank wrote which box into which file.
 
-The tree is plain HTML that unfolds without a kernel, by mouse or keyboard, also in a saved notebook. In a notebook that somebody
-watches a filter stands above it.
+The tree is plain HTML that unfolds without a kernel, by mouse or keyboard, also in a saved notebook. If a person watches the
+notebook, there is a filter above it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from labkit.notebook.explore import FreeText, explore
 from labkit.notebook.memory_bars import scale_for
 from labkit.notebook.style import rank_style, text_table
 
-# Classes of labkit.checkpoint.model, which imports torch; the notebook's side does not, not even for its types.
+# Classes of labkit.checkpoint.model, which imports torch. This module does not import torch, not even for types.
 Checkpoint: TypeAlias = Any
 TensorEntry: TypeAlias = Any
 Chunk: TypeAlias = Any
 
-# A page of some hundred KiB still opens at once; what is left out is counted, and the filter finds it.
+# A page of some hundred KiB still opens at once. Tensors that are left out are counted, and the filter finds them.
 MAX_TENSORS = 150
 MAX_SHARDS = 32
 ALL = "all"
@@ -34,16 +34,16 @@ class Node:
     """A part of the names that several tensors share.
 
     Attributes:
-        name: The part, as it stands between dots; several where nothing branches off between them.
-        children: What follows it, nodes and tensors in the checkpoint's order: a tensor by what is left of its name, a node
-            by its name and a dot.
+        name: The part of the name between two dots, or several parts if the tree does not branch between them.
+        children: The nodes and tensors below it, in the checkpoint's order. A tensor's key is the rest of its name; a node's key is
+            its name and a dot.
     """
 
     name: str
     children: dict[str, Any] = field(default_factory=dict)
 
     def entries(self) -> Iterator[TensorEntry]:
-        """Every tensor below."""
+        """Yield all tensors below this node."""
         for child in self.children.values():
             if isinstance(child, Node):
                 yield from child.entries()
@@ -58,14 +58,14 @@ def tree_of(entries: Sequence[TensorEntry]) -> Node:
         *parts, last = entry.key.split(".")
         node = root
         for part in parts:
-            # With the dot: a tensor may have the name that others begin with.
+            # Keep the dot in the key: a tensor may have the name with which others begin.
             node = node.children.setdefault(f"{part}.", Node(part))
         node.children[last] = entry
     return _joined(root)
 
 
 def _joined(node: Node) -> Node:
-    """Where nothing branches off, nodes become one, and a node of one tensor becomes part of its name."""
+    """Join nodes between which the tree does not branch, and merge a node of one tensor into the tensor's name."""
     joined = Node(node.name)
     for name, child in node.children.items():
         below = _joined(child) if isinstance(child, Node) else child
@@ -82,7 +82,7 @@ class CheckpointTree:
     """The chosen tensors of a checkpoint, ready to be shown.
 
     Args:
-        checkpoint: What `labkit.checkpoint.open_checkpoint` returns.
+        checkpoint: A result of `labkit.checkpoint.open_checkpoint`.
         name: A part of the name, or a pattern with ``*`` and ``?``; empty for all.
         section: ``model``, ``optimizer``, ``other`` or `ALL`.
     """
@@ -96,13 +96,13 @@ class CheckpointTree:
         self._shown = self.found[:MAX_TENSORS]
 
     def to_text(self) -> str:
-        """One line a tensor, aligned."""
+        """Return an aligned table with one line per tensor."""
         rows = [(printable(entry.key), *_facts(entry), str(len(entry.chunks))) for entry in self._shown]
         table = text_table(("tensor", "shape", "dtype", "size", "shards"), rows) if rows else []
         return "\n".join([self._summary(), *table, *self._rest()])
 
     def to_html(self) -> str:
-        """The tree: each branch and each tensor unfolds."""
+        """Return the tree as HTML, in which each branch and each tensor unfolds."""
         rest = "".join(f"<p>{line}</p>" for line in self._rest())
         tree = _node_html(tree_of(self._shown), unfold=len(self.found) <= 8, depth=0)
         return f'<div role="group" aria-label="Tensors of a checkpoint"><p>{self._summary()}</p>{tree}{rest}</div>'
@@ -120,10 +120,10 @@ class CheckpointTree:
 
 
 def browse(checkpoint: Checkpoint, *, name: str = "", section: str = ALL) -> None:
-    """Show the tensors of a checkpoint as a tree; in a notebook that somebody watches with a filter by name and by part.
+    """Show the tensors of a checkpoint as a tree. If a person watches the notebook, add a filter by name and by part.
 
     Args:
-        checkpoint: What `labkit.checkpoint.open_checkpoint` returns. No tensor is read.
+        checkpoint: A result of `labkit.checkpoint.open_checkpoint`. No tensor is read.
         name: The filter to begin with: a part of the name, or a pattern with ``*`` and ``?``.
         section: The part to begin with: ``all``, ``model``, ``optimizer`` or ``other``.
 
@@ -168,7 +168,7 @@ def _details(summary: str, inner: str, *, unfold: bool) -> str:
 
 
 def _shards_html(entry: TensorEntry) -> str:
-    """A map of the shards, and a table of their boxes."""
+    """Return a map of the shards, and a table of their boxes."""
     chunks = list(entry.chunks[:MAX_SHARDS])
     head = "".join(f'<th scope="col">{name}</th>' for name in ("holds", "written by", "file", "at byte", "bytes"))
     rows = "".join(
@@ -179,7 +179,7 @@ def _shards_html(entry: TensorEntry) -> str:
 
 
 def _map_html(entry: TensorEntry, chunks: Sequence[Chunk]) -> str:
-    """The shards as boxes: dim 0 from top to bottom, dim 1 from left to right. The table says the same to a screen reader."""
+    """Draw the shards as boxes: dim 0 from top to bottom, dim 1 from left to right. A screen reader reads the table instead."""
     if len(chunks) < 2:
         return ""
     files = {chunk.file: place for place, chunk in enumerate(chunks)}
@@ -209,7 +209,7 @@ def _fraction(entry: TensorEntry, chunk: Chunk, dim: int) -> tuple[float, float]
 
 
 def box_of(chunk: Chunk) -> str:
-    """What a chunk holds, as indices: ``[0:4, 0:8]``; a scalar is ``all``."""
+    """Return the part of the tensor that a chunk holds, as indices: ``[0:4, 0:8]``; ``all`` for a scalar."""
     spans = ", ".join(f"{offset}:{offset + size}" for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))
     return f"[{spans}]" if spans else "all"
 

@@ -1,7 +1,7 @@
-"""Errors that are the lesson: raised, shown and survived.
+"""Errors as lessons: raised on purpose, shown, and survived.
 
-A cell that breaks something on purpose must pass when it breaks in the way the lesson says, and fail otherwise.
-Jupyter's ``raises-exception`` tag does neither: it passes when nothing is raised, and papermill stops at it.
+A cell that breaks something on purpose must pass if it breaks in the way the lesson says, and fail otherwise. Jupyter's
+``raises-exception`` tag does neither: the cell passes if nothing is raised, and papermill stops at it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ExpectationError(errors.LabkitError, AssertionError):
-    """A block that was to raise an error raised none, or another one."""
+    """A block that had to raise an error raised none, or another one."""
 
 
 class Expectation:
     """The context manager behind :func:`expect_error`.
 
     Attributes:
-        error: The expected error once the block has raised it, None before.
+        error: The expected error after the block has raised it, None before.
     """
 
     def __init__(self, types: tuple[type[BaseException], ...], match: re.Pattern[str] | None) -> None:
@@ -43,7 +43,7 @@ class Expectation:
             )
         if not isinstance(error, self._types):
             if not isinstance(error, Exception):
-                return False  # Ctrl-C and SystemExit keep their meaning unless they are what is expected
+                return False  # Ctrl-C and SystemExit keep their meaning unless they are expected
             raise ExpectationError(f"expected {self._names()}, but got another error:\n{_full_text(error)}") from error
         if self._match is not None and not any(self._match.search(text) for text in _messages(error)):
             wanted = f"{self._names()} with a message that matches {self._match.pattern!r}"
@@ -65,15 +65,15 @@ def expect_error(*types: type[BaseException], match: str | None = None) -> Expec
             pool.run(explode)
 
     Args:
-        types: The error classes of which one is expected.
-        match: A regular expression to be found in the error's message, or in the message of any rank's failure.
+        types: The error classes, one of which is expected.
+        match: A regular expression that must be found in the error's message, or in the message of any rank's failure.
 
     Returns:
-        A context manager; ``as caught`` gives it a name, and ``caught.error`` is the error afterwards.
+        A context manager. With ``as caught``, ``caught.error`` is the error after the block.
 
     Raises:
-        TypeError: No class was given, or something that is no exception class.
-        ExpectationError: At the end of the block, when it raised nothing, another class of error, or another message.
+        TypeError: No class was given, or a class that is not an exception.
+        ExpectationError: At the end of the block, if it raised nothing, another class of error, or another message.
 
     Ranks: controller or local. Takes as long as the block.
     """
@@ -86,13 +86,13 @@ def expect_error(*types: type[BaseException], match: str | None = None) -> Expec
 
 
 def error_class(name: str) -> type[BaseException]:
-    """The class of :mod:`labkit.errors` called ``name``, for ``%%spmd --expect NAME``.
+    """Return the class of :mod:`labkit.errors` called ``name``, for ``%%spmd --expect NAME``.
 
     Args:
         name: A class name such as ``RankFailedError``.
 
     Raises:
-        ValueError: labkit has no error of this name; the message lists those that a run can raise.
+        ValueError: labkit has no error of this name. The message lists those that a run can raise.
 
     Ranks: controller.
     """
@@ -106,7 +106,7 @@ def error_class(name: str) -> type[BaseException]:
 
 
 class LessonText:
-    """An error's text, as text and as a framed block that stands in saved notebooks without JavaScript."""
+    """An error's text, as plain text and as a framed block that saved notebooks show without JavaScript."""
 
     def __init__(self, title: str, text: str) -> None:
         self.title = title
@@ -116,11 +116,11 @@ class LessonText:
         return f"Expected error, {self.title}:\n{errors.indent(self.text)}"
 
     def _repr_html_(self) -> str:
-        # No background and no text colour: both would be unreadable in one of JupyterLab's light and dark themes.
+        # Set no background and no text colour: either would be unreadable in one of JupyterLab's light and dark themes.
         return (
             '<div style="border-left: 4px solid #d55e00; padding: 2px 0 2px 12px; margin: 4px 0">'
             f"<div><b>Expected error</b>, {html.escape(self.title)}:</div>"
-            # All of it is said here because the pages around it set other fonts and break words anywhere.
+            # Set every property here, because the surrounding pages set other fonts and break words anywhere.
             '<pre style="font-family: monospace; white-space: pre-wrap; word-break: normal; overflow-wrap: anywhere; '
             'margin: 4px 0 0 0">'
             f"{html.escape(self.text)}</pre></div>"
@@ -136,7 +136,7 @@ def _show(lesson: LessonText) -> None:
 
 
 def _full_text(error: BaseException) -> str:
-    """What the notebook would show: remote tracebacks where the error has them, else type and message."""
+    """Return what the notebook would show: remote tracebacks if the error has them, else type and message."""
     if isinstance(error, errors.RunReport):
         text = "\n".join(error._render_traceback_())
     else:

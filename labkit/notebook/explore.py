@@ -1,8 +1,8 @@
-"""A picture with sliders and menus: it is drawn again when one of them is moved.
+"""A picture with sliders and menus, which is drawn again when the reader moves one of them.
 
-The picture is one display of its own, plain HTML and PNG, and stands in the saved notebook as it was last. The controls are
-widgets beside it, for people only: papermill, nbconvert and printed pages have the picture for the values it starts from. They
-go when the pool is closed, and come again when the cell is run again.
+The picture is a separate display in plain HTML and PNG, and the saved notebook keeps its last state. The controls are widgets
+beside it, for people only: papermill, nbconvert and printed pages have the picture for its initial values. The controls disappear
+when the pool is closed, and appear again when the cell is run again.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from labkit.notebook.live import Place, end_with_pool, person_watches, widgets_w
 
 @dataclass(frozen=True)
 class FreeText:
-    """A control for a text of the reader's own, empty at first.
+    """A control for free text, empty at first.
 
     Attributes:
-        hint: What stands in it while it is empty.
+        hint: The text shown in it while it is empty.
     """
 
     hint: str = ""
@@ -33,25 +33,25 @@ _UNITS = {"mib": "(MiB)", "gib": "(GiB)", "s": "(s)"}
 
 
 class Shown(Protocol):
-    """What can be drawn, such as a `labkit.notebook.style.Picture`."""
+    """An object that can be drawn, such as a `labkit.notebook.style.Picture`."""
 
     def _repr_mimebundle_(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]: ...
 
 
 class ControlError(LabkitError, ValueError):
-    """A control has no such option, or none at all."""
+    """A control has no such option, or no options at all."""
 
 
 class Choices:
-    """What each control offers, and what is chosen.
+    """The options of each control, and the chosen values.
 
     Args:
-        controls: By name, the options in order; or a function that gets the values of the controls before it, by name, and
-            returns the options.
-        start: The options that are chosen first; of the others, the first one.
+        controls: For each name, the options in order, or a function that returns them. The function gets the values of the controls
+            before it, by name.
+        start: The initial values of some controls; the others start from their first option.
 
     Raises:
-        ControlError: A control without options, or a start that is none of its options.
+        ControlError: A control has no options, or an initial value is not one of its options.
     """
 
     def __init__(self, controls: Mapping[str, Options], start: Mapping[str, Any] | None = None) -> None:
@@ -68,7 +68,7 @@ class Choices:
                 raise ControlError(f"{name} starts from {value!r}, which is none of its options: {self.options[name]}")
 
     def choose(self, name: str, value: Any) -> None:
-        """Choose an option. Controls whose options depend on it keep their value where it is still one of them.
+        """Choose an option. Controls whose options depend on it keep their value if it is still an option.
 
         Raises:
             ControlError: The control has no such option.
@@ -94,7 +94,7 @@ class Explorer:
     """The controls and the picture in a cell's output.
 
     Args:
-        draw: Called with the value of each control by name; returns what is to be shown.
+        draw: Called with the value of each control by name; returns the object to show.
         choices: The controls.
     """
 
@@ -106,7 +106,7 @@ class Explorer:
         self._moving = False
 
     def show(self) -> None:
-        """Show the picture, below the controls where a person can move them."""
+        """Show the picture, and above it the controls if a person can move them."""
         if widgets_work() and person_watches():
             self._show_controls()
         self.update()
@@ -117,7 +117,7 @@ class Explorer:
         self._picture.show_bundle(dict(data), dict(metadata))
 
     def end(self) -> None:
-        """Leave the picture as it stands, without controls."""
+        """Remove the controls and leave the picture as it is."""
         self._controls.clear()
         for widget in self._widgets.values():
             widget.close()
@@ -145,7 +145,7 @@ class Explorer:
         }
         if (text := self._choices.texts.get(name)) is not None:
             return widgets.Text(placeholder=text.hint, continuous_update=False, **common)
-        # Numbers have an order that a slider shows; it takes the arrow keys, as a menu does.
+        # Numbers have an order that a slider shows; a slider takes the arrow keys, as a menu does.
         if all(isinstance(option, int | float) for option in options):
             return widgets.SelectionSlider(options=options, continuous_update=False, **common)
         return widgets.Dropdown(options=options, **common)
@@ -154,7 +154,7 @@ class Explorer:
         if self._moving or value is None:
             return
         self._choices.choose(name, value)
-        self._moving = True  # what follows from it is no choice of the reader
+        self._moving = True  # the changes that follow are not the reader's choices
         try:
             for other, widget in self._widgets.items():
                 if other not in self._choices.texts and tuple(widget.options) != tuple(self._choices.options[other]):
@@ -164,23 +164,23 @@ class Explorer:
             self._moving = False
         try:
             self.update()
-        except Exception as error:  # no cell runs that could show it
+        except Exception as error:  # no cell is running that could show it
             self._picture.show(f"{type(error).__name__}: {error}")
 
 
 def explore(draw: Callable[..., Shown], controls: Mapping[str, Options], start: Mapping[str, Any] | None = None) -> None:
     """Show a picture with controls: a slider for options that are numbers, a menu for others, a line for free text.
 
-    Where no person watches there is the picture alone, for the values it starts from.
+    If no person watches, there is only the picture, for the initial values.
 
     Args:
-        draw: Called with the value of each control by name; returns the picture, or anything with a mime bundle. It runs in the
+        draw: Called with the value of each control by name; returns the picture, or any object with a mime bundle. It runs in the
             notebook's own process, between cells.
         controls: As for `Choices`.
         start: As for `Choices`.
 
     Raises:
-        ControlError: A control without options, or a start that is none of its options.
+        ControlError: A control has no options, or an initial value is not one of its options.
 
     Ranks: controller.
     """

@@ -1,4 +1,4 @@
-"""Who holds what of one block: FSDP1 cuts one flat parameter into equal pieces, FSDP2 cuts each parameter by its rows."""
+"""A map of one block's elements: FSDP1 cuts one flat parameter into equal pieces, FSDP2 cuts each parameter by its rows."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def flat_map(
     """Draw one block's elements twice, coloured by the rank that holds them.
 
     Args:
-        shares: Per rank, what `labkit.spmd.flat.flat_shares` says of the FSDP1 model.
-        tables: Per rank, what `labkit.spmd.shard_table` says of the same model under FSDP2.
-        unit: FQN of the block, such as ``layers.0``.
+        shares: Per rank, the result of `labkit.spmd.flat.flat_shares` for the FSDP1 model.
+        tables: Per rank, the result of `labkit.spmd.shard_table` for the same model under FSDP2.
+        unit: The FQN of the block, such as ``layers.0``.
         caption: The line under the picture.
 
     Returns:
@@ -101,7 +101,7 @@ def _draw_row(
 
 
 def _draw_names(axes: Axes, sizes: Mapping[str, int], short: Mapping[str, str], top: float, low: float) -> None:
-    """Names between the bars, and a line through both at each parameter's ends."""
+    """Draw names between the bars, and a line through both bars at the ends of each parameter."""
     scale = (WIDTH_IN - _LEFT_IN - _RIGHT_IN) / sum(sizes.values())
     at = 0
     for name, numel in sizes.items():

@@ -1,7 +1,7 @@
-"""Words that appear when the pointer rests on a part of a picture.
+"""Text that appears when the pointer rests on a part of a picture.
 
-The picture itself stays an image. Over it lie transparent boxes with a title each: plain HTML, which needs no script and follows
-the picture's size. They repeat what the picture's table says, so whoever uses a keyboard or a screen reader misses nothing.
+The picture itself stays an image. Transparent boxes with a title each lie over it: plain HTML, which needs no script and follows
+the picture's size. They repeat the content of the picture's table, so users of a keyboard or a screen reader miss nothing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Spot:
         top: Its upper edge, as a fraction of the picture's height.
         width: Its width, as a fraction of the picture's.
         height: Its height, as a fraction of the picture's.
-        text: The words.
+        text: The text.
     """
 
     left: float
@@ -40,16 +40,16 @@ class Spot:
 
 @dataclass(frozen=True, repr=False)
 class HoverPicture(Picture):
-    """A picture with words on its parts.
+    """A picture with text on its parts.
 
     Attributes:
-        spots: The parts.
+        spots: The parts with text.
     """
 
     spots: tuple[Spot, ...] = ()
 
     def to_html(self) -> str:
-        """The picture as one self-contained ``<figure>``, with the spots over its image."""
+        """Return the picture as one self-contained ``<figure>``, with the spots over its image."""
         figure = super().to_html()
         begin = figure.index("<img")
         end = figure.index(">", begin) + 1
@@ -65,12 +65,12 @@ def _spot_html(spot: Spot) -> str:
 
 
 def mark(patch: Any, text: str) -> None:
-    """Give a part of a figure its words."""
+    """Attach a text to a part of a figure."""
     setattr(patch, _MARK, text)
 
 
 def with_hover(fig: Figure, picture: Picture) -> HoverPicture:
-    """The picture of a figure with words on the parts that were marked. Call it inside the ``with figure()`` block."""
+    """Return the picture with text on the marked parts of its figure. Call it inside the ``with figure()`` block."""
     fig.draw_without_rendering()
     width, height = fig.bbox.width, fig.bbox.height
     spots = []

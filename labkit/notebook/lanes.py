@@ -1,4 +1,4 @@
-"""From a trace to what a timeline draws: bars, marks, phases and levels of one lane. No drawing here."""
+"""Conversion of a trace into the elements of a timeline: bars, marks, phases and levels of one lane. No drawing here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from labkit.spmd.events import Event, Trace
 
 GATHER_MARK = ev.ALL_GATHER
-# Marker and whether it is filled: told apart by shape, not by colour.
+# The marker and whether it is filled: the kinds differ in shape and not in colour.
 MARKS = {ev.ALL_GATHER: (">", True), ev.REDUCE_SCATTER: ("<", False), ev.ALL_REDUCE: ("D", False), "broadcast": ("s", False)}
 _COMPUTE = {
     ev.FORWARD_BEGIN: (ev.FORWARD_END, "forward"),
@@ -23,18 +23,18 @@ NO_BLOCK = "no block"
 
 @dataclass
 class Period:
-    """A time in which a block's parameters are whole or on their way.
+    """A period in which a block's parameters are gathered or being gathered.
 
     Attributes:
         block: The block.
         phase: The phase in which it began.
-        begin: Where the gather began, or the left edge.
-        end: Where it was freed, or the right edge.
-        whole: Where the wait for it was over, None if nobody waited.
-        size_bytes: What it keeps alive.
-        open_left: It was whole before the trace began.
-        open_right: It is still whole at the end.
-        computes: Begin and end of the block's own forward and backward within.
+        begin: The x of the gather's beginning, or the left edge.
+        end: The x where the parameters were freed, or the right edge.
+        whole: The x where the wait for the gather ended; None if nothing waited.
+        size_bytes: The memory that it keeps alive.
+        open_left: Whether the parameters were gathered before the trace began.
+        open_right: Whether they are still gathered at the end.
+        computes: Begin and end of the block's own forward and backward within the period.
     """
 
     block: str
@@ -71,17 +71,17 @@ class Lane:
     """One trace on the drawing's axis.
 
     Attributes:
-        label: What stands at its left.
-        rank: Decides its colour.
+        label: The text at its left.
+        rank: The rank, which decides its colour.
         rows: The blocks, from top to bottom.
-        short_names: Their names at the left.
+        short_names: The blocks' names at the left.
         periods: The bars.
         marks: The collectives.
         phases: Forward and backward.
-        xs: Where the live bytes change.
-        levels: The live bytes from there on.
+        xs: The positions where the live bytes change.
+        levels: The live bytes from each position on.
         end: The right edge.
-        most_whole: How many blocks are whole or on their way at the same time, at most.
+        most_whole: The largest number of blocks that are gathered or being gathered at the same time.
     """
 
     label: str
@@ -98,7 +98,7 @@ class Lane:
 
 
 def lanes_of(traces: Mapping[int, Trace] | Mapping[str, Trace], by: str) -> list[Lane]:
-    """One lane per trace, on a common axis: one step per event, or milliseconds from the earliest event on."""
+    """Return one lane per trace, on a common axis: one step per event, or milliseconds from the earliest event on."""
     shown = {
         key: [(event, level) for event, level in zip(t.events, t.live_bytes(), strict=True) if _is_shown(event)]
         for key, t in traces.items()
@@ -121,7 +121,7 @@ def _is_shown(event: Event) -> bool:
 
 
 def _steps(events: list[Event]) -> list[float]:
-    """One step per event; a gather stands where its unshard stands, and a wait takes no step of its own."""
+    """Return one step per event. A gather is drawn at its unshard, and a wait takes no step of its own."""
     xs, x = [], 0.0
     for event in events:
         joins = event.kind in (ev.WAIT, ev.FORWARD_BEGIN, ev.BACKWARD_BEGIN) or (event.kind == ev.ALL_GATHER and event.block)

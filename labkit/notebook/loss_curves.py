@@ -1,4 +1,4 @@
-"""Loss curves that should lie on top of each other, and how far each one is from the run that never stopped."""
+"""Loss curves that should lie on top of each other, and the distance of each from the run that never stopped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_RUNS = len(_MARKERS)
 
 
 def loss_curves(truth: Sequence[float], runs: Mapping[str, Sequence[float]], *, first_step: int = 0, caption: str = "") -> Picture:
-    """Draw a run and others that claim to continue it.
+    """Draw a run, and other runs that claim to continue it.
 
     Args:
         truth: Losses of the run that never stopped, in nats per byte; the last ones belong to the same steps as ``runs``.
@@ -25,11 +25,11 @@ def loss_curves(truth: Sequence[float], runs: Mapping[str, Sequence[float]], *, 
         caption: The line under the picture.
 
     Returns:
-        The picture: the curves at the left, and at the right the distance of each run from the truth on a logarithmic axis,
-        where an exact zero sits on a line of its own.
+        The picture: the curves at the left, and at the right the distance of each run from the truth on a logarithmic axis, where
+            exact zeros have their own line.
 
     Raises:
-        ValueError: No run, more than `MAX_RUNS`, or runs that are not equally long or longer than ``truth``.
+        ValueError: There is no run or more than `MAX_RUNS`, or the runs are not equally long or longer than ``truth``.
 
     Ranks: controller.
     """
@@ -69,7 +69,7 @@ def loss_curves(truth: Sequence[float], runs: Mapping[str, Sequence[float]], *, 
 
 
 def _floor(gaps: Mapping[str, Sequence[float]]) -> float:
-    """Where to draw an exact zero: two decades under the smallest gap that is none."""
+    """Return where to draw an exact zero: one to two decades below the smallest gap that is not zero."""
     smallest = min((gap for listed in gaps.values() for gap in listed if gap > 0), default=1e-7)
     return float(10.0 ** (math.floor(math.log10(smallest)) - 1))
 

@@ -1,4 +1,4 @@
-"""The magics: ``%%spmd`` and ``%pool``. They read their line and call the pool; a Python call can do all they do."""
+"""The magics ``%%spmd`` and ``%pool``. They parse their line and call the pool; a Python call can do everything they do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MagicUsageError(LabkitError, ValueError):
 class CellSyntaxError(LabkitError):
     """A ``%%spmd`` cell cannot be parsed; nothing was sent to the ranks.
 
-    Not a SyntaxError, because IPython shows one of those, when it comes out of a magic, with the magic's own frames.
+    This is not a SyntaxError, because IPython shows a SyntaxError that a magic raises with the magic's own frames.
 
     Attributes:
         lineno: The line in the cell, counted from 1 with the magic's line.
@@ -46,10 +46,10 @@ class CellSyntaxError(LabkitError):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises instead of ending the process."""
+    """A parser that raises an error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        # IPython fills in what it can evaluate and leaves the rest as it stands.
+        # IPython fills in what it can evaluate and leaves the rest unchanged.
         unfilled = re.search(r"\{[^{}]*\}", message)
         hint = (
             f"\n{unfilled[0]} stands for a value of this notebook that is not defined. Run the cell that defines it."
@@ -73,7 +73,7 @@ def _spmd_parser() -> _Parser:
 
 @functools.cache
 def _pool_parsers() -> dict[str, _Parser]:
-    """One for each action, so that it refuses what it does not take and says what it does."""
+    """Make one parser for each action, so that it refuses arguments of other actions and lists its own."""
     parsers = {name: _Parser(prog=f"%pool {name}", add_help=False) for name in ("status", "follow", "start", "restart", "close")}
     start = parsers["start"]
     start.add_argument("world_size", nargs="?", type=int, metavar="N", help="how many ranks")
@@ -187,7 +187,7 @@ class LabkitMagics(Magics):
 
 
 def _present_number(shell: Any) -> int:
-    """The number of the cell that runs now. IPython 9 counts execution_count up at a cell's start, IPython 8 at its end."""
+    """Return the number of the running cell. IPython 9 increments execution_count at a cell's start, IPython 8 at its end."""
     result = getattr(shell.displayhook, "exec_result", None)
     number = getattr(result, "execution_count", None)
     return int(shell.execution_count if number is None else number)
@@ -202,7 +202,7 @@ def _parse(parser: _Parser, line: str) -> argparse.Namespace:
 
 
 def _hints_for_kernel_names(error: RankFailedError, kernel: Mapping[str, Any]) -> list[str]:
-    """What to do about names that the ranks lack and the kernel has, a sentence each."""
+    """Return advice about names that the ranks lack and the kernel has, a sentence each."""
     lacking = [
         re.match(r"name '(\w+)' is not defined", failure.message) for failure in error.failures if failure.type_name == "NameError"
     ]
@@ -219,7 +219,7 @@ def _hint_for_kernel_name(name: str, value: Any) -> str:
 
 
 def _ends_with_expression(shell: Any, cell: str) -> bool:
-    """Whether the cell has a value. One that cannot be parsed is refused later, with its line."""
+    """Return whether the cell has a value. A cell that cannot be parsed is refused later, with its line."""
     try:
         body = ast.parse(shell.transform_cell(cell)).body
     except SyntaxError:
@@ -228,14 +228,14 @@ def _ends_with_expression(shell: Any, cell: str) -> bool:
 
 
 def _with_first_line(line: str, cell: str) -> str:
-    """The cell with the magic's line as a comment, so that the ranks count lines as the reader does."""
+    """Return the cell with the magic's line as a comment, so that the ranks count lines as the reader does."""
     if cell.lstrip().startswith("%%"):
-        return cell  # another cell magic, which has to stand first
+        return cell  # another cell magic, which has to come first
     return f"# %%spmd {line}".rstrip() + "\n" + cell
 
 
 def register(shell: Any) -> None:
-    """Add the magics to a shell and let the fork server import torch in the background."""
+    """Register the magics with a shell and let the fork server import torch in the background."""
     shell.register_magics(LabkitMagics)
     rank_names.register(shell)
     pool_view.register(shell)

@@ -1,4 +1,4 @@
-"""Where each argument of FSDP1 went, drawn: old names at the left, new ones at the right, a line between them."""
+"""A picture of where each argument of FSDP1 went: old names at the left, new ones at the right, a line between them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _ROW_IN = 0.2
 _HEAD_IN, _FOOT_IN = 0.3, 0.3
 _OLD_X, _NEW_X = 1.45, 3.3
-# Colour, line, and width: the line alone tells the kinds apart in black and white.
+# Colour, line, and width: the line style alone distinguishes the kinds in black and white.
 _LINES: dict[str, tuple[str, Any, float]] = {
     "changed": ("#D55E00", "solid", 1.6),
     "your code": ("#009E73", (0, (1.5, 1.2)), 1.6),
@@ -33,7 +33,7 @@ def mapping_picture(moves: Sequence[Moved], *, caption: str = "") -> Picture:
     """Draw a mapping of arguments.
 
     Args:
-        moves: Old and new names, such as `labkit.spmd.fsdp_mapping.ARGUMENTS`. Those with one target should stand together.
+        moves: Old and new names, such as `labkit.spmd.fsdp_mapping.ARGUMENTS`. Names with the same target should be adjacent.
         caption: The line under the picture; by default a count of each kind.
 
     Ranks: controller.

@@ -1,4 +1,4 @@
-"""A picture of memory taken apart: one bar per way to train, stacked from its parts, with the measured peak on it."""
+"""A picture of the parts of memory: one stacked bar per way to train, with the measured peak on it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.notebook.style import INK, MUTED, Picture, figure, text_color_on
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# One colour and hatch per part through the whole lab, told apart in black and white by lightness and hatch.
+# One colour and hatch per part in the whole lab; in black and white, lightness and hatch distinguish the parts.
 PART_LOOKS = {
     "parameters": ("#0072B2", ""),
     "weights": ("#0072B2", ""),
@@ -41,19 +41,19 @@ def memory_bars(
     """Draw the parts of the memory for several ways to train.
 
     Args:
-        parts: Per way, the bytes of each part: a mapping, or an object whose attributes are the parts, such as
-            `labkit.spmd.memory.MemoryParts`. All have the same parts, drawn in their order.
+        parts: For each way, the bytes of each part: a mapping, or an object whose attributes are the parts, such as
+            `labkit.spmd.memory.MemoryParts`. All ways have the same parts, drawn in their order.
         measured: Peaks in bytes for some of the ways; drawn as diamonds.
         caption: The line under the picture.
-        what: What the bytes are, for the axis.
-        measured_label: What the diamonds are, for the legend.
-        limit_bytes: Drawn as a dashed line.
+        what: The axis label: what the bytes are.
+        measured_label: The legend for the diamonds.
+        limit_bytes: A limit, drawn as a dashed line.
 
     Returns:
         The picture, 6 inches wide, with the numbers in bytes as its table.
 
     Raises:
-        ValueError: Nothing to draw, unequal parts, or a measured way that has no bar.
+        ValueError: There is nothing to draw, the parts differ, or a measured way has no bar.
 
     Ranks: controller or local.
     """
@@ -91,7 +91,7 @@ def memory_bars(
 
 
 def scale_for(largest_bytes: int) -> tuple[int, str]:
-    """The bytes of the largest unit that a size fills, and its name."""
+    """Return the size of the largest unit that a number of bytes fills, and its name."""
     return next((size, name) for size, name in _UNITS if largest_bytes >= size or size == 1)
 
 
@@ -120,7 +120,7 @@ def _draw(
             ax.barh(place, size, 0.62, begin, color=color, hatch=hatch, ec=INK, lw=0.6, label=label)
             middle, room = _free_part(begin, begin + size, marks.get(name), 0.025 * width)
             if room > 0.09 * width:
-                # On a hatch a number needs ground to stand on.
+                # On a hatch, a number needs a plain background.
                 ground: dict[str, Any] = {"bbox": {"fc": "white", "ec": "none", "pad": 1.2}} if hatch else {}
                 ink = INK if hatch else text_color_on(color)
                 ax.text(middle, place, f"{size:.3g}", ha="center", va="center", color=ink, fontsize=7.5, **ground)
@@ -134,7 +134,7 @@ def _draw(
 
 
 def _free_part(begin: float, end: float, mark: float | None, radius: float) -> tuple[float, float]:
-    """The middle and the length of the longest stretch that a mark leaves free."""
+    """Return the middle and the length of the longest stretch that a mark leaves free."""
     if mark is None or not begin - radius < mark < end + radius:
         return (begin + end) / 2, end - begin
     length, low, high = max((high - low, low, high) for low, high in ((begin, mark - radius), (mark + radius, end)))

@@ -1,4 +1,4 @@
-"""The memory of a training step over its operations, stacked by kind, with the moment of the peak."""
+"""A picture of a training step's memory over its operations, stacked by kind, with the moment of the peak."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labkit.notebook.style import INK, MUTED, Picture, figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# labkit.spmd.memory_timeline.MemoryTimeline, whose module imports torch; the notebook's side does not, not even for its types.
+# labkit.spmd.memory_timeline.MemoryTimeline. Its module imports torch; this module does not import torch, not even for types.
 MemoryTimeline: TypeAlias = Any
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "temporary")
@@ -23,14 +23,14 @@ MAX_COLUMNS = 250
 
 @dataclass(frozen=True)
 class Span:
-    """A part of the step: a block's forward or backward, or what lies outside of blocks.
+    """A part of the step: a block's forward or backward, or the operations outside of blocks.
 
     Attributes:
         phase: Forward, backward or optimizer.
-        block: The block, empty outside.
+        block: The block, empty outside of blocks.
         begin: Its first operation.
         end: The operation after its last one.
-        peak: The bytes of each kind where their sum is largest.
+        peak: The bytes of each kind at the moment when their sum is largest.
     """
 
     phase: str
@@ -41,22 +41,23 @@ class Span:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The span in words."""
         return f"{self.phase} of block {self.block}" if self.block else self.phase
 
 
 def memory_timeline(timeline: MemoryTimeline, *, caption: str, what: str = "memory of one rank") -> HoverPicture:
-    """Draw what `labkit.spmd.memory_timeline.record_memory` has recorded.
+    """Draw a record of `labkit.spmd.memory_timeline.record_memory`.
 
-    Each kind lies on the one below it, so the upper edge is the whole. What stands longest lies lowest. Numbers below are blocks.
+    Each kind is stacked on the one below it, so the upper edge is the total. The kinds that live longest are lowest. The numbers
+    below are blocks.
 
     Args:
         timeline: The record of one step.
         caption: The line under the picture.
-        what: What the bytes are, for the axis.
+        what: The axis label: what the bytes are.
 
     Returns:
-        The picture, with a table of the most bytes in each part of the step.
+        The picture, with a table of the peak bytes in each part of the step.
 
     Ranks: controller or local.
     """
@@ -91,7 +92,7 @@ def memory_timeline(timeline: MemoryTimeline, *, caption: str, what: str = "memo
 
 
 def spans_of(timeline: MemoryTimeline, samples: Sequence[tuple[int, ...]]) -> list[Span]:
-    """The step cut at its marks; what comes before the first one belongs to it."""
+    """Cut the step at its marks. The operations before the first mark belong to its span."""
     begins = [0, *(found.at for found in timeline.marks[1:]), len(samples)]
     spans = []
     for found, begin, end in zip(timeline.marks, begins, begins[1:], strict=False):
@@ -109,7 +110,7 @@ def _draw_areas(ax: Axes, samples: Sequence[tuple[int, ...]], scale: int) -> Non
     for place, kind in enumerate(KINDS):
         above = [low + column[place] / scale for low, column in zip(below, columns, strict=True)]
         color, hatch = PART_LOOKS[kind]
-        # A step lasts until the next one, the last one to the end.
+        # A value is valid until the next one; the last one until the end.
         low, high = [*below, below[-1]], [*above, above[-1]]
         ax.fill_between(edges, low, high, step="post", fc=color, hatch=hatch, ec=INK, lw=0.3, label=kind)
         below = above

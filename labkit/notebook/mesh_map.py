@@ -1,7 +1,7 @@
-"""Pictures for two-axis layouts: the mesh itself, and matrices with the block of each rank, live and on disk.
+"""Pictures for two-axis layouts: the mesh itself, and matrices with the block of each rank, in memory and on disk.
 
-`shard_map` draws a tensor as a bar and suits cuts along rows. Here a matrix is drawn as a matrix, rows downwards, because two
-axes may cut both of its dims.
+`shard_map` draws a tensor as a bar and suits cuts along rows. Here a matrix is drawn as a matrix, rows downwards, because two axes
+may cut both of its dims.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class DiskChunk(NamedTuple):
     """A piece of a tensor in a checkpoint.
 
     Attributes:
-        chunk: Which part of the tensor it is.
+        chunk: The part of the tensor that it is.
         file: Name of the file that holds it, such as ``__2_0.distcp``; the first number is the rank that wrote it.
     """
 
@@ -91,20 +91,20 @@ def block_map(
     titles: Mapping[str, str] | None = None,
     caption: str = "",
 ) -> Picture:
-    """Draw matrices with the block that each rank holds, and under each the chunks of its checkpoint.
+    """Draw matrices with the block that each rank holds, and below each matrix the chunks of its checkpoint.
 
     Args:
         tables: Per rank, the records of `labkit.spmd.shard_table`.
         names: The matrices to draw, up to `MAX_PANELS`, as names or shell patterns.
-        disk: Per tensor the chunks of a checkpoint; a second row of panels shows them.
-        titles: A heading for a tensor where its name is too long or says too little.
+        disk: Per tensor, the chunks of a checkpoint; a second row of panels shows them.
+        titles: Headings for tensors whose names are too long or say too little.
         caption: The line under the picture.
 
     Returns:
         The picture, with a table of every block; chunks on disk have no placements there.
 
     Raises:
-        ValueError: No tensor matches, or too many do, or one has more than two dims, or ``disk`` lacks one.
+        ValueError: No tensor matches, too many match, one has more than two dims, or ``disk`` lacks one.
 
     Ranks: controller.
     """
@@ -162,7 +162,7 @@ def _draw_axis_names(ax: Axes, names: Sequence[str], shape: tuple[int, int], lef
 
 
 def _panel_span(index: int, num: int) -> tuple[float, float]:
-    """Left edge and width of a matrix, in inches; to its left stand the row indices."""
+    """Return the left edge and width of a matrix, in inches; the row indices are to its left."""
     slot = (WIDTH_IN - 0.2) / max(num, 2)
     return 0.2 + index * slot + 0.38, min(slot - 0.5, 2.2)
 
@@ -177,7 +177,7 @@ def _draw_title(ax: Axes, title: str, shape: Sequence[int], cuts: Sequence[str],
 
 
 def _cuts(record: ShardRecord) -> list[str]:
-    """What each mesh axis does, in words that fit under a title."""
+    """Return the effect of each mesh axis, in words that fit under a title."""
     if not record.is_distributed:
         return ["plain: each rank its own"]
     names = [name or f"axis {index}" for index, name in enumerate(record.mesh_axes)]
@@ -218,7 +218,7 @@ def _label(ranks: Sequence[int], broad: float, tall: float) -> str:
 
 
 def _draw_indices(ax: Axes, boxes: Sequence[Box], shape: Sequence[int], place: tuple[float, float, float]) -> None:
-    """Where blocks begin, and the size at the end; an index that would stand on the one before is left out."""
+    """Write the index where each block begins, and the size at the end. Leave out an index that would overlap the one before."""
     left, top, wide = place
     for dim, length in ((0, _PANEL_IN), (1, wide)):
         if dim >= len(shape):
@@ -256,7 +256,7 @@ def _block_rows(lines: _Lines, tensors: Mapping[str, Mapping[int, ShardRecord]])
     rows: list[tuple[str, ...]] = []
     for what, by_name in lines:
         for name, boxes in by_name.items():
-            # A chunk has offsets and sizes; placements are of a tensor in memory.
+            # A chunk has offsets and sizes; only a tensor in memory has placements.
             placements = "" if what == "on disk" else ", ".join(next(iter(tensors[name].values())).placements) or "plain"
             for box in sorted(boxes, key=lambda box: box.chunk.offsets):
                 columns = span(box.chunk, 1)

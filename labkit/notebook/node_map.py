@@ -25,7 +25,7 @@ _GAP_IN = 0.34
 _LEFT_IN = 0.72
 _KEY_IN = 0.3
 _CHAR_IN = 0.056
-# As in labkit.notebook.plan_picture: what stays inside a node, and what leaves it.
+# As in labkit.notebook.plan_picture: the colours of traffic inside a node and between nodes.
 _INSIDE, _BETWEEN = "#009E73", "#D55E00"
 _LINES = ("solid", (0, (3.5, 1.8)), (0, (1, 1.4)))
 
@@ -33,10 +33,10 @@ Point = tuple[float, float]
 
 
 def node_map(layouts: Mapping[str, MeshRecord], ranks_per_node: int, *, caption: str = "") -> Picture:
-    """Draw who talks to whom: for each layout the nodes with their ranks, and the rings of every axis of its mesh.
+    """Draw which ranks communicate: for each layout, the nodes with their ranks and the rings of every axis of its mesh.
 
     Args:
-        layouts: Meshes by the name that they are drawn under, all over the same ranks.
+        layouts: Meshes by the name under which they are drawn, all over the same ranks.
         ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` are on node 0, and so on.
         caption: The line under the picture.
 
@@ -73,7 +73,7 @@ def node_map(layouts: Mapping[str, MeshRecord], ranks_per_node: int, *, caption:
 
 
 def ring(group: tuple[int, ...]) -> list[tuple[int, int]]:
-    """The links of a ring, each rank with the next one and the last with the first; none for a rank by itself."""
+    """Return the links of a ring: each rank with the next one, and the last with the first; none for a single rank."""
     return [*pairwise(group), (group[-1], group[0])] if len(group) > 1 else []
 
 
@@ -122,7 +122,7 @@ def _draw_rank(ax: Axes, rank: int, place: Point, radius: float) -> None:
 def _draw_link(ax: Axes, start: Point, end: Point, line: object, *, crosses: bool, pair: bool, step: Point) -> None:
     from matplotlib.patches import FancyArrowPatch
 
-    # Straight where nothing lies between, else in a bow around it. Two ranks are a ring of two links, side by side.
+    # Draw a straight link if nothing lies between, else an arc. A group of two ranks is a ring of two links, side by side.
     far = abs(start[1] - end[1]) > 1.5 * step[1] or (start[1] == end[1] and abs(start[0] - end[0]) > 1.5 * step[0])
     link = FancyArrowPatch(
         start,
@@ -153,7 +153,7 @@ def _draw_key(ax: Axes, y: float) -> None:
 
 
 def _words(mesh: MeshRecord, axes: list[str]) -> str:
-    """The groups of each axis; only their number and size where they do not fit."""
+    """Return the groups of each axis, or only their number and size if they do not fit."""
     text = "; ".join(f"{axis}: {_names(mesh, axis)}" for axis in axes) or "no groups"
     if len(text) * _CHAR_IN < _PANEL_IN - 0.2:
         return text

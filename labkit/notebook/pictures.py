@@ -1,6 +1,6 @@
-"""Pictures of what the ranks hold: processes, and collectives before and after, drawn from real values.
+"""Pictures of the ranks' values and processes: collectives before and after, drawn from real values.
 
-Nothing here knows torch. A value is anything with ``tolist()`` (a tensor, an array), a list, or one number.
+Nothing here imports torch. A value is an object with ``tolist()`` (a tensor, an array), a list, or one number.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ _CAPTIONS: dict[Collective, str] = {
 def collective_picture(
     collective: Collective, before: Mapping[int, Any], after: Mapping[int, Any], *, caption: str | None = None
 ) -> Picture:
-    """Draw what each rank holds before and after a summing or gathering collective.
+    """Draw the values of each rank before and after a summing or gathering collective.
 
-    The colours of ``after`` are earned and not assumed: each value is compared with what the collective gives for
+    The colours of ``after`` are checked and not assumed: each value is compared with the result that the collective should have for
     ``before``. A value that differs is drawn as a white box with a dashed edge and a question mark.
 
     Args:
         collective: ``all_gather``, ``reduce_scatter`` or ``all_reduce``; the reduction is the sum.
-        before: Per rank, the values that it puts in, for example what ``pool.pull`` returns. Up to 16 numbers; tensors
-            and arrays of any shape are read row by row.
-        after: Per rank, the values that it gets, for the same ranks.
-        caption: The line under the picture; by default one sentence that says what the collective does.
+        before: Per rank, its input values, for example the result of ``pool.pull``. Up to 16 numbers; tensors and arrays of any
+            shape are read row by row.
+        after: Per rank, its output values, for the same ranks.
+        caption: The line under the picture; by default one sentence that explains the collective.
 
     Returns:
         The picture, 6 inches wide and about half an inch high per rank.
 
     Raises:
-        ValueError: The ranks or the numbers of values do not fit together, or there are too many to be read.
+        ValueError: The ranks or the numbers of values do not match, or there are too many to be readable.
 
-    Ranks: controller or local; it talks to no rank.
+    Ranks: controller or local; it does not communicate with any rank.
     """
     inputs, outputs = _numbers_per_rank(before), _numbers_per_rank(after)
     if inputs.keys() != outputs.keys():
@@ -128,7 +128,7 @@ def _flatten(value: Any) -> Iterable[float]:
 
 
 def _offsets(pieces: Mapping[int, Sequence[float]]) -> dict[int, int]:
-    """Where each rank's piece starts when the pieces lie behind each other in rank order."""
+    """Return where each rank's piece starts if the pieces are concatenated in rank order."""
     offsets, start = {}, 0
     for rank, piece in pieces.items():
         offsets[rank] = start
@@ -185,7 +185,7 @@ def _judged(
         rows[rank] = []
         for column, value in enumerate(row, start):
             right, sources = expected[column]
-            # Ranks add in float32 and in an order of their own; a wrong value is further away than that.
+            # Ranks add in float32 and in their own order; a wrong value differs by more than that.
             same = math.isclose(value, right, rel_tol=1e-5, abs_tol=1e-6)
             rows[rank].append(Box(column, value, sources if same else ()))
     return rows

@@ -1,4 +1,4 @@
-"""A picture of plans: bytes on a rank by kind against the memory of a device, and what a step sends inside and between nodes."""
+"""A picture of plans: bytes on a rank by kind against a device's memory, and bytes sent in a step, inside and between nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from labkit.plan.records import Plan
 
-# As in labkit.notebook.memory_bars, which shows the same kinds through the labs.
+# As in labkit.notebook.memory_bars, which shows the same kinds in the labs.
 _KINDS = {
     "parameters": ("#0072B2", ""),
     "gradients": ("#56B4E9", "///"),
@@ -28,13 +28,13 @@ _FAR = 3
 def draw_plans(plans: Mapping[str, Plan], *, caption: str, limit_bytes: int | None = None) -> Picture:
     """Draw one or several plans above each other, so that meshes can be compared.
 
-    Left: bytes on the rank that holds most, and on the one that holds least where they differ, stacked by kind. Right: bytes that
-    all ranks together send in a step.
+    Left: bytes on the rank that holds most, and on the rank that holds least if they differ, stacked by kind. Right: bytes that all
+    ranks together send in a step.
 
     Args:
-        plans: Plans by the name that they are drawn under.
+        plans: Plans by the name under which they are drawn.
         caption: The line under the picture.
-        limit_bytes: The memory of a device: a dashed line, or only told where it is far beyond the bars.
+        limit_bytes: The memory of a device: drawn as a dashed line, or only named if it is far beyond the bars.
 
     Returns:
         The picture, 6 inches wide, with the numbers in bytes as its table.
@@ -72,7 +72,7 @@ def draw_plans(plans: Mapping[str, Plan], *, caption: str, limit_bytes: int | No
 
 
 def _bars(name: str, plan: Plan) -> dict[str, dict[str, int]]:
-    """The kinds of the rank that holds most, and of the one that holds least where that is another."""
+    """Return the kinds of the rank that holds most, and of the rank that holds least if it holds less."""
     ranks = [plan.ranks[0]]
     least = min(plan.ranks, key=lambda each: each.num_elements)
     if least.num_elements < ranks[0].num_elements:
@@ -99,7 +99,7 @@ def _draw_memory(ax: Axes, bars: Mapping[str, Mapping[str, int]], limit_bytes: i
         _label_end(ax, place, begin, f"{begin:.3g}")
     ax.set_yticks(range(len(bars)), list(bars))
     ax.set_xlabel(f"on one rank, {unit}")
-    # A limit far beyond the bars is told and not drawn: the bars would be too short to be read.
+    # A limit far beyond the bars is named and not drawn: the bars would be too short to be readable.
     if limit_bytes is not None and limit_bytes <= _FAR * largest:
         ax.axvline(limit_bytes / scale, color=INK, ls="--", lw=1.1, label="device")
         largest = max(largest, limit_bytes)
@@ -109,7 +109,7 @@ def _draw_memory(ax: Axes, bars: Mapping[str, Mapping[str, int]], limit_bytes: i
 
 
 def _draw_sent(ax: Axes, rows: Sequence[tuple[int, int] | None]) -> None:
-    """A bar beside the first row of each plan, none beside its other rows."""
+    """Draw a bar beside the first row of each plan and none beside its other rows."""
     largest = max(sum(pair) for pair in rows if pair)
     scale, unit = _unit(largest)
     for place, pair in enumerate(rows):

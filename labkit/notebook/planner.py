@@ -1,4 +1,4 @@
-"""Try out settings of a training run before there are ranks for it: what would one rank hold, and does it fit?"""
+"""A planner for a training run, to try settings before there are ranks: how much memory one rank needs, and whether it fits."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ def planner(
     """Show the predicted memory of one rank as a stacked bar against a limit, with a control for each setting.
 
     Args:
-        predict: Called with the number of shards, the dtype and what becomes of the blocks' activations; returns the bytes of
-            each part, always the same parts, as `labkit.spmd.memory_plan.predict_peak` does.
+        predict: Called with the number of shards, the dtype and the treatment of the blocks' activations; returns the bytes of each
+            part, always the same parts, as `labkit.spmd.memory_plan.predict_peak` does.
         ranks: World sizes to choose from, ascending.
         dtypes: Names of the dtypes to choose from.
-        blocks: What may become of the activations.
+        blocks: The treatments of activations to choose from.
         limits_mib: Memory of a device, in MiB, to choose from.
         start: The settings to begin with, by name: ``ranks``, ``mesh``, ``dtype``, ``blocks``, ``limit_mib``.
 
     Raises:
-        ControlError: Nothing to choose from, or a start that is none of the options.
+        ControlError: There is nothing to choose from, or an initial setting is not one of the options.
 
     Ranks: controller.
     """
@@ -57,17 +57,17 @@ def planner(
 
 
 def meshes(ranks: int) -> list[str]:
-    """The meshes of some ranks, as ``replicas x shards``: from sharding over all of them (FSDP) to two shards (HSDP)."""
+    """Return the meshes of some ranks, as ``replicas x shards``: from sharding over all ranks (FSDP) to two shards (HSDP)."""
     return [f"{copies} x {ranks // copies}" for copies in range(1, max(2, ranks // 2 + 1)) if ranks % copies == 0]
 
 
 def num_shards(mesh: str) -> int:
-    """The ranks that share the parameters in one of `meshes`."""
+    """Return the number of ranks that share the parameters in one of `meshes`."""
     return int(mesh.rpartition(" ")[2])
 
 
 def verdict(needed_bytes: int, limit_bytes: int) -> str:
-    """Whether it fits, and by how much."""
+    """Say whether it fits, and by how much."""
     needed, limit = needed_bytes / MIB, limit_bytes / MIB
     over = abs(needed - limit)
     says = f"{over:.2f} MiB too much" if needed_bytes > limit_bytes else f"fits, {over:.2f} MiB are free"

@@ -1,4 +1,4 @@
-"""What every rank of a pool is, holds and does now, as a table."""
+"""A table of all ranks of a pool: what each one is, holds and does now."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labkit.controller.pool import WorkerPool
 from labkit.notebook.style import rank_style, text_table
 
 COLUMNS = ("rank", "machine", "process", "device", "state", "own memory", "runs", "for")
-# What a state looks like beside its word, for the quick eye.
+# A sign for each state, shown beside its name.
 _SIGNS = {"idle": "○", "finished": "○", "working": "●", "native": "●", "waiting": "◐", "silent": "?", "failed": "✕", "dead": "✕"}
 _NVIDIA_S = 5.0
 
@@ -26,14 +26,14 @@ class RankStatus:
 
     Attributes:
         rank: The rank.
-        pid: Its process.
-        device: ``cpu``, or ``cuda:1`` for the GPU that is its own.
+        pid: Its process id.
+        device: ``cpu``, or ``cuda:1`` for its own GPU.
         state: A state of `labkit.controller.diagnosis.RankState`; ``idle`` between runs.
-        memory_bytes: What would be free if only this process ended; None when it is dead, or on another machine.
-        gpu_bytes: What it holds of its GPU; None on the CPU and where the driver does not say.
-        runs: Where it is in which cell, and in which collective; empty when it runs nothing.
-        for_s: Seconds since the run began on this rank; None when it runs nothing.
-        machine: Where it lives; empty on this machine.
+        memory_bytes: The memory that would be freed if only this process ended; None if it is dead or on another machine.
+        gpu_bytes: Its memory on its GPU; None on the CPU and if the driver does not report it.
+        runs: Its place in a cell and its collective, if any; empty if it runs nothing.
+        for_s: Seconds since the run began on this rank; None if it runs nothing.
+        machine: The machine on which it runs; empty for this machine.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class RankStatus:
 
 
 def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
-    """Look at every rank once, from any thread; a run in progress is not disturbed.
+    """Look at every rank once, without disturbing a run in progress. Any thread may call this.
 
     Args:
         pool: An open pool.
@@ -81,7 +81,7 @@ def _work(state: RankState) -> tuple[str, float | None]:
 
 
 def _own_memory(pid: int) -> int | None:
-    """Without what the rank shares with the fork server, such as torch's libraries; None when the process is gone."""
+    """Return a rank's memory without the part shared with the fork server, such as torch's libraries; None if it has ended."""
     try:
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
@@ -94,7 +94,7 @@ def _own_memory(pid: int) -> int | None:
 
 
 def _gpu_bytes() -> dict[int, int]:
-    """GPU memory by process id, as the driver reports it; empty where it does not, as in many containers."""
+    """Return GPU memory by process id, as the driver reports it; empty if it does not, as in many containers."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return {}
@@ -108,13 +108,13 @@ def _gpu_bytes() -> dict[int, int]:
 
 
 def status_text(pool: WorkerPool, statuses: list[RankStatus]) -> str:
-    """The pool in a line and its ranks in a table."""
+    """Return the pool in one line and its ranks as a text table."""
     columns, rows = _table(statuses)
     return "\n".join([repr(pool), *text_table(columns, rows)])
 
 
 def status_html(pool: WorkerPool, statuses: list[RankStatus]) -> str:
-    """The same, for a notebook: a table that needs no script and no style sheet."""
+    """Return the same for a notebook: a table that needs no script and no style sheet."""
     style = "text-align:left;padding:2px 14px 2px 0;vertical-align:top"
     columns, rows = _table(statuses)
     head = "".join(f'<th scope="col" style="{style}">{name}</th>' for name in columns)
@@ -123,7 +123,7 @@ def status_html(pool: WorkerPool, statuses: list[RankStatus]) -> str:
 
 
 def _table(statuses: list[RankStatus]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Head and rows, without columns that are empty: what the ranks run only shows while they run something."""
+    """Return head and rows without empty columns: the columns about a run are shown only during a run."""
     rows = [_cells(status) for status in statuses]
     shown = [place for place in range(len(COLUMNS)) if any(row[place] for row in rows)]
     return tuple(COLUMNS[place] for place in shown), [tuple(row[place] for place in shown) for row in rows]

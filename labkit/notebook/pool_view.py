@@ -1,4 +1,4 @@
-"""``%pool`` in a notebook: the table of the ranks, with buttons to look again and to follow what they do."""
+"""``%pool`` in a notebook: the table of the ranks, with buttons to look again and to follow their work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PoolView:
     """The status of a pool in a cell's output.
 
     The table is standard HTML and stays in the saved notebook. While the pool is open it has two buttons: *Look again*, and
-    *Follow*, which looks once a second from a thread of its own, also while other cells run. Buttons are heard between cells.
+    *Follow*, which looks once a second from a separate thread, also while other cells run. Buttons react between cells only.
 
     Args:
         pool: An open pool.
@@ -33,13 +33,13 @@ class PoolView:
         self._widgets: list[Any] = []
 
     def show(self) -> None:
-        """Show the table, and the buttons where widgets work."""
+        """Show the table, and the buttons if widgets work."""
         self.look()
         if widgets_work():
             self._buttons.show_widget(self._make_buttons())
 
     def look(self) -> None:
-        """Bring the table up to date. Any thread may call it."""
+        """Update the table. Any thread may call this."""
         if self._pool.closed:
             text = f"WorkerPool(world_size={self._pool.world_size}, device={self._pool.device!r}): closed"
             self._table.show(text)
@@ -55,14 +55,14 @@ class PoolView:
         self._thread.start()
 
     def stop(self) -> None:
-        """Look no more. Blocks until the present look is over, at most about 1 s."""
+        """Stop looking. Blocks until the present look is over, for at most 5 s."""
         self._end.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
         self._thread = None
 
     def end(self) -> None:
-        """Leave the table as it stands, without buttons."""
+        """Remove the buttons and leave the table as it is."""
         self.stop()
         self._buttons.clear()
         for widget in self._widgets:
@@ -71,12 +71,12 @@ class PoolView:
 
     @property
     def following(self) -> bool:
-        """Whether it looks once a second."""
+        """True if it looks once a second."""
         return self._thread is not None
 
     @property
     def pool_closed(self) -> bool:
-        """Whether its pool has been closed."""
+        """True if its pool has been closed."""
         return self._pool.closed
 
     def _follow(self, end: threading.Event) -> None:
@@ -99,11 +99,11 @@ _views: list[PoolView] = []
 
 
 def show_status(pool: WorkerPool, *, follow: bool = False) -> None:
-    """Show a pool's status in the running cell; an earlier view stays as a table without buttons.
+    """Show a pool's status in the running cell. An earlier view stays as a table without buttons.
 
     Args:
         pool: An open pool.
-        follow: Bring it up to date once a second, also while later cells run.
+        follow: Update it once a second, also while later cells run.
 
     Ranks: controller.
     """
@@ -116,7 +116,7 @@ def show_status(pool: WorkerPool, *, follow: bool = False) -> None:
 
 
 def end_views(*_: Any, only_closed: bool = False) -> None:
-    """End the views, or those whose pool is closed: a saved notebook is to hold no dead buttons."""
+    """End the views, or only those whose pool is closed. A saved notebook must not hold dead buttons."""
     for view in list(_views):
         if view.pool_closed or not only_closed:
             _views.remove(view)
@@ -124,7 +124,7 @@ def end_views(*_: Any, only_closed: bool = False) -> None:
 
 
 def register(shell: Any) -> None:
-    """Show pools as tables, and end their views when they have been closed. Doing it twice changes nothing."""
+    """Show pools as tables, and end their views when they have been closed. A second call changes nothing."""
     formatter = shell.display_formatter.formatters["text/html"]
     formatter.for_type(WorkerPool, _pool_html)
     if _after_cell not in shell.events.callbacks["post_run_cell"]:
@@ -139,4 +139,4 @@ def _after_cell(result: Any) -> None:
     end_views(only_closed=True)
     for view in _views:
         if view.following:
-            view.look()  # what it has seen last may be over, and the next look may come after the pool's end
+            view.look()  # its last state may be outdated, and the pool may end before the next look

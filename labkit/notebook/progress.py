@@ -1,7 +1,7 @@
-"""Says what a cell waits for when it takes longer than two seconds: a pool's start, ranks that still run, a checkpoint on its way.
+"""A display of what a cell waits for after two seconds: a pool's start, ranks that still run, a checkpoint being read or written.
 
-Only where a person watches. A frontend that can ask for input has one; papermill and nbclient have none, and their notebooks
-stay as the cells made them. The display is empty again when the cell has ended.
+It is shown only if a person watches: a frontend that can ask for input has one; papermill and nbclient have none, and their
+notebooks stay as the cells made them. The display is empty again when the cell has ended.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ EVERY_S = 0.5
 
 @dataclass(frozen=True)
 class Stage:
-    """What is waited for.
+    """A stage of the wait.
 
     Attributes:
-        what: In words.
-        done: How many ranks or bytes are done, None where nothing counts.
-        total: Of how many.
+        what: A description.
+        done: The number of ranks or bytes that are done, None if they are not counted.
+        total: The number of all ranks or bytes, None if it is not known.
     """
 
     what: str
@@ -40,7 +40,7 @@ class Stage:
 
 
 def present_stage() -> Stage | None:
-    """What the notebook waits for: a pool's start, a run, or a task of this process; None for anything else."""
+    """Return what the notebook waits for: a pool's start, a run, or a task of this process; None for anything else."""
     if starting := num_starting():
         ranks = f"{starting} rank{'s' if starting > 1 else ''}"
         cold = fork_server.available() and not fork_server.shared().warm
@@ -69,7 +69,7 @@ def _stage_of(task: Task | TaskReport) -> Stage:
 
 
 def _stage_of_ranks(tasks: Mapping[int, TaskReport]) -> Stage:
-    """Ranks do the same at different speeds; of several things the one that the lowest rank is at."""
+    """Return one stage for tasks of several ranks: of different tasks take the lowest rank's, and add up its progress."""
     title = tasks[min(tasks)].title
     same = {rank: task for rank, task in tasks.items() if task.title == title}
     totals = [task.total_bytes for task in same.values() if task.total_bytes is not None]
@@ -78,7 +78,7 @@ def _stage_of_ranks(tasks: Mapping[int, TaskReport]) -> Stage:
 
 
 class CellProgress:
-    """The progress of one cell, shown from a thread of its own."""
+    """The progress of one cell, shown from a separate thread."""
 
     def __init__(self) -> None:
         self._end, self._lock = threading.Event(), threading.Lock()
@@ -91,7 +91,7 @@ class CellProgress:
         self._thread.start()
 
     def stop(self) -> None:
-        """The cell has ended: show nothing. Does not wait for the thread, which may be looking at ranks that are done."""
+        """Clear the display, because the cell has ended. Does not wait for the thread, which may still be looking at ranks."""
         with self._lock:
             self._end.set()
             self._place.clear()
@@ -112,7 +112,7 @@ class CellProgress:
 
 
 def stage_html(stage: Stage, seconds: float) -> str:
-    """A bar with its words."""
+    """Return a bar with its text."""
     counts = f' value="{stage.done}" max="{stage.total}"' if stage.total else ""
     words = html.escape(stage.what, quote=True)
     return f'<div role="status"><progress{counts} aria-label="{words}"></progress> {words}, {seconds:.0f} s</div>'
@@ -122,7 +122,7 @@ _running: list[CellProgress] = []
 
 
 def register(shell: Any) -> None:
-    """Watch the cells of a shell. Doing it twice changes nothing."""
+    """Watch the cells of a shell. A second call changes nothing."""
     if _before_cell not in shell.events.callbacks["pre_run_cell"]:
         shell.events.register("pre_run_cell", _before_cell)
         shell.events.register("post_run_cell", _after_cell)

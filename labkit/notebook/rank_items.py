@@ -1,4 +1,4 @@
-"""What the ranks of one run put out, rank by rank, and how it looks as tabs in plain HTML."""
+"""The output of the ranks in one run, rank by rank, and its form as tabs in plain HTML."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Item:
     """A piece of one rank's output: text, or a display.
 
     Attributes:
-        text: The text; of a display, its plain text.
+        text: The text; for a display, its plain text.
         data: The mime bundle of a display, None for text.
-        display_id: The display's name when it may be updated.
+        display_id: The display's name if it may be updated.
     """
 
     text: str
@@ -38,7 +38,7 @@ class RankItems:
         self.by_rank: dict[int, list[Item]] = {rank: [] for rank in ranks}
 
     def add_text(self, rank: int, text: str) -> None:
-        """Add text behind what the rank has put out."""
+        """Append text to the rank's output."""
         items = self.by_rank.setdefault(rank, [])
         if items and items[-1].data is None:
             items[-1].text += text
@@ -46,7 +46,7 @@ class RankItems:
             items.append(Item(text))
 
     def add_display(self, rank: int, data: dict[str, Any], display_id: str | None, update: bool) -> None:
-        """Add a display, or change the one of that name."""
+        """Add a display, or change the one with that name."""
         items = self.by_rank.setdefault(rank, [])
         new = Item(str(data.get("text/plain", "")), data, display_id)
         if update:
@@ -55,13 +55,13 @@ class RankItems:
             items.append(new)
 
     def clear(self, rank: int | None) -> None:
-        """Forget the output of a rank; of all where it needs no name."""
+        """Forget the output of a rank, or of all ranks if the rank is None."""
         for owner, items in self.by_rank.items():
             if rank is None or owner == rank:
                 items.clear()
 
     def groups(self) -> list[tuple[list[int], list[Item]]]:
-        """Ranks with equal output together, in the order of their first rank; ranks without output are left out."""
+        """Group ranks with equal output, in the order of their first rank. Ranks without output are left out."""
         found: list[tuple[list[int], list[Item]]] = []
         for rank, items in sorted(self.by_rank.items()):
             if not items:
@@ -79,14 +79,14 @@ class RankItems:
 
 
 def tabs_text(items: RankItems) -> str:
-    """The tabs one below the other, as text."""
+    """Return the tabs as text, one below the other."""
     return "\n".join(
         f"{name_ranks(ranks)}:\n" + "\n".join(item.text.rstrip("\n") for item in parts) for ranks, parts in items.groups()
     )
 
 
 def tabs_html(items: RankItems) -> str:
-    """The tabs in HTML without script; where a page takes style sheets out, all parts stand below each other."""
+    """Return the tabs in HTML without script. If a page removes style sheets, all parts are shown below each other."""
     groups, name = items.groups(), f"labkit-{uuid.uuid4().hex[:8]}"
     parts = [
         f'<section aria-label="{name_ranks(ranks)}"><b>{name_ranks(ranks)}</b>{items_html(part)}</section>'
@@ -95,7 +95,7 @@ def tabs_html(items: RankItems) -> str:
     if len(groups) < 2:
         return "".join(parts)
     heads = "".join(
-        # JupyterLab would take the arrow keys for its own.
+        # Without this JupyterLab would take the arrow keys for itself.
         f'<input type="radio" data-lm-suppress-shortcuts="true" name="{name}" id="{name}-{number}"{" checked" * (number == 0)}>'
         f'<label for="{name}-{number}">{name_ranks(ranks)}</label>'
         for number, (ranks, _) in enumerate(groups)
@@ -119,7 +119,7 @@ def _style(name: str, count: int) -> str:
 
 
 def items_html(items: Sequence[Item]) -> str:
-    """One rank's output in HTML."""
+    """Return one rank's output in HTML."""
     return "".join(_item_html(item) for item in items)
 
 

@@ -1,7 +1,7 @@
-"""Completion and inspection in ``%%spmd`` cells: they know the names of the rank that the cell will run on.
+"""Completion and inspection in ``%%spmd`` cells, with the names of the rank that the cell will run on.
 
-Tab asks the completer of a rank, Shift+Tab its inspector. Both live in the rank's own shell, so they know its variables and
-nothing of the kernel's. Where no pool is open, or no rank answers at once, the kernel's own answers stand.
+Tab asks the completer of a rank, Shift+Tab its inspector. Both run in the rank's own shell, so they know its variables and not the
+kernel's. If no pool is open, or no rank answers at once, the kernel's own answers are used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from labkit.controller.current import open_pool
 from labkit.errors import LabkitError
 from labkit.ranks import parse_ranks
 
-# A person waits for the list.
+# Keep this short, because a person waits for the list.
 ANSWER_S = 2.0
 _CELL = re.compile(r"%%spmd\b")
 _RANKS = re.compile(r"--ranks[ =]+(\S+)")
@@ -25,15 +25,15 @@ Completion = tuple[int, int, str, str]
 
 
 def complete(code: str, position: int) -> list[Completion] | None:
-    """What the rank's completer offers at a position of a ``%%spmd`` cell.
+    """Return the completions of the rank's completer at a position of a ``%%spmd`` cell.
 
     Args:
         code: The cell, with the magic's line.
-        position: Where the cursor is, in characters from the beginning.
+        position: The position of the cursor, in characters from the beginning.
 
     Returns:
-        Start, end, text and type of each completion, positions as in ``code``; None where the rank is not to be asked or did
-        not answer.
+        Start, end, text and type of each completion, positions as in ``code``; None if there is no rank to ask or it did not
+        answer.
 
     Ranks: controller. Blocks for at most about ANSWER_S.
     """
@@ -46,15 +46,15 @@ def complete(code: str, position: int) -> list[Completion] | None:
 
 
 def inspect(code: str, position: int, detail_level: int = 0) -> dict[str, Any] | None:
-    """What the rank's inspector says of the name at a position of a ``%%spmd`` cell.
+    """Return the rank's inspection of the name at a position of a ``%%spmd`` cell.
 
     Args:
         code: The cell, with the magic's line.
-        position: Where the cursor is, in characters from the beginning.
+        position: The position of the cursor, in characters from the beginning.
         detail_level: 0 for documentation, 1 for the source as well.
 
     Returns:
-        A mime bundle; None where the rank is not to be asked, did not answer or does not know the name.
+        A mime bundle; None if there is no rank to ask, or it did not answer or does not know the name.
 
     Ranks: controller. Blocks for at most about ANSWER_S.
     """
@@ -68,7 +68,7 @@ def inspect(code: str, position: int, detail_level: int = 0) -> dict[str, Any] |
 
 
 def _ask(line: str, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function on the first rank that the magic's line names; None when that cannot be."""
+    """Call a function on the first rank that the magic's line names; return None if that is not possible."""
     pool = open_pool()
     if pool is None or not _CELL.match(line):
         return None
@@ -80,7 +80,7 @@ def _ask(line: str, function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def options(line: str) -> list[str]:
-    """The options of ``%%spmd`` that the word at the end of a line may become."""
+    """Return the options of ``%%spmd`` that the word at the end of a line can become."""
     with contextlib.suppress(ValueError):
         words = shlex.split(line)
         last = "" if line.endswith(" ") else words[-1]
@@ -117,7 +117,7 @@ def _inspect_on_rank(name: str, detail_level: int) -> dict[str, Any] | None:
 
 
 def register(shell: Any) -> None:
-    """Let a notebook's shell ask the ranks. Doing it twice changes nothing."""
+    """Let a notebook's shell ask the ranks. A second call changes nothing."""
     completer = getattr(shell, "Completer", None)
     if completer is not None and not any(matcher is _matcher for matcher in completer.custom_matchers):
         completer.custom_matchers.append(_matcher)
@@ -127,7 +127,7 @@ def register(shell: Any) -> None:
 
 
 def _matcher(context: Any) -> Any:
-    """IPython's completer calls this with the whole cell; nothing else is asked where a rank answers."""
+    """Match the whole cell for IPython's completer. If a rank answers, no other matcher is used."""
     code = context.full_text
     nothing: dict[str, Any] = {"completions": [], "suppress": False}
     if not _CELL.match(code):
@@ -140,11 +140,11 @@ def _matcher(context: Any) -> Any:
     if found is None:
         return nothing
     start = min((item[0] for item in found), default=position)
-    # One fragment for all: those that begin later get what stands before them.
+    # Use one fragment for all completions: those that begin later get the text before them.
     return _result([(code[start:begin] + text, kind) for begin, _, text, kind in found], code[start:position])
 
 
-# IPython tells an old kind of matcher from this one by these.
+# These attributes tell IPython that this is a matcher of the new kind.
 _matcher.matcher_api_version = 2  # type: ignore[attr-defined]
 _matcher.matcher_identifier = "labkit.spmd"  # type: ignore[attr-defined]
 _matcher.matcher_priority = 1000.0  # type: ignore[attr-defined]
@@ -162,7 +162,7 @@ def _position(code: str, line: int, column: int) -> int:
 
 
 def _inspecting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel's ``do_inspect`` that asks a rank first where the cell is for the ranks."""
+    """Return a ``do_inspect`` for a kernel that first asks a rank if the cell is for the ranks."""
 
     def do_inspect(code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         bundle = inspect(code, cursor_pos, detail_level)

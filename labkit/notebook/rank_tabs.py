@@ -1,7 +1,7 @@
-"""``%%spmd --tabs``: what the ranks put out, one tab for each, ranks with equal output in one.
+"""``%%spmd --tabs``: one tab for the output of each rank; ranks with equal output share one.
 
-While the cell runs the tabs are a widget. When it ends, tabs in plain HTML take its place: they need no kernel, take the keyboard
-(arrow keys, as all radio buttons do), show everything when they are printed, and stand as they are in the saved notebook.
+While the cell runs, the tabs are a widget. When it ends, tabs in plain HTML replace it: they need no kernel, work with the keyboard
+(arrow keys, as all radio buttons do), show everything when they are printed, and stay in the saved notebook.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from labkit.wire.messages import StreamName
 
 UPDATE_EVERY_S = 0.25
-# Of a long output the end is shown while it grows; all of it when the cell has ended.
+# Only the end of a long output is shown while it grows; all of it when the cell has ended.
 LIVE_CHARS = 20_000
 
 
@@ -34,7 +34,7 @@ class TabsView:
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.items = RankItems(ranks)
-        # Ranks' output comes through the main thread, and late updates from a timer.
+        # Output of the ranks comes from the main thread, and late updates from a timer.
         self.lock = threading.RLock()
         self._timer: threading.Timer | None = None
         self._place = Place()
@@ -43,7 +43,7 @@ class TabsView:
         self._updated = 0.0
 
     def changed(self) -> None:
-        """Show what is new, a few times a second at most; what comes too soon is shown a moment later."""
+        """Show what is new, a few times a second at most; a change that comes too soon is shown a moment later."""
         if self._timer is not None or not widgets_work():
             return
         if (early := self._updated + UPDATE_EVERY_S - time.monotonic()) <= 0:
@@ -69,7 +69,7 @@ class TabsView:
                 pane.value = value
 
     def finish(self) -> None:
-        """Put HTML in the widget's place."""
+        """Replace the widget by HTML."""
         with self.lock:
             if self._timer is not None:
                 self._timer.cancel()
@@ -96,7 +96,7 @@ def _end_of(item: Item) -> Item:
 
 
 class _TabsScreen:
-    """Puts what is a rank's into its tab, and everything else on the screen behind."""
+    """A screen that puts the output of a rank into its tab, and everything else on the screen behind."""
 
     def __init__(self, view: TabsView, behind: Screen) -> None:
         self._view, self._behind = view, behind
@@ -122,7 +122,7 @@ class _TabsScreen:
             self._view.changed()
 
     def clear(self, wait: bool, rank: int | None = None) -> None:
-        """Forget what the rank has put out; what comes next is shown with it, so there is no need to wait."""
+        """Forget the rank's output. The view is updated only after a moment, so ``wait`` makes no difference."""
         with self._view.lock:
             self._view.items.clear(rank)
             self._view.changed()
@@ -130,7 +130,7 @@ class _TabsScreen:
 
 @contextmanager
 def in_tabs(ranks: Sequence[int]) -> Iterator[Screen]:
-    """A screen that shows what each rank puts out in a tab of its own, until the block ends.
+    """Show the output of each rank in a separate tab until the block ends; yields the screen for that.
 
     Ranks: controller.
 

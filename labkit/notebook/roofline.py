@@ -1,4 +1,4 @@
-"""The roofline of an offload: how long a step takes at least when more and more bytes move, and how long it took."""
+"""The roofline of an offload: the least time of a step as more and more bytes move, and the time it took."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def roofline(
     """Draw the least step time over the bytes that move, and measured steps above it.
 
     Args:
-        line: (bytes moved in each direction, least seconds), at least two, with growing bytes. Where it is flat the
-            computation decides, where it rises the bus.
+        line: (bytes moved in each direction, least seconds), at least two points, with growing bytes. Where the line is flat, the
+            computation decides; where it rises, the bus.
         points: Per series, measured (bytes, seconds).
-        predicted: What a finer model predicts for some (bytes, seconds); drawn as crosses.
+        predicted: The predictions of a finer model, as (bytes, seconds); drawn as crosses.
         caption: The line under the picture.
 
     Returns:
         The picture, 6 by 2.8 inches.
 
     Raises:
-        ValueError: The line has fewer than two points, or nothing is measured.
+        ValueError: The line has fewer than two points, or there are no measurements.
 
     Ranks: controller or local.
     """
@@ -47,7 +47,7 @@ def roofline(
             ax.plot(x, y, ls="", marker="x", ms=8, mec=INK, mew=1.3, label="predicted, block by block")
         if (knee := _knee(line)) is not None:
             ax.axvline(knee / scale, color=MUTED, ls=":", lw=1.0)
-            # On either side only where the words have room.
+            # Write on a side only if the words have room there.
             if knee / scale > 0.25 * xs[-1]:
                 ax.text(knee / scale, 0.03 * top, "computation decides  ", ha="right", va="bottom", color=MUTED)
             if knee / scale < 0.8 * xs[-1]:
@@ -71,7 +71,7 @@ def roofline(
 
 
 def _knee(line: Sequence[Point]) -> float | None:
-    """From where on the prediction rises."""
+    """Return the x from which on the prediction rises; None if it stays flat."""
     floor = line[0][1]
     flat = [x for x, y in line if y <= floor * (1 + 1e-9)]
     return flat[-1] if len(flat) < len(line) else None

@@ -1,4 +1,4 @@
-"""A map of shards: which rank holds which rows and columns of which tensor, drawn from what the ranks report."""
+"""A map of shards: which rank holds which rows and columns of which tensor, drawn from the ranks' reports."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Box:
 def shard_map(
     tables: Mapping[int, Sequence[ShardRecord]], *, names: Sequence[str] = ("*",), caption: str = _CAPTION, title: str = ""
 ) -> Picture:
-    """Draw who holds what.
+    """Draw which rank holds which part of each tensor.
 
     Args:
-        tables: Per rank, the records of `labkit.spmd.shard_table`: what ``pool.run(shard_table, model)`` or a ``%%spmd --out``
-            cell returned.
+        tables: Per rank, the records of `labkit.spmd.shard_table`: the result of ``pool.run(shard_table, model)`` or of a ``%%spmd
+            --out`` cell.
         names: The tensors to draw, as names or shell patterns such as ``layers.0.*``; all by default.
         caption: The line under the picture.
         title: A heading inside it.
@@ -57,7 +57,7 @@ def shard_map(
         The picture, with a table of every chunk.
 
     Raises:
-        ValueError: No tensor matches, or more than `MAX_TENSORS` do, or the ranks report different tensors.
+        ValueError: No tensor matches, more than `MAX_TENSORS` match, or the ranks report different tensors.
 
     Ranks: controller.
     """
@@ -76,7 +76,7 @@ def shard_map(
 
 
 def rows_by_tensor(tables: Mapping[int, Sequence[ShardRecord]], names: Sequence[str]) -> dict[str, dict[int, ShardRecord]]:
-    """The records of the tensors that match, by name and rank.
+    """Return the records of the tensors that match, by name and rank.
 
     Raises:
         ValueError: See `shard_map`.
@@ -97,7 +97,7 @@ def rows_by_tensor(tables: Mapping[int, Sequence[ShardRecord]], names: Sequence[
 
 
 def boxes_of(by_rank: Mapping[int, ShardRecord]) -> list[Box]:
-    """The parts of one tensor, each once with all ranks that hold it."""
+    """Return the parts of one tensor, each once with all ranks that hold it."""
     holders: dict[Chunk, list[int]] = {}
     for rank, record in by_rank.items():
         for chunk in record.chunks:
@@ -138,10 +138,10 @@ def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence
     if record.tied_to:
         axes.text(0.01, middle, f"the same tensor as {record.tied_to}", ha="left", va="center", fontsize=7, color=MUTED)
         return
-    # One wording per row: the fullest that fits into its narrowest box.
+    # Use one wording per row: the longest that fits into its narrowest box.
     wording = max((_wording(box, record, len(by_rank)) for box in boxes), default=0)
     for box in boxes:
-        # The record of a rank that holds it: the shares of uneven shards differ in bytes.
+        # Use the record of a rank that holds the box: uneven shards differ in bytes.
         _draw_box(axes, box, by_rank[box.ranks[0]], len(by_rank), wording, bottom, tall)
     empty = [rank for rank, held in by_rank.items() if not held.chunks]
     if empty:
@@ -178,7 +178,7 @@ def _draw_box(axes: Axes, box: Box, record: ShardRecord, num_ranks: int, wording
 
 
 def _words(box: Box, record: ShardRecord) -> str:
-    """What the pointer finds on a box."""
+    """Return the text that is shown when the pointer is on a box."""
     held = " x ".join(span(box.chunk, dim) for dim in range(len(box.chunk.offsets))) or "all"
     total = sum(chunk.numel for chunk in record.chunks)
     size_bytes = record.local_bytes * box.chunk.numel // total if total else 0
@@ -193,7 +193,7 @@ def _is_shared(box: Box, num_ranks: int) -> bool:
 
 
 def _labels(box: Box, record: ShardRecord, num_ranks: int) -> list[str]:
-    """What to write into a box, the fullest first, nothing last: always four."""
+    """Return the four labels for a box from which to choose, from the longest to an empty one."""
     ranks = format_ranks(box.ranks)
     who = f"rank {ranks}" if len(box.ranks) == 1 else f"ranks {ranks}"
     if not record.is_distributed:
@@ -205,7 +205,7 @@ def _labels(box: Box, record: ShardRecord, num_ranks: int) -> list[str]:
 
 
 def span(chunk: Chunk, dim: int) -> str:
-    """The indices of a chunk in one dim, such as ``8-15``."""
+    """Return the indices of a chunk in one dim, such as ``8-15``."""
     if dim >= len(chunk.offsets):
         return "all"
     first, size = chunk.offsets[dim], chunk.sizes[dim]

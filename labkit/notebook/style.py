@@ -1,7 +1,7 @@
-"""How labkit's figures look, and how they travel: one colour per rank, one size, one class that every picture is.
+"""The style of labkit's figures and their format: one colour per rank, one size, one class for every picture.
 
-The colours are the palette of Okabe and Ito (2008), which readers with a colour vision deficiency can tell apart. A rank
-keeps its colour and its hatch through the whole course, so a reader who knows rank 2 in one figure knows it in all.
+The colours are the palette of Okabe and Ito (2008), which readers with a colour vision deficiency can distinguish. A rank keeps its
+colour and its hatch through the whole course, so a reader who recognizes rank 2 in one figure recognizes it in all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MUTED = "#767676"
 FAINT = "#E6E6E6"
 
 _RANK_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-# Lines only: a dotted hatch makes an SVG ten times as large.
+# Use lines only: a dotted hatch makes an SVG ten times as large.
 _RANK_HATCHES = ("", "///", "---", "\\\\\\", "xxx", "|||", "+++", "///|||")
 
 _RC: dict[Any, Any] = {  # matplotlib's own key type is a list of 300 names
@@ -48,7 +48,7 @@ _RC: dict[Any, Any] = {  # matplotlib's own key type is a list of 300 names
     "hatch.linewidth": 0.6,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
-    # Glyphs as paths: the same picture whatever fonts the reader's machine has.
+    # Draw glyphs as paths, so that the picture is the same whatever fonts the reader's machine has.
     "svg.fonttype": "path",
     "svg.hashsalt": "labkit",
 }
@@ -56,12 +56,12 @@ _RC: dict[Any, Any] = {  # matplotlib's own key type is a list of 300 names
 
 @dataclass(frozen=True)
 class RankStyle:
-    """How one rank is drawn.
+    """The appearance of one rank.
 
     Attributes:
         color: Fill colour as ``#RRGGBB``.
-        hatch: A matplotlib hatch, so that the rank can be told in black and white where no label fits.
-        text_color: Black or white, whichever reads better on ``color``.
+        hatch: A matplotlib hatch, which identifies the rank in black and white where no label fits.
+        text_color: Black or white, whichever is easier to read on ``color``.
     """
 
     color: str
@@ -70,13 +70,13 @@ class RankStyle:
 
 
 def rank_style(rank: int) -> RankStyle:
-    """The colour and hatch of a rank: colours repeat after 8 ranks, the pair of colour and hatch after 64."""
+    """Return the colour and hatch of a rank: colours repeat after 8 ranks, the pair of colour and hatch after 64."""
     color = _RANK_COLORS[rank % 8]
     return RankStyle(color, _RANK_HATCHES[(rank + rank // 8) % 8], text_color_on(color))
 
 
 def text_color_on(color: str) -> str:
-    """Black or white, whichever has the higher WCAG contrast on ``color`` (``#RRGGBB``)."""
+    """Return black or white, whichever has the higher WCAG contrast on ``color`` (``#RRGGBB``)."""
     channels = (int(color[i : i + 2], 16) / 255 for i in (1, 3, 5))
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
@@ -85,13 +85,13 @@ def text_color_on(color: str) -> str:
 
 @contextmanager
 def figure(*, width_in: float = WIDTH_IN, height_in: float = HEIGHT_IN) -> Iterator[Figure]:
-    """A figure in labkit's style; draw on it inside the ``with`` and make the `Picture` there too.
+    """Make a figure in labkit's style. Draw on it inside the ``with``, and make the `Picture` there too.
 
-    The figure belongs to nobody else: no pyplot, no backend, no global state, nothing to close.
+    The figure is independent of pyplot, backends and global state, and need not be closed.
 
     Args:
         width_in: Width in inches. Keep the default: a page shows all figures equally wide.
-        height_in: Height in inches; more only where the rows need it.
+        height_in: Height in inches; more only if the rows need it.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -102,19 +102,19 @@ def figure(*, width_in: float = WIDTH_IN, height_in: float = HEIGHT_IN) -> Itera
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished figure with its words: what a notebook shows, saves, prints and reads aloud.
+    """A finished figure with its texts, which a notebook shows, saves, prints and reads aloud.
 
-    The notebook shows ``text/html``: a ``<figure>`` whose image is an SVG with the alt text on it, the caption, and the
-    numbers as a folded table. The image sits in an ``<img>`` and not in the page itself, because JupyterLab removes inline
-    SVG from notebooks that it does not trust. ``image/png`` and ``text/plain`` are the twins for readers without HTML.
+    The notebook shows ``text/html``: a ``<figure>`` with an SVG image and its alt text, the caption, and the numbers as a folded
+    table. The image is in an ``<img>`` and not in the page itself, because JupyterLab removes inline SVG from notebooks that it
+    does not trust. ``image/png`` and ``text/plain`` are equivalents for readers without HTML.
 
     Attributes:
         svg: The drawing as an SVG document.
         png: The same drawing as PNG bytes, `PNG_DPI` dots per inch.
         width_in: Width in inches.
-        alt: What a reader who cannot see the picture needs to know, one or two sentences.
+        alt: One or two sentences for a reader who cannot see the picture.
         caption: The line under the figure.
-        columns: Head of the table that holds the same numbers as the picture.
+        columns: The head of the table, which holds the same numbers as the picture.
         rows: Its rows, each as long as ``columns``.
     """
 
@@ -130,7 +130,7 @@ class Picture:
     def from_figure(
         cls, fig: Figure, *, alt: str, caption: str, columns: Sequence[str], rows: Sequence[Sequence[object]]
     ) -> Picture:
-        """Render a drawn figure. Call it inside the ``with figure()`` block, whose settings also hold while rendering.
+        """Render a drawn figure. Call it inside the ``with figure()`` block, because its settings must hold while rendering.
 
         Raises:
             ValueError: The alt text or the table is missing, or a row is not as long as the head.
@@ -149,7 +149,7 @@ class Picture:
         )
 
     def to_html(self) -> str:
-        """The picture as one self-contained ``<figure>``."""
+        """Return the picture as one self-contained ``<figure>``."""
         data = base64.b64encode(self.svg.encode()).decode()
         return (
             '<figure style="margin:0.5em 0">'
@@ -160,7 +160,7 @@ class Picture:
         )
 
     def to_text(self) -> str:
-        """Caption, alt text and the table in columns."""
+        """Return the caption, the alt text and the table in columns."""
         return "\n".join([self.caption, self.alt, *text_table(self.columns, self.rows)])
 
     def _html_table(self) -> str:

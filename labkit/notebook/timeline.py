@@ -1,4 +1,4 @@
-"""A timeline of parameters: when each block's are whole, where the collectives are, and how many bytes that keeps alive."""
+"""A timeline of parameters: when each block's are gathered, where the collectives are, and the bytes that this keeps alive."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _RIGHT_IN = 0.1
 _ROW_IN = 0.15
 _LANE_GAP_IN = 0.1
 _PHASE_NAMES_IN = 0.11
-_ELSEWHERE = 0.05  # of the axis: a phase that begins so far from the named one needs its own name
+_ELSEWHERE = 0.05  # of the axis: a phase that begins this far from the named one needs its own name
 _HEAD_IN = 0.42
 _BYTES_IN = 0.72
 _FOOT_IN = 0.38
@@ -38,23 +38,23 @@ def timeline(
     by: Literal["order", "time"] = "order",
     caption: str = "",
 ) -> Picture:
-    """Draw when the parameters of each block are whole.
+    """Draw when the parameters of each block are gathered.
 
-    Each lane is one trace, each row in it one block. A bar begins where the block's parameters begin to be gathered and ends
-    where they are freed; its dark part is the block's own forward or backward. Below, the bytes that are alive because of it.
+    Each lane is one trace, each row in it one block. A bar begins where the gathering of the block's parameters begins, and ends
+    where they are freed. Its dark part is the block's own forward or backward. Below are the bytes that this keeps alive.
 
     Args:
-        traces: What ``pool.run`` or a ``%%spmd --out`` cell returned from `labkit.spmd.record_events`, by rank; or several
-            traces under names of your own, to compare them. Up to `MAX_LANES`.
-        by: ``order``: one step per event, so that equal orders look equal. ``time``: milliseconds on the host; lanes of one
-            machine share the clock.
+        traces: The result of ``pool.run`` or a ``%%spmd --out`` cell with `labkit.spmd.record_events`, by rank; or several traces
+            under names of your own, to compare them. Up to `MAX_LANES`.
+        by: ``order``: one step per event, so that equal orders look equal. ``time``: milliseconds on the host; lanes of one machine
+            share the clock.
         caption: The line under the picture; by default a sentence on how to read it.
 
     Returns:
         The picture, with a table of all bars.
 
     Raises:
-        ValueError: No trace, or more lanes or rows than can be read.
+        ValueError: There is no trace, or there are more lanes or rows than can be read.
 
     Ranks: controller.
     """
@@ -85,7 +85,7 @@ def timeline(
 
 
 def _left_in(lanes: Sequence[Lane]) -> float:
-    """Room for the longest label and the longest name of a row."""
+    """Return the room for the longest label and the longest name of a row, in inches."""
     label = max(len(lane.label) for lane in lanes) * _LABEL_CHAR_IN
     name = max(len(name) for lane in lanes for name in lane.short_names or ("",)) * _NAME_CHAR_IN
     return float(0.05 + label + 0.12 + name + 0.1)
@@ -103,7 +103,7 @@ def _axes(fig: Figure, left_in: float, bottom_in: float, height_in: float, end: 
 
 
 def _gaps(lanes: Sequence[Lane]) -> list[float]:
-    """Room above each lane in inches: more where its phases lie elsewhere than in the lane whose names stand above it."""
+    """Return the room above each lane in inches: more if its phases begin elsewhere than those of the last lane with names."""
     end = max((lane.end for lane in lanes), default=0.0)
     gaps: list[float] = []
     named: list[Span] = []
@@ -157,7 +157,7 @@ def _draw_phases(axes: Axes, lane: Lane, top: float, *, with_names: bool) -> Non
 
 
 def _write_phases(axes: Axes, phases: Sequence[Span], y: float) -> None:
-    """Each name above the middle of its phase; where one has no room there, all in one line."""
+    """Write each name above the middle of its phase, or all names in one line if one has no room there."""
     step_in = axes.get_position().width * WIDTH_IN / axes.get_xlim()[1]
     if all(len(phase.name) * _PHASE_CHAR_IN <= (phase.end - phase.begin) * step_in for phase in phases):
         names = {(phase.begin + phase.end) / 2: (phase.name, "center") for phase in phases}
@@ -198,7 +198,7 @@ def _draw_bytes(axes: Axes, lanes: Sequence[Lane], by: str) -> None:
         axes.plot(lane.xs, heights, drawstyle="steps-post", color=color, lw=1.3, ls=_DASHES[number % 4], label=lane.label)
         if same:
             axes.fill_between(lane.xs, heights, step="post", color=FAINT, lw=0, zorder=0)
-    # Room for the names above the curves.
+    # Leave room for the names above the curves.
     axes.set_ylim(0, largest / size * (1.15 if same else 1.6) or 1)
     axes.set_ylabel(f"live {unit}", fontsize=7.5)
     axes.tick_params(labelsize=7, length=2.5)

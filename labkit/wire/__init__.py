@@ -1,1 +1,1 @@
-"""What controller and workers share: the messages, how they are packed, and how they travel."""
+"""The protocol between controller and workers: the messages, how they are packed, and how they travel."""

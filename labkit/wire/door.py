@@ -1,15 +1,15 @@
-"""Limits what strangers can take up at the port where machines find a notebook.
+"""Limits on the resources that strangers can take at the port where machines reach a notebook.
 
-Whoever reaches the port can connect before it proves anything. Each connection is a descriptor of the notebook's process, and
-ZeroMQ has no limit for them. So:
+Anyone who reaches the port can connect before proving anything. Each connection takes a descriptor of the notebook's process, and
+ZeroMQ does not limit their number. So:
 
-* Linux passes on a connection only when something has come through it, as it does at once from an agent. Silent ones wait in
-  the system for some seconds.
-* A connection that has not proved its key after HANDSHAKE_MS is closed, by ZeroMQ's own threads.
-* Of connections younger than that there are at most YOUNG and two for each machine that is expected. What comes beyond is shut
-  down at once. Older ones have proved the key, so machines that are connected go on. While somebody floods the port, new ones
-  may have to try more than once.
-* A frame larger than MOST_BYTES ends its connection before memory is set aside for it.
+* Linux passes on a connection only when data has come through it. An agent sends data at once. Silent connections wait in the
+  system for some seconds.
+* ZeroMQ's own threads close a connection that has not proved its key after HANDSHAKE_MS.
+* At most YOUNG connections, plus two for each expected machine, may be younger than that. Any further one is shut down at once.
+  Older ones have proved the key, so machines that are connected are not affected. While somebody floods the port, new ones may have
+  to try more than once.
+* A frame larger than MOST_BYTES ends its connection before memory is allocated for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 HANDSHAKE_MS = 3000
 YOUNG = 128
-# What is sent is cut into pieces of this size; encryption adds some bytes.
+# Messages are cut into pieces of this size; encryption adds some bytes.
 PIECE_BYTES = 1 << 20
 MOST_BYTES = PIECE_BYTES + 1024
 _DEFER_S = 3
@@ -34,11 +34,11 @@ _EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED
 
 
 class Door:
-    """Watches over a socket that listens on TCP. To be made before it is bound.
+    """A watch over a socket that listens on TCP. Make it before the socket is bound.
 
     Args:
-        listener: The socket; this sets its limits.
-        num_peers: How many machines are expected.
+        listener: The socket; the constructor sets its limits.
+        num_peers: The number of machines expected.
     """
 
     def __init__(self, listener: zmq.Socket[bytes], num_peers: int) -> None:
@@ -53,21 +53,21 @@ class Door:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop watching; the socket is about to be closed."""
+        """Stop watching. Call this just before the socket is closed."""
         self._listener.disable_monitor()
         self._thread.join(5.0)
 
     def _watch(self) -> None:
         try:
             while (event := recv_monitor_message(self._monitor))["event"] != zmq.EVENT_MONITOR_STOPPED:
-                with contextlib.suppress(OSError):  # it is closed by now
+                with contextlib.suppress(OSError):  # already closed
                     self._take(event["event"], os.dup(event["value"]))
         except zmq.ZMQError:
             pass  # the context has ended
         self._monitor.close(0)
 
     def _take(self, event: int, fd: int) -> None:
-        """A copy of the descriptor, which is closed here: the number itself may stand for something else by now."""
+        """Handle an event for a copied descriptor and close the copy. The original number may belong to another file by now."""
         try:
             own = socket.socket(fileno=fd)
         except OSError:

@@ -1,11 +1,11 @@
-"""Between the controller and the machines of an attached pool: one encrypted TCP port, one connection for each machine.
+"""The link between the controller and the machines of an attached pool: one encrypted TCP port, one connection for each machine.
 
-On each machine an agent (:mod:`labkit.worker.agent`) stands between this connection and the ranks, which speak to it as the
-ranks of a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and what
-a rank has at its own end is the same everywhere.
+On each machine an agent (:mod:`labkit.worker.agent`) sits between this connection and the ranks, which speak to it as the ranks of
+a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and a rank's own end is
+the same everywhere.
 
-A message is a pickled tag, the pickled message itself, and frames with its large buffers. Frames travel in pieces: ZeroMQ's
-heartbeats pass between two pieces, and one that took longer than they wait would end the connection.
+A message is a pickled tag, the pickled message itself, and frames with its large buffers. Frames travel in pieces, because ZeroMQ's
+heartbeats can only pass between two pieces: a piece that took longer than the heartbeat time-out would end the connection.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from labkit.wire.node_messages import FromNode, ToNode
 from labkit.wire.transport import Keys, OneKey
 from labkit.wire.wake import Wake
 
-# ZeroMQ's own threads exchange these, so neither side has to be awake. A connection that is silent for longer is gone.
+# ZeroMQ's own threads exchange heartbeats, so neither side has to be awake. A connection that is silent for longer is lost.
 HEARTBEAT_MS = 1000
 SILENCE_MS = 3000
 QUEUED_MESSAGES = 1000
-# How long a closed hub may go on to send what it has been given.
+# How long a closed hub keeps sending queued messages.
 LINGER_MS = 1000
 
 
@@ -39,17 +39,18 @@ class Hub:
     Args:
         address: ``tcp://INTERFACE:PORT``; port ``*`` takes a free one.
         keys: The pool's keys.
-        num_peers: How many machines are expected.
+        num_peers: The number of machines expected.
 
     Attributes:
         port: The port.
 
     Raises:
-        OSError: The address cannot be listened on.
+        OSError: The address cannot be bound.
     """
 
     def __init__(self, address: str, keys: Keys, num_peers: int = 1) -> None:
-        # A context with open sockets waits for them for ever when it is collected, so what fails half way closes them first.
+        # When a context with open sockets is garbage-collected it waits for them for ever, so close them first if this fails half
+        # way.
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, 0)
@@ -78,7 +79,7 @@ class Hub:
             undo.pop_all()
 
     def send(self, peer: str, tag: ToNode, *parts: Any) -> bool:
-        """Send to the agent of that name; False when it is not connected, or has taken nothing for a thousand messages."""
+        """Send to the agent of that name. Return False if it is not connected or has a thousand messages queued."""
         try:
             message = [peer.encode(), *_in_pieces([pickle.dumps(tag, protocol=5), *parts])]
             self._socket.send_multipart(message, flags=zmq.NOBLOCK)
@@ -91,7 +92,7 @@ class Hub:
         return True
 
     def receive(self, timeout_s: float) -> list[tuple[str, FromNode, list[bytes]]]:
-        """Wait for messages: (agent's name, tag, further parts); empty after the time-out or a :meth:`wake`."""
+        """Wait for messages: (agent's name, tag, further parts). Return an empty list after the time-out or a :meth:`wake`."""
         try:
             ready = dict(self._poller.poll(max(0, int(timeout_s * 1000 + 0.999))))
         except zmq.ZMQError as error:
@@ -115,7 +116,7 @@ class Hub:
         self._wake.ring()
 
     def close(self) -> None:
-        """Close the port. Blocks for at most a second while messages are still on their way."""
+        """Close the port. Blocks for at most a second while queued messages are being sent."""
         if not self._wake.close():
             return
         self._door.close()
@@ -125,18 +126,19 @@ class Hub:
 
 
 class HubLink:
-    """An agent's end.
+    """The agent's end.
 
     Args:
         address: The hub's address, ``tcp://host:port``.
-        keys: The server's public key and the client's two.
-        name: The agent's name, which no other has.
+        keys: The server's public key and the client's two keys.
+        name: The agent's name, which must be unique.
 
     Attributes:
-        socket: To poll for messages, and for room to send.
-        monitor: To poll for changes of the connection.
-        connected: Whether the hub is there.
-        refused: The hub knows another key.
+        socket: The socket to poll for messages, and for room to send.
+        monitor: The socket to poll for changes of the connection.
+        connected: Whether the hub is connected.
+        refused: Whether the hub rejected the key.
+
     """
 
     def __init__(self, address: str, keys: Keys, name: str) -> None:
@@ -158,7 +160,7 @@ class HubLink:
             undo.pop_all()
 
     def look(self) -> bool:
-        """Take note of what has happened to the connection; True when it has been made since the last look."""
+        """Process the connection's events. Return True if a connection has been made since the last call and still exists."""
         made = False
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)["event"]
@@ -171,7 +173,7 @@ class HubLink:
         return made
 
     def receive(self) -> tuple[ToNode, list[bytes]] | None:
-        """The next message and its further parts, or None."""
+        """Return the next message and its further parts, or None."""
         try:
             tag, *parts = _put_together(self.socket.recv_multipart(flags=zmq.NOBLOCK))
         except zmq.Again:
@@ -179,7 +181,7 @@ class HubLink:
         return pickle.loads(tag), parts
 
     def send(self, parts: Sequence[Any]) -> bool:
-        """Send; False when there is no room now."""
+        """Send a message. Return False if there is no room now."""
         try:
             self.socket.send_multipart(_in_pieces(parts), flags=zmq.NOBLOCK)
         except zmq.Again:
@@ -187,7 +189,7 @@ class HubLink:
         return True
 
     def close(self) -> None:
-        """Send what is queued, for at most a second, and close."""
+        """Send queued messages for at most a second, and close."""
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(LINGER_MS)
@@ -195,7 +197,7 @@ class HubLink:
 
 
 def _in_pieces(parts: Sequence[Any]) -> list[Any]:
-    """How many pieces each part has, then the pieces."""
+    """Return the number of pieces of each part, then the pieces."""
     views = [memoryview(part).cast("B") for part in parts]
     pieces = [[view[begin : begin + PIECE_BYTES] for begin in range(0, view.nbytes, PIECE_BYTES)] or [view] for view in views]
     counts = ",".join(str(len(found)) for found in pieces).encode()

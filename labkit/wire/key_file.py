@@ -1,4 +1,4 @@
-"""The file with which machines find and trust the notebook of an attached pool."""
+"""The key file, with which machines find and trust the notebook of an attached pool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from labkit.wire.transport import Keys
 
 @dataclass(frozen=True)
 class KeyFile:
-    """What an agent needs to speak with the notebook. Whoever has it can run code in the notebook, and the notebook in them.
+    """The keys an agent needs to speak with the notebook. An agent with them can run code in the notebook, and the notebook in it.
 
     Attributes:
         server_public, client_public, client_secret: The pool's CURVE keys, 40 characters of Z85 each.
@@ -31,18 +31,18 @@ class KeyFile:
 
     @classmethod
     def of(cls, keys: Keys) -> KeyFile:
-        """The part of a pool's keys that goes to the machines."""
+        """Take from a pool's keys the part that goes to the machines."""
         owner = f"{os.getpid()}@{socket.gethostname()}"
         return cls(keys.server_public.decode(), keys.client_public.decode(), keys.client_secret.decode(), owner)
 
     @property
     def in_use(self) -> bool:
-        """Whether the notebook that has written it still runs on this machine."""
+        """True if the notebook that wrote the file still runs on this machine and is not this process."""
         pid, _, host = self.owner.partition("@")
         return host == socket.gethostname() and pid.isdigit() and int(pid) != os.getpid() and os.path.exists(f"/proc/{pid}")
 
     def keys(self) -> Keys:
-        """The keys, without the notebook's secret."""
+        """Return the keys, without the server's secret key."""
         return Keys(self.server_public.encode(), b"", self.client_public.encode(), self.client_secret.encode())
 
     def write(self, path: Path) -> None:
@@ -54,7 +54,7 @@ class KeyFile:
         """Read the file.
 
         Raises:
-            InvalidPoolError: It is not there, others may read it, or it is no key file.
+            InvalidPoolError: The file does not exist, others may read it, or it is not a key file.
         """
         try:
             return cls(**read_private(path, "Copy it here from the notebook's machine, with mode 0600."))
@@ -63,13 +63,13 @@ class KeyFile:
 
 
 def write_private(path: Path, content: dict[str, Any]) -> None:
-    """Write JSON for this user alone (mode 0600), over a file that is there.
+    """Write JSON for this user alone (mode 0600), replacing an existing file.
 
-    It is written under a name that nobody can know before, and then renamed: no link is followed, and nothing stays beside the
-    place when that fails.
+    The file is written under a name that cannot be guessed, and then renamed: no link is followed, and no file is left behind if
+    that fails.
 
     Raises:
-        InvalidPoolError: It cannot be written, or a link or a folder is in its place.
+        InvalidPoolError: The file cannot be written, or the path is a link or a folder.
     """
     beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(16)}")
     try:

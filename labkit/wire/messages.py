@@ -1,11 +1,11 @@
 """The messages between controller and workers.
 
-Per rank the events follow one grammar: ``Ready ( Output* (Result | Failed) )* Bye``. There is exactly one terminal
-message (Result or Failed) for each run and rank, and it comes after all of that run's output. When a worker dies the
-controller writes the missing Failed itself, so there is one code path for every way a run can end.
+The events of each rank follow one grammar: ``Ready ( Output* (Result | Failed) )* Bye``. There is exactly one terminal message
+(Result or Failed) for each run and rank, and it comes after all of that run's output. When a worker dies, the controller writes the
+missing Failed itself, so there is one code path for every way a run can end.
 
-Messages hold built-in types only. What users send (functions, arguments, values) travels as a packed payload inside
-them, so a payload that cannot be unpacked is an error of that run and not of the wire.
+Messages hold built-in types only. User data (functions, arguments, values) travels inside them as a packed payload. So a payload
+that cannot be unpacked is an error of that run and not of the wire.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Execute(Record):
     Attributes:
         run_id: Counts the pool's runs from 1.
         ranks: All the ranks of the run.
-        kind: ``cell`` runs ``source``; ``call`` runs the packed ``(function, args, kwargs)``; ``push`` stores the
-            packed dict of variables; ``pull`` returns the value of the expression in ``source``; ``rebuild`` makes new
-            process groups and mends what stood on the old ones; ``ask`` says what keeps new ranks from joining.
+        kind: ``cell`` runs ``source``; ``call`` runs the packed ``(function, args, kwargs)``; ``push`` stores the packed dict of
+            variables; ``pull`` returns the value of the expression in ``source``; ``rebuild`` makes new process groups and repairs
+            the objects that used the old ones; ``ask`` reports what keeps new ranks from joining.
         source: Python source for ``cell`` and ``pull``.
-        payload: What ``call`` and ``push`` need.
+        payload: The packed data for ``call`` and ``push``.
         cell_number: The kernel's number of the cell, so that tracebacks say ``Cell In[7]``; None outside a notebook.
         want_value: For ``cell``: return the last expression's value, not only its display.
         group: For ``rebuild``: where the ranks meet.
@@ -57,7 +57,7 @@ class Shutdown(Record):
 
 @dataclass(frozen=True, slots=True)
 class GroupSpec(Record):
-    """How ranks find each other to form the default process group.
+    """The information with which ranks find each other to form the default process group.
 
     Attributes:
         store: A file path for a local pool (torch's FileStore, no port), or ``tcp://host:port/name`` for a TCPStore and a prefix.
@@ -96,7 +96,7 @@ class Inspect(Record):
 
 @dataclass(frozen=True, slots=True)
 class Release(Record):
-    """The controller has read the buffers of ``run_id``'s result; they can be freed."""
+    """Free the buffers of ``run_id``'s result: the controller has read them."""
 
     run_id: int
 
@@ -119,9 +119,9 @@ class Stream(Record):
     """Text that a rank wrote.
 
     Attributes:
-        name: Where it wrote it.
+        name: The stream it was written to.
         text: The text.
-        position: Where it ends, in bytes from the stream's beginning; 0 where nobody counts.
+        position: The end of the text, in bytes from the stream's beginning; 0 if bytes are not counted.
     """
 
     name: StreamName
@@ -139,7 +139,7 @@ class Display(Record):
         data: Mime type to data.
         metadata: Jupyter's metadata for the bundle.
         display_id: Names the display for later updates.
-        wait: For ``clear``: only when the next output comes.
+        wait: For ``clear``: wait until the next output comes.
     """
 
     action: Literal["display", "update", "clear", "value"]
@@ -151,7 +151,7 @@ class Display(Record):
 
 @dataclass(frozen=True, slots=True)
 class Output(Record):
-    """What a rank put out, in order."""
+    """Output of a rank, in order."""
 
     rank: int
     run_id: int
@@ -163,9 +163,10 @@ class Begun(Record):
     """The collectives and groups that a run has begun on this rank.
 
     Attributes:
-        counts: Number of collectives and messages by the name of the process group; without a change of groups those of this run.
+        counts: Number of collectives and messages by the name of the process group. Unless groups have changed, only those of this
+            run.
         ranks: Global ranks of each of these groups.
-        group_count: Torch's counter for the names of new groups, when the run had ended.
+        group_count: Torch's counter for the names of new groups at the end of the run.
     """
 
     counts: dict[str, int]
@@ -178,8 +179,8 @@ class Result(Record):
     """A run finished on this rank.
 
     Attributes:
-        payload: The value that it returns.
-        begun: What it began in process groups; None where that is nothing.
+        payload: The run's return value.
+        begun: The collectives and groups that it began; None if there were none.
     """
 
     rank: int
@@ -194,8 +195,8 @@ class Failed(Record):
 
     Attributes:
         failure: What happened, for people.
-        group_lost: This rank's process groups are broken and must be rebuilt before the next collective.
-        cut_off: The error says only that another rank has left the collective; it is a consequence, not a cause.
+        group_lost: Whether this rank's process groups are broken and must be rebuilt before the next collective.
+        cut_off: Whether the error says only that another rank has left the collective: a consequence, not a cause.
     """
 
     rank: int
@@ -207,14 +208,14 @@ class Failed(Record):
 
 @dataclass(frozen=True, slots=True)
 class Bye(Record):
-    """The worker ends by itself."""
+    """The worker is ending by itself."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Aborted(Record):
-    """Answer to Abort: the process groups are gone on this rank."""
+    """Answer to Abort: the process groups of this rank are aborted."""
 
     rank: int
     run_id: int
@@ -227,8 +228,8 @@ class Inspection(Record):
 
     Attributes:
         rank: The rank.
-        request_id: The question's number.
-        report: What the rank does; see :mod:`labkit.worker.introspection`.
+        request_id: The number of the request.
+        report: The rank's current activity; see :mod:`labkit.worker.introspection`.
     """
 
     rank: int
@@ -238,17 +239,17 @@ class Inspection(Record):
 
 @dataclass(frozen=True, slots=True)
 class Collective(Record):
-    """One collective as torch's flight recorder knows it.
+    """One collective as torch's flight recorder describes it.
 
     Attributes:
         sequence: Its number within its process group, from 1.
         name: For example ``all_reduce``.
-        backend: Whose record it is, ``gloo`` or ``nccl``; each counts for itself, also within one group.
+        backend: The backend that recorded it, ``gloo`` or ``nccl``; each counts separately, even within one group.
         group: Name of the process group, ``0`` or ``default_pg`` for the default one.
         sizes: Shapes of the inputs.
         dtypes: Their dtypes.
-        done: The rank has left it.
-        where: The reader's line that called it, while it is not done; empty where no line of the reader's did.
+        done: Whether the rank has left it.
+        where: The reader's line that called it, while it is not done; empty if no line of the reader's did.
         code: That line's text.
     """
 
@@ -265,12 +266,12 @@ class Collective(Record):
 
 @dataclass(frozen=True, slots=True)
 class TaskReport(Record):
-    """How far something is that takes long; see :mod:`labkit.progress`.
+    """The progress of a long task; see :mod:`labkit.progress`.
 
     Attributes:
-        title: What it is.
-        done_bytes: How many bytes it has done.
-        total_bytes: Of how many; None when that is not known.
+        title: The task's name.
+        done_bytes: The number of bytes processed so far.
+        total_bytes: The number of bytes to process; None if that is not known.
     """
 
     title: str
@@ -280,7 +281,7 @@ class TaskReport(Record):
 
 @dataclass(frozen=True, slots=True)
 class RankReport(Record):
-    """What one rank does at one moment.
+    """The activity of one rank at one moment.
 
     Attributes:
         run_id: The run it works on, or None when it is idle.
@@ -288,18 +289,18 @@ class RankReport(Record):
         where: The innermost frame of the user's own code, for example ``Cell In[7], line 5``.
         function: The function's name at that frame.
         code: The source line there.
-        innermost: The innermost Python frame of all, ``file:line function``; it tells waiting in a library from work.
-        in_collective: The main thread waits inside a collective, or for the device behind one.
-        waits_in: The torch function it waits in, for example ``all_reduce``; empty when it does not.
-        partner: The rank that this call names as its source or destination; None where it names none.
-        cpu_s: CPU seconds of the process but for its control thread; two inspections tell a computing rank from a waiting one.
+        innermost: The innermost Python frame of all, ``file:line function``; it shows whether the rank waits in a library or works.
+        in_collective: Whether the main thread waits inside a collective, or for the device behind one.
+        waits_in: The torch function it waits in, for example ``all_reduce``; empty if it does not wait.
+        partner: The rank that this call names as its source or destination; None if it names none.
+        cpu_s: CPU seconds of the process without its control thread; two inspections show whether a rank computes or waits.
         collectives: The most recent collectives on the present process groups, oldest first; at least the last one of each group.
         groups: Global ranks of each process group by the group's name.
-        begun: How many collectives and messages have begun on each group; equal numbers in two reports mean no progress.
+        begun: Number of collectives and messages begun on each group; equal numbers in two reports mean no progress.
         group_count: Torch's counter for the names of new groups.
         threads: Number of Python threads.
-        others_at_work: A thread of the reader's other than the main one is at work; it may be about to begin a collective.
-        task: What it says of its progress, or None.
+        others_at_work: Whether another thread of the reader's is running; it may be about to begin a collective.
+        task: The rank's report on its long task, or None.
     """
 
     run_id: int | None

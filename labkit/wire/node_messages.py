@@ -14,14 +14,14 @@ from labkit.wire.transport import Channel
 
 @dataclass(frozen=True, slots=True)
 class Left(Record):
-    """The ranks that run on a machine.
+    """The ranks that are running on a machine.
 
     Attributes:
         world: The name of their world, from `OpenWorld`.
         ranks: Number, rank and process id of each.
-        generation: Of the process groups that were asked for last.
-        run_id: The run that was asked for last.
-        busy: The ranks that have not ended it.
+        generation: The generation of the process groups requested last.
+        run_id: The run requested last.
+        busy: The ranks that have not ended that run.
     """
 
     world: str
@@ -33,18 +33,18 @@ class Left(Record):
 
 @dataclass(frozen=True, slots=True)
 class Arrived(Record):
-    """An agent is there. It says so again each time its connection is made anew.
+    """An agent has connected. It sends this again each time its connection is made anew.
 
     Attributes:
-        node_rank: The place among the machines that it claims; None takes the first free one.
-        source: What gave it that place: an option, a variable, or the notebook; empty where it claims none.
-        life: A random name of this agent process: another one means that it was started anew.
+        node_rank: The place among the machines that it claims; with None it takes the first free one.
+        source: Where it got that place from: an option, a variable, or the notebook; empty if it claims none.
+        life: A random name of this agent process; a different one means that the agent was restarted.
         hostname: The machine's name.
         pid: The agent's process id there.
-        address: Its own address on the way to the notebook; empty where it knows none.
+        address: Its own address on the way to the notebook; empty if it knows none.
         num_gpus: GPUs that ranks started there would see.
-        versions: Of what must be equal everywhere, by name.
-        left: What an earlier notebook has left running there; None where nothing was started.
+        versions: The versions that must be equal everywhere, by name.
+        left: The ranks that an earlier notebook left running there; None if none were started.
     """
 
     node_rank: int | None
@@ -60,17 +60,17 @@ class Arrived(Record):
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Record):
-    """The machine is part of the pool, in that place."""
+    """The machine is part of the pool, with this node rank."""
 
     node_rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenStore(Record):
-    """Open the store in which the ranks of all machines meet, or name the one that is open.
+    """Open the store in which the ranks of all machines meet, or name the store that is already open.
 
     Attributes:
-        on_one_machine: All ranks run on this machine, so it listens on the loopback device.
+        on_one_machine: Whether all ranks run on this machine, so that the store listens on the loopback device.
         others: The addresses of the other machines on their way to the notebook.
     """
 
@@ -80,11 +80,11 @@ class OpenStore(Record):
 
 @dataclass(frozen=True, slots=True)
 class StoreOpened(Record):
-    """The store's address, or the reason why there is none.
+    """The store's address, or the reason why no store is open.
 
     Attributes:
-        address: ``tcp://host:port``; empty where none is open.
-        reason: Why none is open.
+        address: ``tcp://host:port``; empty if none is open.
+        reason: Why no store is open.
     """
 
     address: str
@@ -98,7 +98,7 @@ class StartRank(Record):
     Attributes:
         handle: The controller's number for that process.
         local_world_size: Ranks on that machine.
-        defaults: Environment variables, where the machine does not set them.
+        defaults: Environment variables to set if the machine does not set them.
     """
 
     handle: int
@@ -113,24 +113,24 @@ class StartRank(Record):
 
 @dataclass(frozen=True, slots=True)
 class KillRank(Record):
-    """Kill the process with that number and all that it has started."""
+    """Kill the process with that number and all processes it has started."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
 class OpenWorld(Record):
-    """Ranks of a new world of that name are about to be started; what is left of an earlier one is killed."""
+    """Prepare to start the ranks of a new world of that name, and kill the remains of an earlier one."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Leave(Record):
-    """End: the pool is closed, or this machine cannot be part of it.
+    """End the agent: the pool is closed, or this machine cannot be part of it.
 
     Attributes:
-        refused: Why; empty when the pool is closed.
+        refused: Why the machine was refused; empty if the pool is closed.
     """
 
     refused: str = ""
@@ -138,12 +138,12 @@ class Leave(Record):
 
 @dataclass(frozen=True, slots=True)
 class AreYouThere(Record):
-    """Needs no answer: what counts is whether it could be sent."""
+    """A probe that needs no answer: it only shows whether it can be sent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exited(Record):
-    """A process that was started has ended; fields as in :class:`labkit.controller.launchers.launcher.WorkerExit`."""
+    """A process that was started has ended. Fields as in :class:`labkit.controller.launchers.launcher.WorkerExit`."""
 
     handle: int
     exitcode: int
@@ -154,7 +154,7 @@ class Exited(Record):
 
 @dataclass(frozen=True, slots=True)
 class NodeFailed(Record):
-    """The machine can start no ranks."""
+    """The machine cannot start ranks."""
 
     reason: str
 

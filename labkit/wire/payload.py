@@ -1,11 +1,11 @@
 """User values as bytes: cloudpickle for the structure, separate buffers for the data.
 
-Large buffers do not pass through the socket of a local pool. The sender copies them once into an anonymous memory file
-and the receivers map that file privately, copy on write: a 256 MiB tensor pushed to four ranks costs one copy and no
-rank can change what another sees. Across machines the buffers travel as frames of the message.
+Large buffers do not pass through the socket of a local pool. The sender copies them once into an anonymous memory file, and the
+receivers map that file privately, copy on write. So a 256 MiB tensor pushed to four ranks costs one copy, and no rank can change
+what another sees. Across machines the buffers travel as frames of the message.
 
-Tensors are taken apart at their storages, so views of one storage stay views of one storage. Storages of accelerators
-are read to the CPU, and arrive as CPU tensors: the kernel never has to touch an accelerator to look at a result.
+Tensors are pickled by their storages, so views of one storage stay views of one storage. Storages of accelerators are copied to the
+CPU and arrive as CPU tensors: the kernel never has to touch an accelerator to look at a result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import cloudpickle
 from labkit.errors import WireError
 from labkit.wire.record import Record
 
-# Below this size a buffer travels in the message: opening and mapping a file costs about as much as copying this much.
+# Smaller buffers travel in the message: opening and mapping a file costs about as much as copying this much.
 IN_MESSAGE_BYTES = 256 * 1024
 
 
@@ -35,7 +35,7 @@ class FileSlice(Record):
     """A buffer inside a memory file that another process of this machine has open.
 
     Attributes:
-        path: A path under which this machine's processes of the same user can open the file.
+        path: A path under which this user's processes on this machine can open the file.
         offset: Where the buffer starts, a multiple of the page size.
         size: Its length in bytes.
     """
@@ -60,19 +60,19 @@ class Payload(Record):
 
     @property
     def size_bytes(self) -> int:
-        """Size of the value without the frames."""
+        """The size of the value without the frames."""
         return len(self.data) + sum(
             item.size if isinstance(item, FileSlice) else len(item) for item in self.buffers if not isinstance(item, int)
         )
 
 
 class MemoryFile:
-    """Large buffers of one payload in one anonymous file. The creator closes it once every receiver has mapped it."""
+    """The large buffers of one payload in one anonymous file. The creator closes it when every receiver has mapped it."""
 
     def __init__(self, size_bytes: int) -> None:
         if hasattr(os, "memfd_create"):
             self._fd = os.memfd_create("labkit-payload", os.MFD_CLOEXEC)
-            # The same user's processes open an anonymous file through its owner's descriptor table.
+            # Other processes of the same user open an anonymous file through its owner's descriptor table.
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
             self._unlink = False
         else:
@@ -82,13 +82,13 @@ class MemoryFile:
 
     def write(self, offset: int, data: memoryview) -> None:
         """Copy ``data`` to ``offset``."""
-        # pwrite fills fresh pages directly; writing through a mapping would zero each page first (measured: twice the time).
+        # pwrite fills new pages directly; writing through a mapping would zero each page first (measured: twice the time).
         while data.nbytes:
             written = os.pwrite(self._fd, data, offset)
             data, offset = data[written:], offset + written
 
     def close(self) -> None:
-        """Free the file here; receivers keep what they have mapped."""
+        """Free the file in this process; receivers keep what they have mapped."""
         if self._fd < 0:
             return
         os.close(self._fd)
@@ -117,9 +117,9 @@ def pack(value: Any, *, share_memory: bool, on_by_value: Callable[[Any], None] |
 
     Args:
         value: Anything that cloudpickle can pickle: functions and classes from notebook cells, tensors, arrays.
-        share_memory: The receivers run on this machine and can map a memory file. Otherwise large buffers become
-            frames, to be sent after the message.
-        on_by_value: Called with each function and class that travels whole and not by name.
+        share_memory: The receivers run on this machine and can map a memory file. If False, large buffers become frames, to be sent
+            after the message.
+        on_by_value: Called with each function and class that is pickled by value and not by name.
 
     Returns:
         The payload. Close it when every receiver has unpacked it.
@@ -157,7 +157,7 @@ def unpack(payload: Payload, frames: Sequence[Any] = ()) -> Any:
     """Turn a payload back into its value.
 
     Args:
-        payload: What :func:`pack` made, here or in another process.
+        payload: A result of :func:`pack`, from this or another process.
         frames: The message's extra frames, for a payload that was packed without shared memory.
 
     Returns:
@@ -175,7 +175,7 @@ def unpack(payload: Payload, frames: Sequence[Any] = ()) -> Any:
 
 
 def to_frames(payload: Payload) -> tuple[Payload, list[mmap.mmap]]:
-    """The same payload with its memory file's slices as frames, to leave this machine."""
+    """Return the same payload with its memory file's slices as frames, so that it can leave this machine."""
     frames: list[mmap.mmap] = []
     slots: list[bytes | FileSlice | int] = []
     for item in payload.buffers:
@@ -188,7 +188,7 @@ def to_frames(payload: Payload) -> tuple[Payload, list[mmap.mmap]]:
 
 
 def to_memory(payload: Payload, frames: Sequence[Any]) -> Packed:
-    """The same payload with its frames in a memory file, for several processes of this machine."""
+    """Return the same payload with its frames in a memory file, for several processes of this machine."""
     views = {item: memoryview(frames[item]) for item in payload.buffers if isinstance(item, int)}
     memory = MemoryFile(sum(_pages(view.nbytes) for view in views.values()))
     offset = 0
@@ -228,8 +228,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if isinstance(obj, torch.UntypedStorage):
                 return _reduce_storage(torch, obj)
             if isinstance(obj, torch.TypedStorage):
-                # A tensor reduces to a new TypedStorage each time; the UntypedStorage below it keeps its identity, and
-                # with it pickle's memo keeps views of one storage together.
+                # A tensor reduces to a new TypedStorage each time. The UntypedStorage below it keeps its identity, so pickle's memo
+                # keeps views of one storage together.
                 return _typed_storage, (obj._untyped_storage, obj.dtype)
             if isinstance(obj, torch.Tensor) and _is_dtensor(obj):
                 raise WireError(
@@ -239,7 +239,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             if type(obj) is torch.Tensor and _has_no_typed_storage(torch, obj):
                 return _reduce_as_integers(torch, obj)
         if isinstance(obj, types.CodeType):
-            # cloudpickle writes a place-holder for the file name; a traceback on the rank needs the true one.
+            # cloudpickle replaces the file name by a placeholder; a traceback on the rank needs the real one.
             make, arguments = self.dispatch_table[types.CodeType](obj)
             return _code_of_file, (obj.co_filename, make, arguments)
         reduced = super().reducer_override(obj)
@@ -257,8 +257,8 @@ def _is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-# The dtypes that torch pickles by way of a TypedStorage. The others (float8, uint16, complex32, ...) it can only write
-# with torch.save.
+# The dtypes that torch pickles by way of a TypedStorage. It can write the others (float8, uint16, complex32, ...) only with
+# torch.save.
 _TYPED = frozenset(
     ["float64", "float32", "float16", "bfloat16", "complex128", "complex64", "int64", "int32", "int16", "int8", "uint8", "bool"]
 )

@@ -1,8 +1,8 @@
-"""The pipes behind a worker's stdout and stderr, as far as both the worker and whoever starts it need them.
+"""The pipes behind a worker's stdout and stderr: the parts that both the worker and its launcher need.
 
-Whoever starts a worker keeps the read ends open too, and shares with it a copy of what it has read last. So what a worker
-wrote in its last moment can be told when it has died: bytes that nobody had read are still in the pipe, and bytes that
-it had read but not sent are in the copy.
+A worker's launcher keeps the read ends open too, and shares with the worker a copy of what it has read last. So the launcher can
+report the last output of a worker that died: unread bytes are still in the pipe, and bytes that the worker had read but not sent
+are in the copy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import struct
 from dataclasses import dataclass
 
-# More than a worker's queue of unsent output holds (see wire/transport.py), so nothing is lost with the process.
+# More than a worker's queue of unsent output holds (see wire/transport.py), so nothing is lost when the process dies.
 KEPT_BYTES = 512 * 1024
 _PIECE_BYTES = 64 * 1024
 _TOTAL = struct.Struct("=Q")
@@ -23,7 +23,7 @@ class Kept:
     """The last KEPT_BYTES that a worker has read from each of its two pipes, in memory that outlives it.
 
     Args:
-        fd: A file of SIZE_BYTES that both processes have open; -1 for memory that a forked child shares.
+        fd: A file of SIZE_BYTES that both processes have open; -1 for anonymous memory that a forked child shares.
     """
 
     SIZE_BYTES = 2 * _STREAM_BYTES
@@ -32,7 +32,7 @@ class Kept:
         self._memory = mmap.mmap(fd, self.SIZE_BYTES)
 
     def keep(self, stream: int, data: bytes) -> None:
-        """Note what has been read from stream 0 (stdout) or 1 (stderr). Called by the worker."""
+        """Record data that has been read from stream 0 (stdout) or 1 (stderr). Called by the worker."""
         base = stream * _STREAM_BYTES
         (total,) = _TOTAL.unpack_from(self._memory, base)
         tail = data[-KEPT_BYTES:]
@@ -44,7 +44,7 @@ class Kept:
         _TOTAL.pack_into(self._memory, base, total + len(data))
 
     def last(self, stream: int) -> tuple[int, bytes]:
-        """(How many bytes have been read from the stream in all, the last of them)."""
+        """Return (the number of bytes read from the stream in all, the last of them)."""
         base = stream * _STREAM_BYTES
         (total,) = _TOTAL.unpack_from(self._memory, base)
         ring = self._memory[base + _TOTAL.size : base + _STREAM_BYTES]
@@ -52,7 +52,7 @@ class Kept:
         return total, ring[:total] if total <= KEPT_BYTES else ring[begin:] + ring[:begin]
 
     def close(self) -> None:
-        """Free the memory here."""
+        """Free the memory in this process."""
         self._memory.close()
 
 
@@ -61,7 +61,7 @@ class Rest:
     """The end of what a dead worker wrote to one stream.
 
     Attributes:
-        position: Where it begins, in bytes from the stream's beginning.
+        position: The position of its first byte, in bytes from the stream's beginning.
         data: The bytes.
     """
 
@@ -69,13 +69,13 @@ class Rest:
     data: bytes = b""
 
     def after(self, position: int) -> tuple[int, str]:
-        """What comes after a position: (the number of bytes in between that are lost, the text)."""
+        """Return the output after a position: (the number of bytes in between that are lost, the text)."""
         lost = max(0, self.position - position)
         return lost, self.data[max(0, position - self.position) :].decode("utf-8", "replace")
 
 
 def make_pipes() -> tuple[tuple[int, int], tuple[int, int]]:
-    """Two pipes: (read ends, write ends) for stdout and stderr."""
+    """Make two pipes: (read ends, write ends) for stdout and stderr."""
     out_read, out_write = os.pipe()
     err_read, err_write = os.pipe()
     return (out_read, err_read), (out_write, err_write)
@@ -90,7 +90,7 @@ def redirect(write_fds: tuple[int, int]) -> None:
 
 
 def take_rest(read_fds: tuple[int, int], kept: Kept) -> tuple[Rest, Rest]:
-    """The end of what a dead worker wrote to stdout and stderr. Closes the pipes and the copy."""
+    """Return the end of what a dead worker wrote to stdout and stderr. Close the pipes and the copy."""
     rests = []
     for stream, fd in enumerate(read_fds):
         total, last = kept.last(stream)
@@ -101,7 +101,7 @@ def take_rest(read_fds: tuple[int, int], kept: Kept) -> tuple[Rest, Rest]:
 
 
 def drain(fd: int, limit: int = 1 << 20) -> bytes:
-    """What is left in a pipe whose writer is gone, at most ``limit`` bytes."""
+    """Read what is left in a pipe whose writer has ended, at most about ``limit`` bytes."""
     os.set_blocking(fd, False)
     parts: list[bytes] = []
     while sum(map(len, parts)) < limit:

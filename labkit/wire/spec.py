@@ -1,4 +1,4 @@
-"""What a worker process is told when it starts."""
+"""The data that a worker process gets when it starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.wire.transport import Endpoint
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """One worker's place in the pool.
+    """One worker's place in the pool, and everything it needs to start.
 
     Attributes:
         rank: Its global rank.
@@ -20,11 +20,11 @@ class WorkerSpec:
         device: ``cpu`` or ``cuda``.
         endpoint: The controller's address and the client key.
         group: How to form the first process group.
-        directory: A folder that the pool's ranks on this machine share and nobody else can enter.
-        environ: The kernel's environment, taken over whole.
+        directory: A folder that the pool's ranks on this machine share; other users cannot enter it.
+        environ: The kernel's environment, copied completely.
         cwd: Working directory.
         sys_path: The kernel's import path.
-        joining: It takes the place of a rank in a running pool, whose other ranks form new groups at the same moment.
+        joining: Whether it replaces a rank of a running pool, whose other ranks form new groups at the same moment.
     """
 
     rank: int

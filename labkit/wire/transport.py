@@ -1,14 +1,14 @@
-"""How messages travel between ranks and whoever serves them on their machine: ZeroMQ on Unix sockets, authenticated with CURVE.
+"""Messages between ranks and the controller or agent on their machine: ZeroMQ on Unix sockets, authenticated with CURVE.
 
 The controller binds two sockets, and each worker connects three to them:
 
-* ``commands`` (ROUTER): one DEALER of the worker's main thread for work, one of its control thread for questions and
-  interrupts. They are separate because a stuck main thread must not stop the control thread from hearing.
-* ``events`` (PULL): one PUSH of the worker for output and results. It is shared by the main thread and the output
-  thread under a lock, so a result can never overtake the output before it.
+* ``commands`` (ROUTER): one DEALER of the worker's main thread for work, one of its control thread for requests and interrupts.
+  They are separate so that the control thread still receives messages when the main thread is stuck.
+* ``events`` (PULL): one PUSH of the worker for output and results. The main thread and the output thread share it under a lock, so
+  a result can never overtake the output before it.
 
-Messages are pickles, so nobody else may speak: the controller accepts only peers that prove the pool's client key.
-The sockets lie in a directory with mode 0700; no port is opened. What goes to other machines: :mod:`labkit.wire.hub`.
+Messages are pickles, so strangers must not send any: the controller accepts only peers that prove the pool's client key. The
+sockets are in a directory with mode 0700; no port is opened. For messages to other machines see :mod:`labkit.wire.hub`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from labkit.errors import WireError
 from labkit.wire.messages import FromWorker, ToControl, ToMain
 from labkit.wire.wake import Wake
 
-# Output is sent in pieces of at most 64 KiB (see worker/capture.py), so this bounds what waits in a queue to a few MiB
-# a rank; a rank that writes faster than the notebook reads waits in its own print.
+# Output is sent in pieces of at most 64 KiB (see worker/capture.py), so a queue holds at most a few MiB a rank. A rank that writes
+# faster than the notebook reads waits in its own print.
 QUEUED_MESSAGES = 64
-# What waits in a worker is gone when it dies. The copy of its last output (see wire/pipes.py) has room for this many pieces.
+# Messages queued in a worker are lost when it dies. The copy of its last output (see wire/pipes.py) has room for this many pieces.
 QUEUED_EVENTS = 4
 
 Channel = Literal["main", "control"]
@@ -57,7 +57,7 @@ class Keys:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a worker needs to reach its controller. It holds the client key: keep it private.
+    """The address and keys with which a worker reaches its controller. It holds the client key: keep it private.
 
     Attributes:
         commands: Address of the ROUTER socket.
@@ -75,13 +75,13 @@ class Endpoint:
 
 
 class OneKey:
-    """Credentials for ZeroMQ's authenticator: exactly one client key is good."""
+    """Credentials for ZeroMQ's authenticator, which accept exactly one client key."""
 
     def __init__(self, client_public: bytes) -> None:
         self._good = client_public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a peer may speak; the authenticator calls it."""
+        """Return whether a peer may speak. The authenticator calls this."""
         return key == self._good
 
 
@@ -91,12 +91,13 @@ class ControllerWire:
     Not thread safe except for :meth:`wake`: one thread at a time sends and receives.
 
     Args:
-        directory: Where the sockets are made; nobody else can enter it.
+        directory: The folder for the sockets; other users cannot enter it.
         keys: The pool's keys.
     """
 
     def __init__(self, directory: str, keys: Keys) -> None:
-        # A context with open sockets waits for them for ever when it is collected, so what fails half way closes them first.
+        # When a context with open sockets is garbage-collected it waits for them for ever, so close them first if this fails half
+        # way.
         with contextlib.ExitStack() as undo:
             self._context = zmq.Context()
             undo.callback(self._context.destroy, 0)
@@ -105,7 +106,7 @@ class ControllerWire:
             undo.callback(self._auth.stop)
             self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
             self._commands = self._server(zmq.ROUTER, keys)
-            # Without this flag a message to a rank that is not connected would vanish.
+            # Without this flag a message to a rank that is not connected would vanish silently.
             self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self._commands.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._events = self._server(zmq.PULL, keys)
@@ -118,12 +119,12 @@ class ControllerWire:
             for source in (self._events, self._commands, self._wake.fd):
                 self._poller.register(source, zmq.POLLIN)
             undo.pop_all()
-        # One message goes to many ranks.
+        # Keep the last pickled message, because one message goes to many ranks.
         self._pickled: tuple[ToMain | ToControl, bytes] | None = None
 
     @property
     def sources(self) -> tuple[zmq.Socket[bytes], ...]:
-        """The sockets that :meth:`receive` reads, for a poller that waits for others as well."""
+        """The sockets that :meth:`receive` reads, for a poller that also waits for others."""
         return self._events, self._commands
 
     def _server(self, kind: int, keys: Keys) -> zmq.Socket[bytes]:
@@ -138,8 +139,8 @@ class ControllerWire:
     def send(self, ranks: Sequence[int], channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> None:
         """Send one message. Blocks for at most 5 s a rank while its queue is full, and not at all for a control thread.
 
-        A rank that is not connected any more hears nothing, nor does a control thread that has not listened for hundreds of
-        messages: questions and interrupts are repeated, and a run must not fail because a rank is busy.
+        A rank that is no longer connected gets nothing. Nor does a control thread whose queue is full: requests and interrupts are
+        repeated, and a run must not fail because a rank is busy.
 
         Args:
             ranks: The receivers.
@@ -148,7 +149,7 @@ class ControllerWire:
             frames: Buffers that follow it (payloads packed without shared memory).
 
         Raises:
-            WireError: A rank's main thread took nothing for 5 s.
+            WireError: A rank's main thread has taken no message for 5 s.
         """
         if self._pickled is None or self._pickled[0] is not message:
             self._pickled = message, pickle.dumps(message, protocol=5)
@@ -176,7 +177,7 @@ class ControllerWire:
         """Wait for messages of the workers.
 
         Args:
-            timeout_s: The longest time to wait; 0 only looks.
+            timeout_s: The longest time to wait; 0 returns at once.
 
         Returns:
             The messages that have arrived, each with its extra frames; empty after the time-out or a :meth:`wake`.
@@ -198,7 +199,7 @@ class ControllerWire:
 
     @staticmethod
     def _take(socket: zmq.Socket[bytes], skip: int, into: list[tuple[FromWorker, list[bytes]]]) -> None:
-        # A bound on one call keeps a flood on one socket from starving the other and the caller's deadlines.
+        # Limit one call, so that a flood on one socket cannot starve the other or delay the caller's deadlines.
         for _ in range(QUEUED_MESSAGES):
             try:
                 parts = socket.recv_multipart(flags=zmq.NOBLOCK)[skip:]
@@ -225,7 +226,7 @@ class WorkerWire:
 
     Args:
         rank: The worker's rank.
-        endpoint: Where its controller is.
+        endpoint: The address of its controller.
     """
 
     def __init__(self, rank: int, endpoint: Endpoint) -> None:
@@ -263,7 +264,7 @@ class WorkerWire:
     def announce(self, channel: Channel, message: FromWorker) -> None:
         """Send on the named channel's own socket; only its thread calls this.
 
-        Ready goes this way: when the controller has it, the route back to that socket exists.
+        Ready is sent this way: when the controller has received it, the route back to that socket exists.
         """
         socket = self._main if channel == "main" else self._control
         socket.send(pickle.dumps(message, protocol=5))
@@ -275,14 +276,15 @@ class WorkerWire:
             self._events.send_multipart(parts, copy=not frames)
 
     def close(self) -> None:
-        """Send what is queued, for at most a second, and close."""
+        """Send queued messages for at most a second, and close. Blocks until the control thread has closed its socket."""
         self._main.close()
         self._events.close()
-        # The control thread sits in its socket, which no other thread may close: term() gets it out and waits for it to close.
+        # The control thread waits in its socket, which no other thread may close. term() ends that wait and blocks until it is
+        # closed.
         self._context.term()
 
     def close_control(self) -> None:
-        """Close the control thread's socket; only that thread calls this, once :meth:`receive_control` has raised."""
+        """Close the control thread's socket. Only that thread calls this, after :meth:`receive_control` has raised."""
         self._control.close(0)
 
 

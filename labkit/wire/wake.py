@@ -1,4 +1,4 @@
-"""Ends another thread's wait in a poller."""
+"""A way to end another thread's wait in a poller."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Wake:
     """A pipe that a poller waits for beside its sockets.
 
     Attributes:
-        fd: What to register with the poller.
+        fd: The descriptor to register with the poller.
     """
 
     def __init__(self) -> None:
@@ -30,13 +30,13 @@ class Wake:
                     os.write(self._write, b"x")
 
     def hear(self) -> None:
-        """The wait has ended: the next one may begin."""
+        """Empty the pipe after a wait has ended, so that the next wait can begin."""
         with contextlib.suppress(BlockingIOError):
             while os.read(self.fd, 4096):
                 pass
 
     def close(self) -> bool:
-        """Close the pipe; False when it was closed before."""
+        """Close the pipe. Return False if it was already closed."""
         with self._lock:
             if self._closed:
                 return False

@@ -1,1 +1,1 @@
-"""What lives in each rank's process."""
+"""The code that runs in each rank's process."""

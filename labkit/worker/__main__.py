@@ -16,7 +16,7 @@ from labkit.worker.place import SCHEDULER_VARIABLES, claimed_place
 
 
 def main() -> int:
-    """Serve a notebook until it closes its pool; the exit code is 0 only then."""
+    """Serve a notebook until it closes its pool. Return the exit code, which is 0 only then."""
     parser = argparse.ArgumentParser(prog="python -P -m labkit.worker", description=__doc__)
     parser.add_argument("--connect", required=True, metavar="tcp://HOST:PORT", help="the notebook, as WorkerPool.attach() shows it")
     parser.add_argument("--key-file", required=True, type=Path, help="copied from the notebook's machine, mode 0600")

@@ -1,10 +1,11 @@
-"""The agent: one process on each machine of an attached pool, started by a scheduler or by hand; it starts and serves the ranks.
+"""The agent of one machine of an attached pool: a process, started by a scheduler or by hand, that starts and serves the ranks.
 
-It plays the controller for the ranks of its machine: it has a fork server start them, and passes messages on between them and
-the notebook. So a rank's death is seen where it happens, the others keep their state, and a cell that prints while nobody
-reads fills a bounded backlog here and no rank's memory.
+For the ranks of its machine, the agent acts as the controller: it lets a fork server start them, and passes messages between them
+and the notebook. So a rank's death is noticed on its own machine, and the other ranks keep their state. Unread output of a cell
+fills a bounded backlog here, and no rank's memory.
 
-The agent ends when the notebook tells it to or has been silent for ``linger_s``, and on SIGTERM and SIGINT; the ranks end with it.
+The agent ends when the notebook tells it to, when the notebook has been silent for ``linger_s``, and on SIGTERM and SIGINT. The
+ranks end with it.
 """
 
 from __future__ import annotations
@@ -62,14 +63,14 @@ _END_S = 5.0
 
 
 class Agent:
-    """One machine's agent.
+    """The agent of one machine.
 
     Args:
         address: The hub's address.
-        keys: From the key file.
-        place: The one it asks for.
+        keys: The keys from the key file.
+        place: The place it claims.
         linger_s: How long the ranks wait for a notebook that has fallen silent.
-        wait_s: How long to wait for the first word of the notebook.
+        wait_s: How long to wait for the notebook's first message.
     """
 
     def __init__(self, address: str, keys: Keys, place: Place, linger_s: float, wait_s: float) -> None:
@@ -88,7 +89,7 @@ class Agent:
         self._world = ""
         self._pids: dict[int, int] = {}
         self._ranks: dict[int, int] = {}
-        self._doomed: set[int] = set()  # to be killed when their processes are known
+        self._doomed: set[int] = set()  # to be killed when their process ids are known
         self._generation = self._run_id = 0
         self._busy: set[int] = set()
         self._backlog = Backlog()
@@ -97,7 +98,7 @@ class Agent:
         self._send_server("count_gpus", -1, dict(os.environ))
 
     def run(self) -> str:
-        """Serve until the end; returns why it ended, empty when the notebook asked for it."""
+        """Serve until the end. Return the reason why it ended, empty if the notebook asked for it."""
         try:
             while True:
                 self._poll()
@@ -113,7 +114,7 @@ class Agent:
 
     def _poll(self) -> None:
         poller = zmq.Poller()
-        # A full backlog is a notebook that does not keep up: then ranks are not heard, and wait in print.
+        # A full backlog means that the notebook does not keep up. Then ranks are not read, and wait in print.
         poller.register(self._link.socket, zmq.POLLIN | (zmq.POLLOUT if self._backlog and self._link.connected else 0))
         poller.register(self._link.monitor, zmq.POLLIN)
         poller.register(self._server.fileno(), zmq.POLLIN)
@@ -149,7 +150,7 @@ class Agent:
         return None
 
     def _started(self, handle: int, pid: int) -> None:
-        if handle in self._doomed or handle not in self._ranks:  # of a world that was closed meanwhile
+        if handle in self._doomed or handle not in self._ranks:  # its world was closed in the meantime
             self._send_server("kill", pid)
         if handle in self._ranks:
             self._pids[handle] = pid
@@ -164,7 +165,7 @@ class Agent:
             del self._pids[handle], self._ranks[handle]
             self._doomed.discard(handle)
             self._busy.discard(rank)
-            self._hear_ranks()  # what it sent before it died comes first
+            self._hear_ranks()  # first pass on what it sent before it died
             self._tell(Exited(handle, code, *rests, memory))
 
     def _hear_hub(self) -> str | None:
@@ -184,7 +185,7 @@ class Agent:
             return f"it was asked to end ({self._asked_to_end})"
         if self._link.refused:
             return f"the notebook at {self._address} knows another key. Copy its present key file to this machine"
-        # While this process is stopped, or its machine sleeps, it cannot hear anybody: that time does not count.
+        # While this process is stopped or its machine sleeps, it cannot receive anything: that time does not count.
         passed, self._looked_at = min(now - self._looked_at, 4 * LOOK_MS / 1000), now
         self._silent_s = 0.0 if self._link.connected else self._silent_s + passed
         limit = self._linger_s if self._met else self._wait_s
@@ -229,7 +230,7 @@ class Agent:
             elif tag.handle in self._ranks:
                 self._doomed.add(tag.handle)
         elif isinstance(tag, Welcome):
-            self._place = Place(tag.node_rank, "the notebook")  # it comes back to this place, whoever else has come meanwhile
+            self._place = Place(tag.node_rank, "the notebook")  # it keeps this place when it reconnects
         elif isinstance(tag, OpenStore):
             self._open_store(tag)
         elif isinstance(tag, OpenWorld):
@@ -254,7 +255,7 @@ class Agent:
         self._send_server("open_store", host)
 
     def _kept_here(self, message: Any, ranks: Sequence[int], frames: list[bytes]) -> Any:
-        """The message with its large buffers in memory that all ranks of this machine share."""
+        """Return the message with its large buffers in memory that all ranks of this machine share."""
         if not frames:
             return message
         assert isinstance(message, Execute)
@@ -272,11 +273,11 @@ class Agent:
         assert self._wire is not None
         address = tag.group.store.rpartition("/")[0]
         host, port = host_of(address), address.rpartition(":")[2]
-        # As under torchrun: ``init_process_group()`` in a cell joins this store, and opens none of its own.
+        # As under torchrun: ``init_process_group()`` in a cell joins this store instead of opening its own.
         meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
         environ = tag.defaults | dict(os.environ) | meeting
         if tag.local_world_size < tag.group.world_size and (device := gloo_device(address)):
-            # Without it gloo takes the address of the host name, which on many machines is the loopback device's.
+            # Otherwise gloo takes the address of the host name, which on many machines is the loopback device's.
             environ.setdefault("GLOO_SOCKET_IFNAME", device)
         return WorkerSpec(
             rank=tag.rank,
@@ -325,7 +326,7 @@ class Agent:
         if isinstance(message, Result) and message.payload is not None:
             payload, frames = to_frames(message.payload)
             if frames:
-                # They are mapped, so the rank need not keep them.
+                # The agent has mapped them, so the rank need not keep them.
                 assert self._wire is not None
                 self._wire.send((message.rank,), "control", Release(message.run_id))
                 message = replace(message, payload=payload)
@@ -346,7 +347,7 @@ class Agent:
         try:
             self._server.send(message)
         except OSError:
-            pass  # its end is noticed where it is heard
+            pass  # its end is noticed by the reader of this connection
 
     def _end(self) -> None:
         self._close_world()

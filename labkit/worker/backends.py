@@ -1,15 +1,15 @@
-"""The one place that touches torch's private process-group machinery.
+"""Replacement of a process group's backends: the only module that touches torch's private process-group machinery.
 
-A :class:`torch.distributed.ProcessGroup` is a shell around one backend per device type. Everything that uses a group
-(DeviceMesh, DTensor, FSDP, DDP's reducer, functional collectives, a user's own variable) holds the shell. So after an
-abort labkit puts new backends into the same shells, and whatever stood on the old ones goes on without noticing.
+A :class:`torch.distributed.ProcessGroup` is a shell around one backend per device type. Everything that uses a group (DeviceMesh,
+DTensor, FSDP, DDP's reducer, functional collectives, a user's own variable) holds the shell. So after an abort labkit puts new
+backends into the same shells, and their users go on without noticing.
 
-``ProcessGroup._register_backend`` keeps the first backend of each BackendType, so each new backend registers under a
-BackendType number of its own. The numbers are 8 bit; what torch itself uses lies below FIRST_TYPE. A group never lets go
-of an old backend either: each replacement leaves gloo's two idle threads behind, and no descriptors. (The thread of the
-transport is shared by all replacements.) What NCCL leaves is not measured.
+``ProcessGroup._register_backend`` keeps the first backend of each BackendType, so each new backend registers under its own
+BackendType number. The numbers have 8 bits; torch itself uses those below FIRST_TYPE. A group never releases an old backend either:
+each replacement leaves two idle gloo threads and no descriptors. (All replacements share the transport's thread.) The remains of
+NCCL backends have not been measured.
 
-:func:`labkit.worker.self_test.groups` checks every assumption made here, against each supported torch.
+:func:`labkit.worker.self_test.groups` checks every assumption made here, with each supported torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-_native: Any = _distributed_c10d  # its stubs leave out what is used here
+_native: Any = _distributed_c10d  # its stubs leave out some names used here
 
 FIRST_TYPE = 32
 LAST_TYPE = 255
@@ -40,7 +40,7 @@ ABORT_S = 3.0
 _ALONE = ("fake",)
 _REBUILT = ("gloo", "nccl")
 
-# Methods of a ProcessGroup by which other code reaches other ranks, under their names of 2.11 to 2.13.
+# Methods of a ProcessGroup with which other code reaches other ranks, by their names in torch 2.11 to 2.13.
 _COLLECTIVES = (
     *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "barrier", "monitored_barrier", "gather", "scatter"),
     *("allgather", "allgather_coalesced", "_allgather_base", "allgather_into_tensor_coalesced"),
@@ -63,7 +63,7 @@ _CUT_OFF = (
 
 
 _rank_not_in_group: Callable[[Any], bool] = c10d._rank_not_in_group
-# By name, with the group itself: one that is made later may have the same name.
+# By name, together with the group itself: a later group may have the same name.
 _broken: dict[str, tuple[Any, str]] = {}
 _stand_ins: dict[str, Any] = {}
 _next_type: dict[str, int] = {}
@@ -72,27 +72,27 @@ _counted: list[Any] = [None, []]
 
 
 class NoMoreGenerationsError(RuntimeError):
-    """This process has used up the backend numbers; only a new process can form new groups."""
+    """This process has used up the backend numbers. Only a new process can form new groups."""
 
 
 def groups() -> list[Any]:
-    """The working process groups this rank is a member of, in the order they were made; the default group first."""
+    """Return the working process groups this rank is a member of, in the order they were made; the default group first."""
     members: list[Any] = list(c10d._world.pg_map)
     return [group for group in members if group is not dist.GroupMember.NON_GROUP_MEMBER and not _reason(group)]
 
 
 def group_name(group: Any) -> str:
-    """The name under which meshes and functional collectives find the group; equal on all its ranks."""
+    """Return the name under which meshes and functional collectives find the group; it is equal on all its ranks."""
     return str(c10d._world.pg_names[group])
 
 
 def group_ranks(group: Any) -> tuple[int, ...]:
-    """The group's global ranks in group order."""
+    """Return the group's global ranks in group order."""
     return tuple(sorted(c10d._world.pg_group_ranks[group], key=c10d._world.pg_group_ranks[group].__getitem__))
 
 
 def group_count() -> int:
-    """Torch's counter for the names of new groups. It must be equal on all ranks before the next new group."""
+    """Return torch's counter for the names of new groups. It must be equal on all ranks before the next new group."""
     return int(c10d._world.group_count)
 
 
@@ -102,7 +102,7 @@ def set_group_count(count: int) -> None:
 
 
 def _device_backends(group: Any) -> dict[str, str]:
-    """Backend name by device type, for example ``{"cpu": "gloo", "cuda": "nccl"}``."""
+    """Return the backend name by device type, for example ``{"cpu": "gloo", "cuda": "nccl"}``."""
     return _parse_config(c10d._world.pg_backend_config[group])
 
 
@@ -112,36 +112,36 @@ def _parse_config(config: str) -> dict[str, str]:
 
 
 def obstacle(group: Any) -> str:
-    """Why :func:`replace_backends` cannot serve this group; empty when it can."""
+    """Return why :func:`replace_backends` cannot serve this group; empty if it can."""
     unknown = sorted(name for name in _device_backends(group).values() if name not in (*_REBUILT, *_ALONE))
     return f"labkit does not know its backend {unknown[0]!r}" if unknown else ""
 
 
 def sequence(group: Any) -> tuple[int, ...]:
-    """The number of collectives begun on the group so far, per device type; gloo counts sends and receives as well."""
-    # From the backends: the group itself would ask its first one, which is the old one after a replacement.
+    """Return the number of collectives begun on the group so far, per backend; gloo counts sends and receives as well."""
+    # Ask the backends: the group itself would ask its first backend, which is the old one after a replacement.
     return tuple(backend._get_sequence_number_for_group() for backend in _rebuilt(group))
 
 
 def _rebuilt(group: Any) -> list[Any]:
-    """The group's present backends, as far as they can be rebuilt."""
+    """Return the group's present backends, as far as they can be rebuilt."""
     return [group._get_backend(torch.device(devices[0])) for name, devices in _backends(group) if name in _REBUILT]
 
 
 def _backends(group: Any) -> list[tuple[str, list[str]]]:
-    """Each backend's name with the devices it serves: one serves all devices where all have the same, as torch makes them."""
+    """Return each backend's name with its devices. As in torch, one backend serves all devices if they all name the same one."""
     devices = _device_backends(group)
     names = set(devices.values())
     return [(names.pop(), list(devices))] if len(names) == 1 else [(name, [device]) for device, name in devices.items()]
 
 
 class Progress(NamedTuple):
-    """Return what was begun on this rank's groups so far; equal to an earlier one when nothing has happened since.
+    """The operations begun on this rank's groups so far. Two of these are equal if nothing was begun between them.
 
     Attributes:
-        groups: Tells the present groups and their backends apart from all others.
+        groups: A key that identifies the present groups and their backends.
         group_count: Torch's counter for the names of new groups.
-        counts: Collectives and messages begun on each backend.
+        counts: Number of collectives and messages begun on each backend.
     """
 
     groups: tuple[int, ...]
@@ -150,7 +150,7 @@ class Progress(NamedTuple):
 
 
 def progress() -> Progress:
-    """Return what was begun so far, in a few microseconds."""
+    """Return the operations begun so far. Takes a few microseconds."""
     key = (*map(id, c10d._world.pg_map), _registered[0])
     if _counted[0] != key:
         _counted[:] = [key, [(group_name(group), backend) for group in groups() for backend in _rebuilt(group)]]
@@ -159,7 +159,7 @@ def progress() -> Progress:
 
 
 def begun_since(before: Progress) -> dict[str, int]:
-    """Return how many collectives and messages were begun on each group since then; all of them where groups have changed."""
+    """Return how many collectives and messages were begun on each group since then, or in all if groups have changed."""
     now = progress()
     earlier = before.counts if before.groups == now.groups else (0,) * len(now.counts)
     begun: dict[str, int] = {}
@@ -169,13 +169,13 @@ def begun_since(before: Progress) -> dict[str, int]:
 
 
 def waiting() -> bool:
-    """Whether a collective that this rank began has not ended; False where torch keeps no record."""
+    """Return whether a collective that this rank began has not ended; False if torch keeps no record."""
     record = pickle.loads(_native._dump_fr_trace(True, False, True))
     return any(not entry.get("retired") and entry.get("state") != "completed" for entry in record.get("entries", ()))
 
 
 def replace_backends(group: Any, store: Any, timeout: timedelta) -> None:
-    """Put new backends into a group. Collective over the group's ranks; blocks until all of them are there.
+    """Put new backends into a group. Collective over the group's ranks. Blocks until all of them have joined.
 
     Args:
         group: The ProcessGroup.
@@ -183,7 +183,7 @@ def replace_backends(group: Any, store: Any, timeout: timedelta) -> None:
         timeout: The new backends' own limit for one collective.
 
     Raises:
-        NoMoreGenerationsError: After 223 replacements of the group, 111 where it has two backends.
+        NoMoreGenerationsError: The group was replaced 224 times, or 112 times if it has two backends.
         RuntimeError: The group has a backend that labkit does not know how to make.
     """
     name = group_name(group)
@@ -193,9 +193,9 @@ def replace_backends(group: Any, store: Any, timeout: timedelta) -> None:
             backend = _make_backend(group, backend_name, c10d.PrefixStore(f"{devices[0]}/", group_store), timeout)
             _register(group, devices, backend)
             if backend_name == dist.Backend.NCCL and group.bound_device_id is not None:
-                # As torch does for the first one; without it sends and receives would make communicators of their own.
+                # As torch does for the first backend; otherwise sends and receives would make their own communicators.
                 backend.eager_connect_single_device(group.bound_device_id)
-    # Again, so that the new backends know it: the flight recorder files their collectives under the group's name.
+    # Set the name again, for the new backends: the flight recorder files their collectives under the group's name.
     group._set_group_name(name)
     group._set_group_desc(group.group_desc)
     c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], group_store)
@@ -240,17 +240,17 @@ def _make_backend(group: Any, backend_name: str, store: Any, timeout: timedelta)
 
 @functools.cache
 def _gloo_device() -> Any:
-    """One transport for all replacements; each has a thread and three descriptors, which no group ever gives back."""
+    """Return one transport for all replacements. A transport has a thread and three descriptors, which are never released."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     factory = c10d.ProcessGroupGloo
     return factory.create_device(interface=interface) if interface else factory.create_default_device()
 
 
 def break_group(group: Any, reason: str) -> None:
-    """Let every collective on a group raise from now on, instead of waiting for ranks that do not know the group.
+    """Make every collective on a group raise from now on, instead of waiting for ranks that do not know the group.
 
-    Torch's functions, functional collectives and DTensors raise ``RuntimeError(reason)``. A caller in C++ that holds the
-    group itself, such as DDP's reducer, meets a backend that raises a RuntimeError of its own.
+    Torch's functions, functional collectives and DTensors raise ``RuntimeError(reason)``. For a caller in C++ that holds the group
+    itself, such as DDP's reducer, the backend raises another RuntimeError.
 
     Args:
         group: The ProcessGroup.
@@ -267,7 +267,7 @@ def break_group(group: Any, reason: str) -> None:
     stand_in.reason = reason
     _native._unregister_process_group(name)
     _native._register_process_group(name, stand_in)
-    # A new group with its tag and ranks would be this one; torch's own destroy allows for its absence here.
+    # Otherwise a new group with the same tag and ranks would be this one. torch's own destroy allows for its absence here.
     for tagged in c10d._world.tags_to_pg.values():
         with contextlib.suppress(ValueError):
             tagged.remove(group)
@@ -276,7 +276,7 @@ def break_group(group: Any, reason: str) -> None:
 
 
 class _RefusingGroup(dist.ProcessGroup):
-    """Raises in every collective."""
+    """A group that raises in every collective."""
 
     reason = ""
 
@@ -290,20 +290,20 @@ for _collective in _COLLECTIVES:
 
 
 def _check_group(group: Any) -> bool:
-    """Stands in for the function that every collective of torch.distributed asks first, once a group is broken."""
+    """Raise for a broken group. This replaces the function that every collective of torch.distributed calls first."""
     if group is not None and group in c10d._world.pg_names and (reason := _reason(group)):
         raise RuntimeError(reason)
     return _rank_not_in_group(group)
 
 
 def _reason(group: Any) -> str:
-    """Why a group is broken; empty when it is not."""
+    """Return why a group is broken; empty if it is not."""
     broken, reason = _broken.get(group_name(group), (None, ""))
     return reason if broken is group else ""
 
 
 def abort_nccl() -> int:
-    """Abort the NCCL communicators of all groups. Safe from any thread; took 0.5 s on 2 H200 with NCCL 2.28.
+    """Abort the NCCL communicators of all groups. Safe from any thread. Took 0.5 s on 2 H200 with NCCL 2.28.
 
     Returns:
         The number of communicators aborted.
@@ -313,8 +313,8 @@ def abort_nccl() -> int:
     backends = [backend for group in groups() if (backend := _nccl_backend(group)) is not None]
     if not backends:
         return 0
-    # Each in a thread of its own: the abort of an idle communicator waits until the stuck one's kernel is gone, and nobody
-    # knows which is stuck. In one NCCL group around all of them, or one after the other, the order decides over a hang.
+    # Use a thread for each: the abort of an idle communicator waits until the kernel of the stuck one has ended, and it is not
+    # known which is stuck. If all are aborted in one NCCL group or one after the other, the order decides whether this hangs.
     threads = [threading.Thread(target=backend.abort, name="labkit-abort", daemon=True) for backend in backends]
     for thread in threads:
         thread.start()
@@ -332,7 +332,7 @@ def _nccl_backend(group: Any) -> Any:
 
 
 def is_cut_off(error: BaseException) -> bool:
-    """Whether an error only says that another rank has left a collective, by dying, failing or being freed."""
+    """Return whether an error only says that another rank has left a collective, by dying, failing or being freed."""
     if not isinstance(error, RuntimeError):
         return False
     text = str(error)

@@ -1,4 +1,4 @@
-"""What ranks have said and the notebook has not taken yet, kept within bounds while there is no notebook."""
+"""Messages of ranks that the notebook has not taken yet, kept within bounds while there is no notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from labkit.wire.messages import Output, Stream
 from labkit.wire.node_messages import FromNode, FromRank
 
-# Beyond this ranks wait in print, and what they write to a notebook that is gone is thrown away, the oldest first.
+# Beyond this, ranks wait in print. If no notebook is connected, their oldest output is thrown away instead.
 LIMIT_BYTES = 4 << 20
 
 
@@ -17,7 +17,7 @@ class Backlog:
     """Messages in order.
 
     Attributes:
-        size_bytes: Of all that is kept.
+        size_bytes: The size of all messages kept.
     """
 
     def __init__(self) -> None:
@@ -27,27 +27,27 @@ class Backlog:
 
     @property
     def full(self) -> bool:
-        """Whether ranks should not be heard before the notebook has taken something."""
+        """True if ranks should not be read before the notebook has taken something."""
         return self.size_bytes >= LIMIT_BYTES
 
     def __len__(self) -> int:
-        """Number of messages."""
+        """Return the number of messages."""
         return len(self._messages)
 
     def add(self, tag: FromNode, *parts: Any, output: Output | None = None) -> None:
         """Keep a message.
 
         Args:
-            tag: What it is.
+            tag: The message's tag.
             *parts: Its further parts.
-            output: The message itself, where it is output, which can be thrown away.
+            output: The message itself if it is output, which can be thrown away.
         """
         size = sum(memoryview(part).nbytes for part in parts)
         self._messages.append(([pickle.dumps(tag, protocol=5), *parts], size, output))
         self.size_bytes += size
 
     def forget_oldest_output(self) -> None:
-        """Throw output away until the rest is within bounds. Results and failures stay."""
+        """Throw away the oldest output until the rest is within bounds. Results and failures stay."""
         kept: deque[tuple[list[Any], int, Output | None]] = deque()
         while self.full and self._messages:
             parts, size, output = self._messages.popleft()
@@ -59,7 +59,7 @@ class Backlog:
         self._messages.extendleft(reversed(kept))
 
     def first(self) -> list[Any] | None:
-        """The parts of the oldest message; before it, how much was thrown away."""
+        """Return the parts of the oldest message. If output was thrown away, return a note about it first."""
         while self._dropped:
             rank, size = self._dropped.popitem()
             text = f"... {size:,} bytes of output from before this line are lost: no notebook listened\n"
@@ -68,7 +68,7 @@ class Backlog:
         return self._messages[0][0] if self._messages else None
 
     def taken(self) -> None:
-        """The oldest message has been sent."""
+        """Remove the oldest message, which has been sent."""
         self.size_bytes -= self._messages.popleft()[1]
 
     def clear(self) -> None:

@@ -1,11 +1,11 @@
-"""Everything a rank writes, caught at its file descriptors 1 and 2, in order and without loss.
+"""Capture of everything a rank writes to its file descriptors 1 and 2, in order and without loss.
 
-Python's print, C's printf, child processes: all of them end up in two pipes. One thread reads the pipes and sends what
-it finds. The read ends are also open in the process that started this worker, so what a worker wrote in its last moment
-before a crash is still there for the report of its death.
+Python's print, C's printf and child processes all write to two pipes. One thread reads the pipes and sends what it finds. The
+process that started this worker has the read ends open too, so the last output before a crash is still there for the report of the
+worker's death.
 
-Two pipes do not keep the order between stdout and stderr. So a Python stream, when the other stream wrote last, first
-lets the reader empty the other's pipe.
+Two pipes do not keep the order between stdout and stderr. So before a Python stream writes after the other stream, it lets the
+reader empty the other's pipe.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from labkit.wire.pipes import Kept
 from labkit.wire.transport import WorkerWire
 
 PIECE_BYTES = 64 * 1024
-# How long text may wait for more before it is sent: long enough to gather a loop's prints, short enough to look live.
+# How long text may wait for more text before it is sent: long enough to gather a loop's prints, short enough to look live.
 GATHER_S = 0.02
-# In a flood the pipe, of 64 KiB, would be full before that time is over, and the writer would wait.
+# In a flood the pipe (64 KiB) would be full before that time is over, and the writer would have to wait.
 FLOOD_BYTES = PIECE_BYTES // 8
 FLOOD_GATHER_S = 0.002
 # How long a thread waits for another one to finish its line.
@@ -40,14 +40,14 @@ class Capture:
     """Reads this process's stdout and stderr and sends them as Output.
 
     Args:
-        wire: Where the output goes.
+        wire: The wire that takes the output.
         rank: This rank.
         read_fds: Read ends of the pipes that fd 1 and fd 2 write to.
-        kept: Keeps what was read last for the report of a death.
+        kept: Memory for the last output read, for the report of a death.
 
     Attributes:
         run_id: The run that the output belongs to.
-        detached: This process is a forked child, whose streams only write.
+        detached: Whether this process is a forked child, whose streams only write.
     """
 
     def __init__(self, wire: WorkerWire, rank: int, read_fds: tuple[int, int], kept: Kept) -> None:
@@ -72,14 +72,14 @@ class Capture:
         self._thread.start()
 
     def emit(self, item: Display) -> None:
-        """Send something displayed, after the text before it."""
+        """Send a display, after the text before it."""
         if self.detached:
             return
         self.flush()
         self._wire.send_event(Output(self._rank, self.run_id, (item,)))
 
     def flush(self) -> None:
-        """Send all that has been written so far. Returns when the wire has taken it."""
+        """Send everything written so far. Returns when the wire has taken it."""
         if self.detached:
             return
         self.flush_streams()
@@ -88,14 +88,14 @@ class Capture:
                 pass
 
     def flush_streams(self) -> None:
-        """Write out what the streams of Python and C still hold."""
+        """Write out what the streams of Python and C still buffer."""
         for stream in self._streams:
             with contextlib.suppress(OSError):  # the reader has closed fd 1 or 2
                 stream.flush()
         self._c_stdout.flush()
 
     def switch(self, stream: _Stream) -> None:
-        """Called by a stream that is about to write, so that the other one's text goes first."""
+        """Send the other stream's text first. A stream calls this when it is about to write after the other one."""
         if self._last is not None and not self.detached:
             io.TextIOWrapper.flush(self._last)
             with self._lock:
@@ -104,11 +104,11 @@ class Capture:
         self._last = stream
 
     def is_last(self, stream: _Stream) -> bool:
-        """Whether this stream wrote last."""
+        """Return whether this stream wrote last."""
         return self._last is stream
 
     def close(self) -> None:
-        """Send the rest and stop reading."""
+        """Send the rest of the output and stop reading."""
         self.flush()
         os.write(self._stop_write, b"x")
         self._thread.join(1.0)
@@ -153,7 +153,7 @@ class Capture:
 
 
 class _CStdout:
-    """C's own stdout. On a pipe it would keep its text until 4 KiB are full or the process ends."""
+    """C's own stdout. On a pipe C would buffer text until 4 KiB are full or the process ends."""
 
     _LINE_BUFFERED = 1
 
@@ -163,16 +163,16 @@ class _CStdout:
         self._libc.setvbuf(self._file, None, self._LINE_BUFFERED, ctypes.c_size_t(io.DEFAULT_BUFFER_SIZE))
 
     def flush(self) -> None:
-        """Write out a line that is not finished."""
+        """Write out an unfinished line."""
         self._libc.fflush(self._file)
 
 
 class _Stream(io.TextIOWrapper):
     """sys.stdout or sys.stderr of a rank: text on a file descriptor.
 
-    Nothing waits in a buffer here: a dot that a loop prints shows at once, and what was written before a crash is in the pipe.
-    Print writes a line in pieces all the same, so a thread that has begun one keeps others waiting for up to LINE_S, and a forked
-    child (a DataLoader worker), whose siblings share the pipe, writes whole lines only.
+    Nothing stays in a buffer here: a dot that a loop prints is shown at once, and text written before a crash is in the pipe. But
+    print writes a line in pieces. So a thread that has begun a line makes others wait for up to LINE_S. And a forked child (a
+    DataLoader worker), whose siblings share the pipe, writes whole lines only.
     """
 
     def __init__(self, fd: int, capture: Capture) -> None:
@@ -198,14 +198,14 @@ class _Stream(io.TextIOWrapper):
         return count
 
     def flush(self) -> None:
-        """Write out what has been written as bytes. Whoever flushes in the middle of a line wants it to be seen as it is."""
+        """Write out buffered bytes. A flush in the middle of a line ends the thread's hold on the line."""
         super().flush()
         self._leave_line()
 
     def _take_line(self) -> None:
         me = threading.get_ident()
         if self._line_of != me:
-            self._line.acquire(timeout=LINE_S)  # in vain where the other thread falls silent: its line is broken off
+            self._line.acquire(timeout=LINE_S)  # in vain if the other thread stops in mid-line: its line is cut
             self._line_of = me
 
     def _leave_line(self) -> None:
@@ -217,7 +217,7 @@ class _Stream(io.TextIOWrapper):
         return False
 
     def close(self) -> None:
-        """Stay open: what later cells print has to go somewhere."""
+        """Stay open, because later cells still print."""
         self.flush()
 
 

@@ -1,4 +1,4 @@
-"""What each rank knows after a run was cut off, as the ranks exchange it. Nothing here needs torch."""
+"""The conditions that ranks exchange after a run was cut off. Nothing here needs torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class GroupCondition:
-    """A process group as one of its ranks knows it.
+    """A process group as one of its ranks sees it.
 
     Attributes:
         ranks: Its global ranks.
-        sequence: Collectives begun so far, per device type.
-        obstacle: Why it cannot be rebuilt; empty where it can.
+        sequence: Number of collectives begun so far, per backend.
+        obstacle: Why it cannot be rebuilt; empty if it can.
     """
 
     ranks: tuple[int, ...]
@@ -27,11 +27,11 @@ class StepCondition:
     """An optimizer that was used in the run.
 
     Attributes:
-        label: It in words, for example ``opt (Adam, for model)``.
+        label: A description, for example ``opt (Adam, for model)``.
         signature: See :func:`labkit.worker.optimizer_steps.signature_of`.
         completed: Steps completed in this run.
-        under_way: A step was cut half way.
-        shared: Its parameters belong to a sharded or replicated model, so all ranks have to take the same steps.
+        under_way: Whether a step was interrupted half way.
+        shared: Whether its parameters belong to a sharded or replicated model, so that all ranks have to take the same steps.
         rates: The learning rate of each of its groups.
         skipped: Steps that were launched and changed nothing; see :mod:`labkit.worker.step_gate`.
     """
@@ -47,27 +47,28 @@ class StepCondition:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What one rank knows.
+    """The condition of one rank.
 
     Attributes:
         rank: The rank.
         run_id: The last run it took part in.
-        cut: It was interrupted in that run, or freed from a collective.
-        well: That run ended without an error here.
-        touched: In that run it began a collective, built an autograd graph or took an optimizer step.
-        lost: Its process groups have been aborted.
-        waiting: A collective that it began has not ended.
-        homeless: It has no default process group any more.
-        foreign: Its default process group is not the one that labkit made.
-        new: It has just been started in the place of another and joins.
+        cut: Whether it was interrupted in that run, or freed from a collective.
+        well: Whether that run ended without an error on this rank.
+        touched: Whether in that run it began a collective, built an autograd graph or took an optimizer step.
+        lost: Whether its process groups have been aborted.
+        waiting: Whether a collective that it began has not ended.
+        homeless: Whether it has no default process group any more.
+        foreign: Whether its default process group is not the one that labkit made.
+        new: Whether it has just been started to replace another process, and joins.
         groups: Its process groups by name.
         group_count: Torch's counter for the names of new groups.
         steps: The run's optimizers in the order of their first steps.
-        in_flight: Signatures of the models in whose forward or backward the run was cut; see :func:`labkit.worker.wrappers.models`.
-        gradients: By the signature of a model: its name, and a text that tells which of its parameters have a gradient; empty where
-            none has.
-        prints: By what tells a model and its ranks apart from others: its name, and by parameter a text that is equal on ranks
-            that have changed it alike.
+        in_flight: Signatures of the models whose forward or backward the run was in when it was cut; see
+            :func:`labkit.worker.wrappers.models`.
+        gradients: By a model's signature: its name, and a text that identifies which of its parameters have a gradient (empty if
+            none has).
+        prints: By a key that identifies a model and its ranks: its name, and for each parameter a text that is equal on ranks that
+            have changed it in the same way.
         random: Digests of each random state before and after the run, by name.
         unsynced: FSDP2 parameter groups whose gradients are not reduced (``set_requires_gradient_sync(False)``).
     """
@@ -92,12 +93,12 @@ class Condition:
     unsynced: int = 0
 
     def to_json(self) -> str:
-        """As text for the exchange."""
+        """Return this condition as text for the exchange."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Condition:
-        """Read what :meth:`to_json` wrote."""
+        """Parse the text that :meth:`to_json` wrote."""
         fields = json.loads(text)
         fields["groups"] = {
             name: GroupCondition(tuple(group["ranks"]), tuple(group["sequence"]), group["obstacle"])

@@ -1,4 +1,4 @@
-"""The control thread: it hears the controller while the main thread is stuck in a cell."""
+"""The control thread, which answers the controller while the main thread is stuck in a cell."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from labkit.worker.run_state import RunState
 
 
 class ControlThread:
-    """Answers interrupts, aborts and questions.
+    """Answers interrupts, aborts and inspections.
 
     Args:
         wire: The worker's wire.
         rank: This rank.
-        state: What the main thread does.
+        state: The state of the main thread.
         groups: This rank's process groups.
     """
 
@@ -49,7 +49,7 @@ class ControlThread:
                 except zmq.ZMQError:
                     raise
                 except Exception:
-                    # Every way out of a hang leads through this thread, so it outlives what goes wrong in it.
+                    # Every way out of a hang needs this thread, so it must survive its own errors.
                     traceback.print_exc()
         except zmq.ZMQError:
             self._wire.close_control()  # the worker is ending and waits for this in close()

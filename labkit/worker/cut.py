@@ -1,4 +1,4 @@
-"""Frees the main thread where torch offers no way out: gloo, its file store, data loaders that wait for their workers."""
+"""Ways to free the main thread where torch offers none: from gloo, its file store, and data loaders that wait for their workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Set
 from typing import Any
 
-# Data under way between two ranks is given this time to arrive.
+# Data on the way between two ranks gets this time to arrive.
 QUIET_WITHIN_S = 0.2
 _QUIET_CHECK_S = 0.005
 
@@ -24,25 +24,25 @@ _QUIET_CHECK_S = 0.005
 def cut_gloo(
     known: Set[tuple[int, int]], hosts: Set[str] = frozenset(), *, except_ports: Set[int] = frozenset()
 ) -> list[socket.socket]:
-    """Make every connection of gloo end, which frees a thread that waits in a gloo collective within milliseconds.
+    """End every connection of gloo. This frees a thread that waits in a gloo collective, within milliseconds.
 
-    No call that torch offers does this: abort, destroy and signals all wait for the group's time-out. Gloo's sockets
-    are the connected TCP sockets of this process to addresses of the pool's machines, except those that belong to Python
-    objects. Listening sockets are left alone: shutting gloo's listener down ends the process.
+    No call that torch offers does this: abort, destroy and signals all wait for the group's time-out. Gloo's sockets are the
+    connected TCP sockets of this process to addresses of the pool's machines, except those that belong to Python objects. Listening
+    sockets are left alone: shutting down gloo's listener ends the process.
 
-    Two precautions against a flaw in gloo (transport/tcp/pair.cc, signalException): when a connection fails, whoever
-    waits for the end of a send that has been begun is not told, and waits on. So nothing is cut while data is under way,
-    and only the reading side is shut down. Gloo then sees an end of file, while sends of this rank and of its peers, who
-    may be cut later, go on to succeed. For the same reason the connections stay open.
+    Two precautions are needed because of a flaw in gloo (transport/tcp/pair.cc, signalException): when a connection fails, a thread
+    that waits for the end of a started send is not notified and waits on. So nothing is cut while data is on its way, and only the
+    reading side is shut down. Gloo then sees an end of file, while sends of this rank and of its peers, who may be cut later, still
+    succeed. For the same reason the connections stay open.
 
     Args:
-        known: Sockets that are gloo's without doubt, from :func:`peer_sockets` around the forming of a group. Others
-            (of groups made later) are cut after a search for Python's own sockets, which takes some 50 ms.
+        known: Sockets that certainly belong to gloo, from :func:`peer_sockets` before and after a group was formed. Others (of
+            groups made later) are cut after a search for Python's own sockets, which takes about 50 ms.
         hosts: Addresses of the pool's other machines.
         except_ports: The ports of the stores through which the ranks have met.
 
     Returns:
-        The sockets that were shut down. To be closed when every rank has done the same.
+        The sockets that were shut down. Close them when every rank has done the same.
     """
     present = peer_sockets(hosts, except_ports=except_ports)
     owned = _python_sockets() if present - known else set()
@@ -61,7 +61,7 @@ def cut_gloo(
 
 
 def _quiet(sockets: Iterable[socket.socket]) -> bool:
-    """Whether all that was sent has arrived and all that has arrived was read, after a moment."""
+    """Return whether, after a moment, everything sent has arrived and everything that arrived has been read."""
     time.sleep(_QUIET_CHECK_S)
     return not any(_queued(item, request) for item in sockets for request in (termios.TIOCOUTQ, termios.FIONREAD))
 
@@ -74,11 +74,11 @@ def _queued(item: socket.socket, request: int) -> int:
 
 
 def cut_store(store: str) -> None:
-    """Free a thread that waits in a store for another rank, as ``new_group`` does, within some 10 ms.
+    """Free a thread that waits for another rank in a store, as ``new_group`` does. Takes about 10 ms.
 
-    A TCPStore's connection is shut down. A FileStore looks at its file again and again and cannot be told to stop. It raises when
-    the file cannot be opened for another reason than that it is not there yet, and a link to itself cannot. The store is of no
-    use afterwards.
+    A TCPStore's connection is shut down. A FileStore opens its file again and again and cannot be told to stop. It raises if
+    opening fails for any other reason than that the file does not exist yet, so the file is replaced by a link to itself. The store
+    cannot be used afterwards.
 
     Args:
         store: The file's path, or ``tcp://host:port/...``.
@@ -96,17 +96,17 @@ def cut_store(store: str) -> None:
 
 
 def store_port(store: str) -> int:
-    """The port in ``tcp://host:port/...``; 0 for a path."""
+    """Return the port in ``tcp://host:port/...``; 0 for a path."""
     return int(store.removeprefix("tcp://").partition("/")[0].rpartition(":")[2]) if store.startswith("tcp://") else 0
 
 
 def hurry_data_loaders(hurry: bool) -> None:
-    """Let a DataLoader that is thrown away end its busy workers within 50 ms each, and not wait 5 s for them first.
+    """Make a discarded DataLoader end each busy worker within 50 ms, instead of waiting 5 s for it first.
 
-    It happens when the frames of an interrupted loop go, in the middle of whatever runs then.
+    A DataLoader is discarded when the frames of an interrupted loop are freed, in the middle of whatever runs then.
 
     Args:
-        hurry: False restores torch's own patience.
+        hurry: False restores torch's own time.
     """
     loading = sys.modules.get("torch.utils.data._utils")
     if loading is not None:
@@ -114,22 +114,22 @@ def hurry_data_loaders(hurry: bool) -> None:
 
 
 def collect_children() -> None:
-    """Take note of child processes that have ended: a DataLoader ends workers that are slow to go, and does not wait for them."""
+    """Collect child processes that have ended: a DataLoader ends slow workers without waiting for them."""
     multiprocessing.active_children()
 
 
 def peer_sockets(hosts: Set[str] = frozenset(), *, except_ports: Set[int] = frozenset()) -> set[tuple[int, int]]:
-    """Connected TCP sockets of this process between addresses of this machine or to ``hosts``, as (descriptor, inode)."""
+    """Return this process's connected TCP sockets between addresses of this machine or to ``hosts``, as (descriptor, inode)."""
     return _sockets(lambda own, peer: peer[1] not in except_ports and (peer[0] == own[0] or peer[0] in hosts))
 
 
 def connected_sockets(*, except_ports: Set[int]) -> set[tuple[int, int]]:
-    """All connected TCP sockets of this process but those to some ports, as (descriptor, inode)."""
+    """Return all connected TCP sockets of this process except those to some ports, as (descriptor, inode)."""
     return _sockets(lambda own, peer: peer[1] not in except_ports)
 
 
 def peer_hosts(sockets: Iterable[tuple[int, int]]) -> set[str]:
-    """The addresses at the other end."""
+    """Return the addresses at the other end of these sockets."""
     found = set()
     for fd, _ in sockets:
         with contextlib.suppress(OSError), _duplicate(fd) as probe:
@@ -150,7 +150,7 @@ def _sockets(wanted: Callable[[Any, Any], bool]) -> set[tuple[int, int]]:
 
 
 def _ends(fd: int) -> tuple[Any, Any] | None:
-    """The addresses of a connected TCP socket: its own and its peer's."""
+    """Return the addresses of a connected TCP socket, its own and its peer's; None for any other socket."""
     with _duplicate(fd) as probe:
         if probe.family not in (socket.AF_INET, socket.AF_INET6) or probe.type != socket.SOCK_STREAM:
             return None
@@ -164,5 +164,5 @@ def _duplicate(fd: int) -> socket.socket:
 
 
 def _python_sockets() -> set[int]:
-    # type() and not isinstance(): a lazy proxy object may run code of its own when asked for its class.
+    # Use type() and not isinstance(): a lazy proxy object may run its own code when asked for its class.
     return {item.fileno() for item in gc.get_objects() if issubclass(type(item), socket.socket)}

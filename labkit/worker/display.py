@@ -1,4 +1,4 @@
-"""Rich display on a rank: mime bundles go out through the rank's output, as a notebook's kernel would publish them."""
+"""Rich display on a rank: mime bundles are sent with the rank's output, as a notebook's kernel would publish them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labkit.worker.widgets import WidgetTexts
 
 
 class RankDisplayPublisher(DisplayPublisher):
-    """Sends what ``display(...)`` publishes."""
+    """A publisher that sends what ``display(...)`` publishes."""
 
     emit: Emit | None = None
     widgets: WidgetTexts | None = None
@@ -40,7 +40,7 @@ class RankDisplayPublisher(DisplayPublisher):
 
 
 class RankDisplayHook(DisplayHook):
-    """Keeps the last expression's value and display; the run sends them when the cell is done."""
+    """A display hook that keeps the last expression's value and display. The run sends them when the cell is done."""
 
     widgets: WidgetTexts | None = None
     value: Any = None
@@ -48,7 +48,7 @@ class RankDisplayHook(DisplayHook):
     source: str = ""
 
     def quiet(self) -> bool:
-        """Whether the cell ends with a semicolon, which silences its last expression."""
+        """Return whether the cell ends with a semicolon, which suppresses the display of its last expression."""
         return bool(self.semicolon_at_end_of_expression(self.source))
 
     def __call__(self, result: Any = None) -> None:
@@ -62,21 +62,21 @@ class RankDisplayHook(DisplayHook):
         self.value, self.shown = result, Display("value", encode(data), dict(metadata))
 
     def _keep_as_underscore(self, result: Any) -> None:
-        """Set ``_``, unless a cell has set it, as IPython does. Not ``__`` and ``_7``: they would keep large values alive."""
+        """Set ``_`` as IPython does, unless a cell has set it. Do not set ``__`` and ``_7``: they would keep large values alive."""
         assert self.shell is not None
         names = self.shell.user_ns
         if names.get("_") is self._:
             names["_"] = self._ = result
 
     def take(self) -> tuple[Any, Display | None]:
-        """The last value and its display; both are forgotten here, so that the value's memory can go."""
+        """Return the last value and its display. Both are forgotten here, so that the value's memory can be freed."""
         value, shown = self.value, self.shown
         self.value = self.shown = None
         return value, shown
 
 
 def encode(data: dict[str, Any]) -> dict[str, Any]:
-    """A bundle with binary images as base64 text, as Jupyter's messages want them."""
+    """Return a bundle with binary images as base64 text, as Jupyter's messages need them."""
     from base64 import b64encode
 
     return {mime: b64encode(value).decode("ascii") if isinstance(value, bytes) else value for mime, value in data.items()}

@@ -1,4 +1,4 @@
-"""What a worker takes over from its controller, and what torchrun would have set."""
+"""The environment of a worker: taken over from its controller, with the variables that torchrun would set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INLINE_FIGURES = "module://matplotlib_inline.backend_inline"
 
 
 def enter(spec: WorkerSpec) -> None:
-    """Take over the controller's environment, folder and import path, and set what torchrun sets."""
+    """Take over the controller's environment, folder and import path, and set the variables that torchrun sets."""
     os.environ.clear()
     os.environ.update(spec.environ)
     os.environ.update(
@@ -33,7 +33,7 @@ def enter(spec: WorkerSpec) -> None:
     matplotlib = sys.modules.get("matplotlib")
     if matplotlib is not None:
         matplotlib.rcParams["backend"] = os.environ["MPLBACKEND"]
-    # So do these: where temporary files go, the time zone, and torch with TORCH_DISTRIBUTED_DEBUG.
+    # The following are also read only once: the temporary folder, the time zone, and TORCH_DISTRIBUTED_DEBUG in torch.
     tempfile.tempdir = None
     if hasattr(time, "tzset"):
         time.tzset()
@@ -43,15 +43,15 @@ def enter(spec: WorkerSpec) -> None:
 
 
 def draw_anew() -> None:
-    """Draw new random states, as each process draws its own under torchrun; a forked one has those of the fork server.
+    """Draw new random states, as each process does under torchrun. A forked process has those of the fork server.
 
-    Python's ``random`` does it by itself at each fork. ``secrets``, ``uuid``, OpenSSL and names of temporary files need none of
-    this. The secret behind ``hash(str)`` cannot be drawn again in a process that runs.
+    Python's ``random`` is reseeded automatically at each fork. ``secrets``, ``uuid``, OpenSSL and names of temporary files do not
+    need this. The secret behind ``hash(str)`` cannot be changed in a running process.
     """
     import numpy as np
     import torch
 
     np.random.seed()
-    # Not torch.seed(): it would have the ranks' CUDA generators start from this number, and they draw their own.
+    # Not torch.seed(): it would start the ranks' CUDA generators from this number, and they draw their own.
     torch.random.default_generator.seed()
     multiprocessing.current_process().authkey = os.urandom(32)

@@ -1,10 +1,10 @@
-"""The fork server: one process that has torch imported and forks workers from that state.
+"""The fork server: one process that has imported torch and forks workers from that state.
 
-Importing torch costs seconds, forking an importing process costs milliseconds. Forking after ``import torch`` is safe
+Importing torch takes seconds, forking a process that has imported it takes milliseconds. Forking after ``import torch`` is safe
 because this process has one thread, runs no operator and never touches an accelerator.
 
-It is also the workers' guardian. It reports each death at once with what the worker wrote last, and when its controller
-goes away, for whatever reason, it kills every worker with all that the workers have started, and then ends.
+It is also the workers' guardian. It reports each death at once, with the worker's last output. When its controller ends, for
+whatever reason, it kills all workers and all processes that they have started, and then ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from labkit.worker.environment import INLINE_FIGURES, draw_anew, enter
 from labkit.worker.lifeline import adopt_orphans, child_pids, die_with_parent, ending_with_controller, kill_group
 from labkit.worker.oom_kills import OomKills
 
-# What every worker needs; forking waits for these.
+# Modules that every worker needs; forking waits for them.
 FIRST_IMPORTS = (
     "torch",
     "torch.distributed",
@@ -42,14 +42,14 @@ FIRST_IMPORTS = (
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # an optimizer's first step imports it, on every rank
     "labkit.worker.loop",
-    # A worker's shell imports these when it is made: a quarter of its start.
+    # A worker's shell imports these when it is made; they take a quarter of its start.
     "IPython.core.completer",
     "IPython.core.completerlib",
     "IPython.core.crashhandler",
     "IPython.core.magics",
 )
-# Imported while nobody asks for anything and no worker lives: a death must not wait for an import to be reported.
-# Not the inline backend itself: it hooks into the shell of the process that imports it, and this one has none.
+# Imported while there are no requests and no worker lives: the report of a death must not wait for an import. The inline backend
+# itself is not here: it hooks into the shell of the process that imports it, and this process has none.
 IDLE_IMPORTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
 
 Work = Callable[[tuple[int, int], Kept], None]
@@ -69,9 +69,9 @@ class Server:
     """The server's state.
 
     Attributes:
-        connection: To the controller; its end means that the controller is gone.
+        connection: The connection to the controller; its end means that the controller is gone.
         children: Living workers by pid, and the store's process.
-        directories: Directories of pools, removed when the controller goes away without doing so.
+        directories: Directories of pools, removed if the controller ends without removing them.
     """
 
     connection: Connection
@@ -80,7 +80,7 @@ class Server:
     _oom_kills: OomKills = field(default_factory=OomKills)
 
     def serve(self) -> None:
-        """Answer requests until the controller goes away."""
+        """Answer requests until the controller ends."""
         wake_read, wake_write = os.pipe()
         os.set_blocking(wake_read, False)
         os.set_blocking(wake_write, False)
@@ -113,7 +113,7 @@ class Server:
         self.end()
 
     def handle(self, request: tuple[Any, ...]) -> bool:
-        """Answer one request; False ends the server."""
+        """Answer one request. Return False to end the server."""
         name, *args = request
         if name == "start":
             token, spec = args
@@ -138,11 +138,11 @@ class Server:
         return True
 
     def start(self, spec: WorkerSpec) -> int:
-        """Fork one worker; returns its pid."""
+        """Fork one worker and return its pid."""
         return self._fork(spec.rank, spec.directory, functools.partial(_serve_rank, spec))
 
     def open_store(self, host: str) -> tuple[str, str]:
-        """Fork the store's process; returns its address, or an empty one and why."""
+        """Fork the store's process. Return its address, or an empty address and the reason."""
         try:
             listener, address = store.listen(host)
         except OSError as error:
@@ -154,7 +154,7 @@ class Server:
     def _fork(self, rank: int, directory: str, work: Work) -> int:
         read_fds, write_fds = make_pipes()
         kept = Kept()
-        # Else a worker's first garbage collection writes to every object of torch, and so copies 65 MiB of pages.
+        # Otherwise a worker's first garbage collection writes to every object of torch, which copies 65 MiB of pages.
         gc.freeze()
         pid = os.fork()
         if pid == 0:
@@ -165,14 +165,14 @@ class Server:
         return pid
 
     def forget(self, directory: str) -> None:
-        """A pool is closed. A worker that is left of it was asked for by a start that was broken off before its pid was known."""
+        """Forget a closed pool. Also kill workers whose start was interrupted before their pid was reported."""
         self.directories.discard(directory)
         for child in self.children.values():
             if child.directory == directory:
                 kill_group(child.pid)
 
     def _become(self, work: Work, read_fds: tuple[int, int], write_fds: tuple[int, int], kept: Kept) -> None:
-        """The child's side of the fork. Never returns."""
+        """Run the child's side of the fork. Never returns."""
         code = 1
         try:
             server = os.getppid()
@@ -197,12 +197,12 @@ class Server:
             with contextlib.suppress(Exception):
                 sys.stdout.flush()
                 sys.stderr.flush()
-            # os._exit: the interpreter's own shutdown belongs to the fork server and would run its exit handlers twice.
+            # Use os._exit: the interpreter's own shutdown belongs to the fork server and would run its exit handlers twice.
             os._exit(code)
 
     def reap(self) -> None:
-        """Report the workers that have ended, with the last they wrote, and end what they left running."""
-        # WNOWAIT keeps the pid, and so its process group, ours until the group has been killed.
+        """Report the workers that have ended, with their last output, and end the processes that they left running."""
+        # WNOWAIT keeps the pid, and therefore its process group, ours until the group has been killed.
         dead = [pid for pid in self.children if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None]
         self._oom_kills.look(self.children.keys() - dead)
         for pid in dead:
@@ -218,7 +218,7 @@ class Server:
         self._end_adopted()
 
     def _end_adopted(self) -> None:
-        """Kill and collect what dead workers have left; living ones adopt their orphans themselves."""
+        """Kill and collect processes that dead workers have left. Living workers adopt their orphans themselves."""
         for pid in child_pids():
             if pid not in self.children:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -227,7 +227,7 @@ class Server:
                     os.waitpid(pid, os.WNOHANG)
 
     def end(self) -> None:
-        """Kill every worker with all its descendants, remove the pools' directories."""
+        """Kill every worker with all its descendants, and remove the pools' directories."""
         deadline = time.monotonic() + 5.0
         for pid in self.children:
             kill_group(pid)
@@ -250,7 +250,7 @@ def _serve_rank(spec: WorkerSpec, read_fds: tuple[int, int], kept: Kept) -> None
 
 
 def count_gpus(environ: dict[str, str]) -> int:
-    """The CUDA devices visible under ``environ``, asked in a throw-away child: asking would bind this process to the driver."""
+    """Count the CUDA devices visible under ``environ``, in a throw-away child: counting would bind this process to the driver."""
     import torch
 
     if torch.version.cuda is None:
@@ -274,14 +274,14 @@ def count_gpus(environ: dict[str, str]) -> int:
 
 
 def main() -> None:
-    """Entry point: ``python -m labkit.worker.forkserver --fd N``."""
+    """Run the fork server: ``python -m labkit.worker.forkserver --fd N``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     connection = Connection(parser.parse_args().fd)
     # The notebook's interrupt goes to its whole process group, and the controller passes it on in its own way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
-    # Asked without it, matplotlib settles for a backend that shows nothing.
+    # Without this variable matplotlib would choose a backend that shows nothing.
     os.environ.setdefault("MPLBACKEND", INLINE_FIGURES)
     started = time.monotonic()
     try:

@@ -1,13 +1,12 @@
-"""The one place that touches the private state of torch's data-parallel wrappers: FSDP2, FSDP1, DDP.
+"""Reset of torch's data-parallel wrappers (FSDP2, FSDP1, DDP): the only module that touches their private state.
 
-A forward or backward that was cut off leaves them half way: parameters gathered, states that say "in backward", pending
-collectives of groups that are gone, partial gradients. The functions here bring a wrapper back to where it stood between
-two iterations. The sharded parameters themselves are never touched by a forward or a backward, so they are bit for bit
-those of the last completed optimizer step.
+A forward or backward that was cut off leaves them half way: gathered parameters, states that say "in backward", pending collectives
+of aborted groups, partial gradients. The functions here return a wrapper to its state between two iterations. A forward or backward
+never touches the sharded parameters themselves, so they are bit for bit those of the last completed optimizer step.
 
-Torch offers this for FSDP2 only, and only since 2.13 (``FSDPModule.reset_iter_state``). It waits for pending collectives
-first, which after an abort would raise, and it keeps unsharded gradients. What is done here by hand holds for 2.11 to
-2.13; the public call follows where there is one. :mod:`labkit.worker.self_test` checks the assumptions.
+Torch offers this for FSDP2 only, and only since 2.13 (``FSDPModule.reset_iter_state``). That call first waits for pending
+collectives, which would raise after an abort, and it keeps unsharded gradients. The manual steps here are valid for 2.11 to 2.13;
+the public call follows if it exists. :mod:`labkit.worker.self_test` checks the assumptions.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ DDP = "torch.nn.parallel.distributed"
 
 
 def loaded_class(module: str, name: str) -> Any:
-    """A class that user code may have instances of, or None where its module was never imported."""
+    """Return a class that user code may have instances of, or None if its module was never imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def _clear(owner: Any, *names: str) -> None:
-    """Empty the containers and set the rest to None, as far as this torch has them."""
+    """Empty the containers and set the other attributes to None, as far as this torch has them."""
     for name in names:
         value: Any = getattr(owner, name, None)
         if hasattr(value, "clear"):
@@ -47,7 +46,7 @@ def _drop_gradients(modules: Iterable[Any]) -> None:
 
 
 def fsdp2_states() -> list[Any]:
-    """The states of every module under ``fully_shard`` or FSDP2's ``replicate`` in this process."""
+    """Return the states of all modules under ``fully_shard`` or FSDP2's ``replicate`` in this process."""
     kind = loaded_class(FSDP2_STATE, "FSDPState")
     mapping = loaded_class("torch.distributed._composable_state", "_module_state_mapping")
     if kind is None or mapping is None:
@@ -57,7 +56,7 @@ def fsdp2_states() -> list[Any]:
 
 
 def _fsdp2_groups(state: Any) -> list[Any]:
-    """A module's parameter groups: a list since 2.12, one or None before."""
+    """Return a module's parameter groups, which torch keeps in a list since 2.12; before, there was one or None."""
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:
         groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
@@ -65,29 +64,29 @@ def _fsdp2_groups(state: Any) -> list[Any]:
 
 
 def fsdp2_parameters(state: Any) -> list[Any]:
-    """The sharded parameters of one module."""
+    """Return the sharded parameters of one module."""
     return [parameter.sharded_param for group in _fsdp2_groups(state) for parameter in group.fsdp_params]
 
 
 def fsdp2_named(state: Any) -> list[tuple[str, Any]]:
-    """The sharded parameters of one module with their names, as far as torch has given them names."""
+    """Return the sharded parameters of one module with their names, as far as torch has named them."""
     parameters = [parameter for group in _fsdp2_groups(state) for parameter in group.fsdp_params]
     return [(parameter._param_fqn or f"parameter {place}", parameter.sharded_param) for place, parameter in enumerate(parameters)]
 
 
 def fsdp2_ranks(states: list[Any]) -> tuple[int, ...]:
-    """The global ranks that the modules of one tree are sharded or replicated over."""
+    """Return the global ranks over which the modules of one tree are sharded or replicated."""
     meshes = [group.mesh_info.mesh.mesh for state in states for group in _fsdp2_groups(state)]
     return tuple(sorted({int(rank) for mesh in meshes for rank in mesh.flatten()}))
 
 
 def fsdp2_unsynced() -> int:
-    """The number of parameter groups whose gradients are not reduced now."""
+    """Return the number of parameter groups whose gradients are not being reduced now."""
     return sum(not group.reduce_grads for state in fsdp2_states() for group in _fsdp2_groups(state))
 
 
 def fsdp2_in_flight(state: Any) -> bool:
-    """Whether a forward or backward of this module has begun and not ended, or the preparations of its tree's first forward."""
+    """Return whether this module is in a forward or backward, or its tree is still being prepared for its first forward."""
     context, idle = state._state_ctx, type(state._training_state).IDLE
     if state._is_root and not _fsdp2_initialized(state):
         return True
@@ -97,7 +96,7 @@ def fsdp2_in_flight(state: Any) -> bool:
 
 
 def reset_fsdp2(states: list[Any]) -> None:
-    """Drop the iteration of all modules of one tree."""
+    """Drop the current iteration of all modules of one tree."""
     for state in states:
         for group in _fsdp2_groups(state):
             _reset_fsdp2_group(group)
@@ -140,7 +139,7 @@ def _reset_fsdp2_group(group: Any) -> None:
         unsharded = getattr(parameter, "_unsharded_param", None)
         if unsharded is not None:
             unsharded.grad = None
-            # Whatever the state says: the cut may have come between two parameters of one group.
+            # Do this whatever the state says: the cut may have come between two parameters of one group.
             parameter.to_sharded()
         parameter.unsharded_accumulated_grad = None
         _clear(parameter, "grad_offload_event", "_sharded_post_forward_param", "_sharded_post_forward_param_data")
@@ -149,7 +148,7 @@ def _reset_fsdp2_group(group: Any) -> None:
 
 
 def _fsdp2_initialized(root: Any) -> bool:
-    """Whether the preparations of the first forward were completed, in which the root makes its context everybody's."""
+    """Return whether the first forward was fully prepared; that is when all modules get the root's context."""
     states = _fsdp2_tree(root)
     shared = all(state._state_ctx is root._state_ctx and state._comm_ctx is root._comm_ctx for state in states)
     groups = [group for state in states for group in _fsdp2_groups(state)]
@@ -163,7 +162,7 @@ def _fsdp2_tree(root: Any) -> list[Any]:
 
 
 def _forget_first_forward(root: Any) -> None:
-    """Let the next forward prepare again; each of its steps may be repeated."""
+    """Make the next forward prepare again; each of its steps may be repeated."""
     root._state_ctx, root._comm_ctx = type(root._state_ctx)(), type(root._comm_ctx)()
     for state in _fsdp2_tree(root):
         state._is_root = None
@@ -173,7 +172,7 @@ def _forget_first_forward(root: Any) -> None:
 
 
 def flat_parameters(module: Any) -> list[Any]:
-    """The flat parameter of one FSDP1 module and the original ones that are views into it."""
+    """Return the flat parameter of one FSDP1 module and the original parameters that are views into it."""
     if module._handle is None:
         return []
     flat = module._handle.flat_param
@@ -181,12 +180,12 @@ def flat_parameters(module: Any) -> list[Any]:
 
 
 def flat_names(module: Any) -> list[str]:
-    """The names of the parameters in one FSDP1 module's flat parameter, equal on all ranks."""
+    """Return the names of the parameters in one FSDP1 module's flat parameter; they are equal on all ranks."""
     return list(module._handle.flat_param._fqns) if module._handle is not None else []
 
 
 def fsdp1_in_flight(module: Any) -> bool:
-    """Whether a forward, a backward or a state_dict of this module has begun and not ended, or its tree's preparations."""
+    """Return whether this module is in a forward, a backward or a state_dict, or its tree is still being prepared."""
     if getattr(module, "_is_root", None) and not all(map(_fsdp1_initialized, _fsdp1_tree(module))):
         return True
     if module.training_state is not type(module.training_state).IDLE or getattr(module, "_post_backward_callback_queued", False):
@@ -198,9 +197,9 @@ def fsdp1_in_flight(module: Any) -> bool:
 
 
 def reset_fsdp1(modules: list[Any]) -> None:
-    """Drop the iteration of all modules of one tree."""
+    """Drop the current iteration of all modules of one tree."""
     for module in modules:
-        # state_dict's hooks enter this context and leave it; in between somebody may have raised.
+        # state_dict's hooks enter and leave this context; an error in between leaves it open.
         while module._unshard_params_ctx:
             _, context = module._unshard_params_ctx.popitem()
             with contextlib.suppress(Exception):
@@ -235,7 +234,7 @@ def _reset_handle(handle: Any) -> None:
     if hasattr(flat, "_saved_grad_shard"):
         del flat._saved_grad_shard
     flat._post_backward_called = False
-    # In this state resharding neither keeps unsharded views nor looks at gradients, and it forgets saved tensors.
+    # In this state resharding neither keeps unsharded views nor reads gradients, and it drops saved tensors.
     handle._training_state = type(handle._training_state).BACKWARD_POST
     handle.reshard(False)
     for name in ("_full_param_padded", "_full_prec_full_param_padded", "_mp_shard"):
@@ -260,7 +259,7 @@ def _fsdp1_initialized(module: Any) -> bool:
 
 
 def ddp_in_flight(module: Any) -> bool:
-    """Whether a backward of this module has begun to reduce gradients and not ended."""
+    """Return whether a backward of this module has begun to reduce gradients and has not ended."""
     if getattr(module, "reducer", None) is None:
         return True
     try:
@@ -271,9 +270,9 @@ def ddp_in_flight(module: Any) -> bool:
 
 
 def restart_ddp(module: Any) -> None:
-    """Let the reducer begin anew, on all ranks alike; gradients stay as they are."""
+    """Reset the reducer, in the same way on all ranks. Gradients stay as they are."""
     if getattr(module, "reducer", None) is not None:
-        # The same group as before: this resets the reducer, and its next rebuild of buckets starts on all ranks alike.
+        # Setting the same group again resets the reducer, so that its next rebuild of buckets starts in the same way on all ranks.
         module._update_process_group(module.process_group)
         # Whether the next forward broadcasts buffers depends on whether the last one was inside no_sync().
         module.require_forward_param_sync = True
@@ -281,11 +280,11 @@ def restart_ddp(module: Any) -> None:
 
 
 def reset_ddp(module: Any) -> None:
-    """Drop the iteration of a DistributedDataParallel module."""
+    """Drop the current iteration of a DistributedDataParallel module."""
     restart_ddp(module)
     _drop_gradients([module])
 
 
 def reset_scaler(scaler: Any) -> None:
-    """Forget that a scaler has unscaled gradients which are gone; its next step would refuse otherwise."""
+    """Forget that a scaler has unscaled gradients. They are gone, and its next step would raise otherwise."""
     getattr(scaler, "_per_optimizer_states", {}).clear()

@@ -1,4 +1,4 @@
-"""A warning before damage: a cell on some ranks is about to call a collective that needs all of them."""
+"""A warning in advance: a cell on some ranks is about to call a collective that needs all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labkit.ranks import name_ranks
 from labkit.tracebacks import is_library
 from labkit.worker import backends
 
-# The operators' names where they differ from the functions that readers call.
+# The operators' names that differ from the functions that readers call.
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
 
 
@@ -24,7 +24,7 @@ class PartialRunWarning(UserWarning):
 
 
 class _Guard(TorchDispatchMode):
-    """Looks at each collective before it is called. Collectives are operators, and their group is an argument.
+    """A check of each collective before it is called. Collectives are operators, and their group is an argument.
 
     Args:
         ranks: The ranks that the cell runs on.
@@ -62,7 +62,7 @@ class _Guard(TorchDispatchMode):
 
 
 def _group(argument: Any) -> Any:
-    """The ProcessGroup that an operator's argument stands for, or None."""
+    """Return the ProcessGroup that an operator's argument refers to, or None."""
     import torch
     import torch.distributed as dist
 
@@ -76,7 +76,7 @@ def _group(argument: Any) -> Any:
 
 
 def _user_place() -> tuple[str, int]:
-    """File and line of the innermost frame that is the reader's own."""
+    """Return the file and line of the innermost frame that is the reader's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -85,7 +85,7 @@ def _user_place() -> tuple[str, int]:
 
 @contextlib.contextmanager
 def guarded(ranks: tuple[int, ...], world_size: int) -> Iterator[None]:
-    """Warn about collectives of larger groups while a run is on some ranks only. Costs nothing when it is on all."""
+    """Warn about collectives of larger groups during a run on some ranks only. Costs nothing if the run is on all ranks."""
     if len(ranks) == world_size:
         yield
         return

@@ -1,4 +1,4 @@
-"""What this rank does right now, read from the control thread: Python frames, CPU time, torch's flight recorder."""
+"""The activity of this rank, as the control thread reads it: Python frames, CPU time, torch's flight recorder."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _FOR_CELLS = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("spmd", "ch
 
 
 def report(state: RunState, groups: ProcessGroups | None = None) -> RankReport:
-    """Look at the main thread.
+    """Report what the main thread does.
 
     Args:
-        state: Which run it works on.
+        state: The run it works on.
         groups: This rank's process groups. The reader's collectives on them are counted from 1.
 
     Returns:
-        The report, with less in it where something cannot be read: the main thread goes on meanwhile. Never raises, and never
-        blocks on the main thread.
+        The report. It contains less if something cannot be read, because the main thread goes on in the meantime. Never raises, and
+        never blocks on the main thread.
     """
     run_id, started = state.run_id, state.started
     try:
@@ -47,10 +47,10 @@ def report(state: RunState, groups: ProcessGroups | None = None) -> RankReport:
 
 
 def _full_report(run_id: int | None, started: float, process_groups: ProcessGroups | None) -> RankReport:
-    collectives = recent_collectives(process_groups)  # first: what has begun after it was read is counted, and not taken for absent
+    collectives = recent_collectives(process_groups)  # first, so that a collective that begins later is counted as begun
     groups, begun = _groups()
     usage = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = usage.ru_utime + usage.ru_stime - time.thread_time()  # without this thread's own looks
+    cpu_s = usage.ru_utime + usage.ru_stime - time.thread_time()  # without the time of this thread itself
     idle = RankReport(
         None,
         cpu_s=cpu_s,
@@ -82,7 +82,7 @@ def _full_report(run_id: int | None, started: float, process_groups: ProcessGrou
 
 
 def _others_at_work() -> bool:
-    """Whether a Python thread beside the main one runs the reader's code, or torch.distributed's as an asynchronous save does."""
+    """Return whether another Python thread runs code of the reader's or of torch.distributed, as an asynchronous save does."""
     main = threading.main_thread().ident
     return any(_is_at_work(frame) for ident, frame in list(sys._current_frames().items()) if ident != main)
 
@@ -97,7 +97,7 @@ def _is_at_work(frame: FrameType | None) -> bool:
 
 
 def _user_frame(innermost: FrameType | None) -> FrameType | None:
-    """The innermost frame that is the reader's own; without one, the innermost of labkit's functions for cells."""
+    """Return the innermost frame that is the reader's own; if there is none, the innermost of labkit's functions for cells."""
     frame = innermost
     while frame is not None and is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -117,14 +117,14 @@ def _place(name: str, line: int) -> str:
 
 
 def _line(frame: FrameType) -> int:
-    # None between two lines, at an instruction that the compiler has added.
+    # f_lineno is None at an instruction between two lines that the compiler has added.
     return frame.f_lineno or frame.f_code.co_firstlineno
 
 
 def _waits_in(frame: FrameType | None) -> tuple[str, int | None]:
-    """The function of torch.distributed that the main thread waits in, or ``synchronize`` for the device behind it.
+    """Return the function of torch.distributed that the main thread waits in, or ``synchronize`` for the device behind it.
 
-    With it the rank that the call names as its source or destination, if it names one.
+    The second value is the rank that the call names as its source or destination, if it names one.
     """
     if frame is None:
         return "", None
@@ -133,9 +133,9 @@ def _waits_in(frame: FrameType | None) -> tuple[str, int | None]:
         return function, None
     if "/torch/distributed/" not in name and "/torch/_ops.py" not in name:
         return "", None
-    # labkit's own frame is between two of torch's where a group is made.
+    # When a group is made, a frame of labkit is between two of torch's.
     while frame is not None and ("/torch/" in frame.f_code.co_filename.replace(os.sep, "/") or frame.f_code.co_filename == _MAKES):
-        # The function that readers know: new_group, and not the helper in which it waits.
+        # Return the function that readers know: new_group, and not the helper in which it waits.
         if frame.f_code.co_filename.endswith("distributed_c10d.py") and not frame.f_code.co_name.startswith("_"):
             return frame.f_code.co_name, _partner(frame)
         frame = frame.f_back
@@ -143,7 +143,7 @@ def _waits_in(frame: FrameType | None) -> tuple[str, int | None]:
 
 
 def _partner(frame: FrameType) -> int | None:
-    """The global rank that a call in torch.distributed names in its arguments."""
+    """Return the global rank that a call in torch.distributed names in its arguments."""
     named = frame.f_locals
     for role in ("src", "dst"):
         if isinstance(rank := named.get(role), int):
@@ -155,7 +155,7 @@ def _partner(frame: FrameType) -> int | None:
 
 
 def _groups() -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
-    """The ranks of each group, and how much has begun on it; empty where the main thread changes the groups meanwhile."""
+    """Return the ranks of each group and the number of operations begun on it; empty if the groups change in the meantime."""
     try:
         found = {backends.group_name(group): group for group in backends.groups()}
         ranks = {name: backends.group_ranks(group) for name, group in found.items()}
@@ -165,16 +165,16 @@ def _groups() -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
 
 
 def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective, ...]:
-    """The last collectives of this rank, those of NCCL after those of gloo; empty where torch keeps no record.
+    """Return the last collectives of this rank, those of gloo first, then NCCL's; empty if torch keeps no record.
 
-    Only those on the groups' present backends: new ones count from 1 again, and what was called on the old ones, or on a group
-    of the same name that is gone, would be taken for a call of this run.
+    Only collectives on the groups' present backends are included. New backends count from 1 again, so a call on an old backend, or
+    on an earlier group of the same name, would be taken for a call of this run.
     """
     own = groups.own_collectives if groups is not None else 0
     since_ns = groups.present_since() if groups is not None else None
     bindings = sys.modules.get("torch._C._distributed_c10d")
     found: list[Collective] = []
-    # torch keeps one record for NCCL and one for the other backends; a CPU build has no first one.
+    # torch keeps one record for NCCL and one for the other backends; a CPU build has no record for NCCL.
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         dump = getattr(bindings, name, None)
         if dump is None:
@@ -182,7 +182,7 @@ def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective,
         with contextlib.suppress(Exception):  # a diagnosis with less in it is better than none
             record = pickle.loads(dump(True, True, False))
             entries = [entry for entry in record.get("entries", []) if _is_present(entry, since_ns)]
-            # A GPU's queue may be longer than that, and its first one is what all others wait for.
+            # A GPU's queue may be longer than LAST_COLLECTIVES, and all others wait for its first open one.
             first_open = next((place for place, entry in enumerate(entries) if not _is_done(entry)), len(entries))
             last_of_group = {_group_of(entry): place for place, entry in enumerate(entries)}
             early = {first_open, *last_of_group.values()}
@@ -192,7 +192,7 @@ def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective,
 
 
 def _is_present(entry: dict[str, Any], since_ns: Mapping[str, int] | None) -> bool:
-    """Whether a recorded collective was called on a group that is there now."""
+    """Return whether a recorded collective was called on a group that exists now."""
     if since_ns is None:
         return True
     born = since_ns.get(_group_of(entry))
@@ -222,12 +222,12 @@ def _collective(entry: dict[str, Any], own: int) -> Collective:
 
 
 def _is_done(entry: dict[str, Any]) -> bool:
-    # gloo never moves an entry beyond "scheduled"; only retired tells that it has ended.
+    # gloo never moves an entry beyond "scheduled"; only "retired" shows that it has ended.
     return bool(entry.get("retired", False)) or entry.get("state") == "completed"
 
 
 def _called_at(frames: Iterable[dict[str, Any]]) -> tuple[str, str]:
-    """The innermost of the reader's own lines among those that led to a collective. On a GPU the rank has left it long since."""
+    """Return the innermost of the reader's own lines that called a collective. On a GPU the rank has left that line long ago."""
     for frame in frames:
         name, line = str(frame["filename"]), int(frame["line"])
         if not is_library(name):

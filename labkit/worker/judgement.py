@@ -1,7 +1,7 @@
-"""What all ranks conclude from their exchanged conditions after a run was cut off.
+"""The conclusions of all ranks from their exchanged conditions after a run was cut off.
 
-Every rank writes down its condition, the ranks exchange them, and each comes to the same verdict on its own:
-:func:`judge` is a pure function of the exchanged conditions. Nothing here needs torch.
+The ranks exchange their conditions, and each reaches the same verdict on its own: :func:`judge` is a pure function of the exchanged
+conditions. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from labkit.ranks import format_ranks
 from labkit.worker.conditions import Condition, GroupCondition, StepCondition
 
-# A note names that many parameters.
+# The largest number of parameters that a note names.
 NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An optimizer that must take no further step; see :meth:`labkit.worker.optimizer_steps.OptimizerSteps.refuse`."""
+    """An optimizer that must not take further steps; see :meth:`labkit.worker.optimizer_steps.OptimizerSteps.refuse`."""
 
     ranks: tuple[int, ...]
     position: int
@@ -28,18 +28,18 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the ranks do, alike.
+    """The measures that all ranks take in the same way.
 
     Attributes:
-        renew: Give the process groups new backends.
-        drop: Signatures of the models whose iteration is dropped, on every rank alike.
-        in_flight: One of them was in a forward or backward; else only some ranks had gradients of it.
-        restart_reducers: Let DDP's reducers begin anew.
-        steps_known: Every rank has completed the same steps of the same optimizers in the run, at least one.
-        group_count: Torch's counter from now on.
-        broken: Groups that cannot be used any more, by name, with the reason.
+        renew: Whether to give the process groups new backends.
+        drop: Signatures of the models whose iteration every rank drops.
+        in_flight: Whether one of them was in a forward or backward; otherwise only some ranks had gradients of it.
+        restart_reducers: Whether to reset DDP's reducers.
+        steps_known: Whether every rank has completed the same steps of the same optimizers in the run, at least one.
+        group_count: The new value of torch's counter.
+        broken: Groups that can no longer be used, by name, with the reason.
         refusals: Optimizers that must not go on.
-        notes: What cannot be brought back, a sentence each.
+        notes: Notes on what cannot be restored, a sentence each.
     """
 
     renew: bool
@@ -54,14 +54,14 @@ class Verdict:
 
 
 Holders = dict[str, dict[int, GroupCondition]]
-"""For each group, by name, what the ranks that have it say of it."""
+"""For each group, by name, the condition reported by each rank that has it."""
 
 
 def judge(conditions: Sequence[Condition]) -> Verdict:
-    """Conclude from the conditions of all ranks of the pool.
+    """Judge the conditions of all ranks of the pool.
 
     Raises:
-        RuntimeError: The groups need new backends or a rank joins, and a rank has no default group for that.
+        RuntimeError: The groups need new backends or a rank joins, and a rank has lost the default group that this needs.
     """
     latest = max(condition.run_id for condition in conditions)
     # A rank that did not take part reports on an earlier run.
@@ -75,7 +75,7 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
     homeless = [condition.rank for condition in conditions if condition.homeless]
     if renew and homeless:
         raise RuntimeError(f"the default process group was destroyed on {_subject(homeless)}")
-    # Where a run ended well on all its ranks, groups may be out of step, but no iteration was cut and no step is missing.
+    # If a run ended well on all its ranks, groups may be out of step, but no iteration was cut and no step is missing.
     well = all(condition.well for condition in took_part)
     cut = not well and (renew or any(condition.cut for condition in took_part))
     touched = not well and any(condition.touched for condition in took_part)
@@ -102,7 +102,7 @@ def judge(conditions: Sequence[Condition]) -> Verdict:
 
 
 def _refuse_unknown_default(conditions: Sequence[Condition]) -> None:
-    """A rank that joins takes its place in the group that labkit made, and that must still be there on the others."""
+    """Raise an error if a rank joins and another has lost labkit's default group: the new rank can join only that one."""
     without = [condition.rank for condition in conditions if condition.homeless or condition.foreign]
     if any(condition.new for condition in conditions) and without:
         raise RuntimeError(f"the default process group was destroyed or made anew on {_subject(without)}")
@@ -128,7 +128,7 @@ def _holders(conditions: Sequence[Condition]) -> Holders:
 
 
 def _orphaned_groups(holders: Holders, new: set[int]) -> dict[str, str]:
-    """Groups of which a rank was replaced by one that does not have them."""
+    """Return the groups that lost a rank because its replacement does not have them."""
     orphaned = {}
     for name, found in holders.items():
         ranks = next(iter(found.values())).ranks
@@ -139,14 +139,14 @@ def _orphaned_groups(holders: Holders, new: set[int]) -> dict[str, str]:
 
 
 def _judge_orphaned(orphaned: Mapping[str, str]) -> list[str]:
-    """A mesh has a group for each of its axes, so there are often many; what to do is the same for all."""
+    """Return notes on these groups. A mesh has a group for each axis, so if there are several, one note covers them all."""
     if len(orphaned) < 2:
         return list(orphaned.values())
     return [f"{len(orphaned)} process groups have lost a rank: make meshes, sharded models and groups again, on all ranks."]
 
 
 def _unequal_groups(holders: Holders) -> dict[str, str]:
-    """Groups that are not the same on all of their ranks, or cannot be rebuilt there."""
+    """Return the groups that are not the same on all of their ranks, or cannot be rebuilt there."""
     broken = {}
     for name, found in holders.items():
         first = next(iter(found.values()))
@@ -163,7 +163,7 @@ def _unequal_groups(holders: Holders) -> dict[str, str]:
 
 
 def _out_of_step(conditions: Sequence[Condition], broken: Mapping[str, str]) -> bool:
-    """Whether ranks of a group have begun different numbers of collectives: the next one would meet another's."""
+    """Return whether ranks of a group have begun different numbers of collectives, so that the next calls would not match."""
     sequences: dict[str, set[tuple[int, ...]]] = {}
     for condition in conditions:
         for name, group in condition.groups.items():
@@ -181,7 +181,7 @@ def _judge_steps(took_part: Sequence[Condition]) -> tuple[list[Refusal], list[st
                 step = condition.steps[position]
                 kinds.setdefault(step.signature, {})[condition.rank] = step
         for signature, steps in kinds.items():
-            # Of ranks that run different programs only they know which steps belong together.
+            # If ranks run different programs, it is not known here which steps belong together.
             shared = len(kinds) == 1 and any(step.shared for step in steps.values())
             label = next(iter(steps.values())).label
             half = [rank for rank, step in steps.items() if step.under_way]
@@ -206,9 +206,9 @@ def _steps_known(took_part: Sequence[Condition]) -> bool:
 
 
 def _judge_gradients(took_part: Sequence[Condition], in_flight: set[str]) -> tuple[set[str], list[str]]:
-    """Find the models of which only some ranks have gradients, and what to say of those of which all have them.
+    """Find the models for which only some ranks have gradients, and write notes on those for which all ranks do.
 
-    A stop may fall between one rank's zero_grad() and another's: the next backward would add to old gradients on one of them.
+    A stop may come between one rank's zero_grad() and another's: the next backward would add to old gradients on one of them.
     """
     uneven: set[str] = set()
     kept: dict[str, None] = {}
@@ -225,7 +225,7 @@ def _judge_gradients(took_part: Sequence[Condition], in_flight: set[str]) -> tup
 
 
 def _judge_prints(took_part: Sequence[Condition]) -> list[str]:
-    """Whether ranks have come to hold different parameters: by an update of the reader's own that was cut half way, for example."""
+    """Return a note for each model whose parameters differ between ranks, for example because the reader's own update was cut."""
     notes = []
     for key in dict.fromkeys(key for condition in took_part for key in condition.prints):
         known = {condition.rank: condition.prints[key][1] for condition in took_part if key in condition.prints}

@@ -1,4 +1,4 @@
-"""How a process that serves a controller ends with it, whatever it is doing."""
+"""The end of a process that serves a controller, together with that controller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what descends from this process and has lost its own parent, where the system offers it."""
+    """Become the parent of descendants that have lost their own parent, if the system offers it."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
@@ -35,11 +35,11 @@ def kill_group(pid: int) -> None:
         try:
             os.killpg(pid, signal.SIGKILL)
         except ProcessLookupError:
-            os.kill(pid, signal.SIGKILL)  # a moment after its fork a child has no group of its own yet
+            os.kill(pid, signal.SIGKILL)  # just after its fork a child is not yet in its own group
 
 
 def child_pids() -> list[int]:
-    """Return the children of this process, where the system lists them."""
+    """Return the children of this process; empty if the system does not list them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
             return [int(word) for word in file.read().split()]
@@ -49,10 +49,10 @@ def child_pids() -> list[int]:
 
 @contextlib.contextmanager
 def ending_with_controller(connection: Connection, clean_up: Callable[[], None]) -> Iterator[None]:
-    """For imports, which take seconds: end this process at once when its controller goes away meanwhile."""
+    """End this process at once if its controller ends during the block. For imports, which take seconds."""
     parent = os.getppid()
     poller = select.poll()
-    poller.register(connection.fileno(), 0)  # reports the hang-up and nothing else
+    poller.register(connection.fileno(), 0)  # reports a hang-up and nothing else
 
     def look(number: int, frame: object) -> None:
         if os.getppid() != parent or poller.poll(0):

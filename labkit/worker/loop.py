@@ -1,4 +1,4 @@
-"""A worker's life: start, take one message at a time, end."""
+"""The life of a worker: start, process one message at a time, end."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from labkit.worker.recovery import Recovery
 from labkit.worker.run_state import RunState
 from labkit.worker.step_board import StepBoard
 
-# What runs no code of the reader's.
+# Kinds of work that run no code of the reader's.
 _OWN_KINDS = ("rebuild", "ask")
-# What torch says of a script that is pasted into a cell.
+# torch's error for a script that is pasted into a cell.
 _TWICE = "trying to initialize the default process group twice"
 
 
@@ -35,7 +35,7 @@ class Worker:
     Args:
         spec: Its place in the pool.
         read_fds: Read ends of the pipes behind its fd 1 and 2.
-        kept: Keeps what was read from them last for the report of a death.
+        kept: Memory for the last output read from them, for the report of a death.
     """
 
     def __init__(self, spec: WorkerSpec, read_fds: tuple[int, int], kept: Kept) -> None:
@@ -45,7 +45,7 @@ class Worker:
         self._spec = spec
         self._pid = os.getpid()
         self._wire = WorkerWire(spec.rank, spec.endpoint)
-        # Ranks of several machines have no memory in common.
+        # Ranks on several machines do not share memory.
         board = os.path.join(spec.directory, "steps") if spec.local_world_size == spec.world_size else None
         self._state = RunState(StepBoard(board, spec.rank, spec.world_size))
         self._groups = ProcessGroups(spec)
@@ -74,7 +74,7 @@ class Worker:
         self._capture.emit(item)
 
     def serve(self) -> None:
-        """Take one message at a time until Shutdown."""
+        """Process one message at a time until Shutdown."""
         while True:
             message, frames = self._wire.receive_main()
             if isinstance(message, Shutdown):
@@ -135,7 +135,7 @@ class Worker:
         return value
 
     def _leave_if_forked(self, error: BaseException | None) -> None:
-        """A process that the cell has forked ends with the cell, as it would with a script. It is no rank."""
+        """End a process that the cell has forked, as it would end with a script. It is not a rank."""
         if os.getpid() == self._pid:
             return
         code = 0 if error is None else 1
@@ -178,7 +178,7 @@ class Worker:
         return value
 
     def _call(self, message: Execute, frames: list[bytes]) -> Any:
-        self._shell.prepare_call()  # before the function is found, in a module that may have changed
+        self._shell.prepare_call()  # before the function is looked up, in a module that may have changed
         function, args, kwargs = self._unpack(message, frames)
         lend_namespace(function, self._shell.user_ns)
         try:
@@ -194,7 +194,7 @@ class Worker:
             error.add_note("Every rank of a pool has its default process group: leave out init_process_group here.")
         if kind == "exited":
             message = f"the cell asked the rank to exit ({message or 0}); the rank lives on"
-        # Nobody reads where an interrupted rank was interrupted (the diagnosis says it), and its interrupter waits.
+        # The diagnosis reports where a rank was interrupted, so a traceback is not needed, and the interrupter waits.
         quiet = kind == "interrupted" or isinstance(error, WireError)
         trace = "" if quiet else tracebacks.format_error(error, self._shell.number_of, own_lines_only=kind == "exited")
         where = tracebacks.own_place(error, self._shell.number_of)
@@ -203,7 +203,7 @@ class Worker:
 
 
 def _is_of_a_handler(error: BaseException) -> bool:
-    """Whether an error was raised while KeyboardInterrupt was being handled; it may be a second one, for which time has run out."""
+    """Return whether an error, perhaps a second interrupt after time ran out, was raised while KeyboardInterrupt was handled."""
     seen: set[int] = set()
     found = error.__context__
     while found is not None and id(found) not in seen:
@@ -215,7 +215,7 @@ def _is_of_a_handler(error: BaseException) -> bool:
 
 
 def _text(error: BaseException) -> str:
-    """The error's message; an error of the reader's own class may fail at that."""
+    """Return the error's message. An error of the reader's own class may fail to produce it."""
     try:
         return str(error)
     except Exception as second:
@@ -223,7 +223,7 @@ def _text(error: BaseException) -> str:
 
 
 class _Nothing:
-    """Marks a run that returns no value, as None is one."""
+    """The mark of a run that returns no value, because None is a value."""
 
 
 _NOTHING = _Nothing()

@@ -1,4 +1,4 @@
-"""Names that cross between the notebook's namespace and the rank's."""
+"""Names that travel between the notebook's namespace and the rank's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 class LentNames:
     """Functions and classes of the notebook, under their names in the rank's ``__main__``.
 
-    Pickle finds a class by its name there. A name that a cell on the rank has set stays the rank's.
+    Pickle finds a class there by its name. A name that a cell on the rank has set is not replaced.
 
     Args:
         namespace: The rank's namespace.
@@ -20,7 +20,7 @@ class LentNames:
         self._lent: dict[str, Any] = {}
 
     def lend(self, things: dict[str, Any]) -> None:
-        """Set what came along with a value, also over an earlier lending of the same name."""
+        """Set the functions and classes that came with a value, also over earlier ones of the same name."""
         for name, thing in things.items():
             if name not in self._namespace or self._namespace[name] is self._lent.get(name):
                 self._namespace[name] = self._lent[name] = thing
@@ -29,8 +29,8 @@ class LentNames:
 def lend_namespace(function: Any, namespace: dict[str, Any]) -> None:
     """Let a function from the notebook see the rank's variables.
 
-    cloudpickle gives a function from a notebook a namespace with the globals it uses in the kernel. Names it does not
-    find there, such as ``rank`` or a model made in a %%spmd cell, are looked up on the rank.
+    cloudpickle gives a function from a notebook a namespace with the globals it uses in the kernel. Names that are not there, such
+    as ``rank`` or a model made in a %%spmd cell, are looked up on the rank.
     """
     own = getattr(function, "__globals__", None)
     home = sys.modules.get(getattr(function, "__module__", "") or "")

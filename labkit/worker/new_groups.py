@@ -1,12 +1,12 @@
-"""Watches the making of process groups: when each was made, and whether the ranks make the same one.
+"""A watch on the making of process groups: when each was made, and whether the ranks make the same one.
 
-torch gives a new group the number of the call, on each rank for itself, and lets the members find each other under that
-number. Where ranks make different groups in one call, those meet that do not belong together, and wait in native code for
-connections that never come. So the first rank that comes to a call writes down which group it makes, and whoever comes with
-another one raises an error that names both. It costs one question to the store, and nobody waits for anybody.
+Each rank numbers its new_group calls itself, and torch lets the members of a group find each other under that number. If ranks make
+different groups in one call, ranks meet that do not belong together, and wait in native code for connections that never come. So
+the first rank at a call writes down which group it makes, and any rank that makes another one raises an error that names both. This
+takes one request to the store, and no rank waits for another.
 
-What this does not see: groups made with ``use_local_synchronization``, which torch finds by their ranks and not by a number,
-and calls that only some ranks make. Those are found at the end of the run, by the counters.
+Two cases are not noticed here: groups made with ``use_local_synchronization``, which torch finds by their ranks and not by a
+number, and calls that only some ranks make. The counters reveal those at the end of the run.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from torch.distributed import distributed_c10d as c10d
 
 from labkit.ranks import name_ranks
 
-# How long a rank that found a difference looks for what the others are making; they are at the same call.
+# How long a rank that found a difference looks for the groups that the others make; they are at the same call.
 LOOK_S = 0.5
 _POLL_S = 0.01
 
 _born_ns: dict[str, int] = {}
-# Default groups made so far: the numbers of groups begin again with each, and a store may outlive it.
+# Number of default groups made so far: the numbers of groups restart with each, and a store may outlive it.
 _generation = [0]
 _make: Any = c10d._new_process_group_helper
 
 
 def install() -> None:
-    """Watch from now on."""
+    """Begin to watch."""
     c10d._new_process_group_helper = _watched  # type: ignore[assignment]
 
 
 def born_ns(name: str) -> int:
-    """Return when the present group of this name was made, in nanoseconds since the epoch; 0 where that is not known."""
+    """Return when the present group of this name was made, in nanoseconds since the epoch; 0 if that is not known."""
     return _born_ns.get(name, 0)
 
 
@@ -50,10 +50,10 @@ def _watched(size: int, rank: Any, ranks: Sequence[int], backend: Any, store: An
 
 
 def _check(store: Any, name: str, ranks: list[int]) -> None:
-    """Raise where another rank makes a different group in the same call.
+    """Raise an error if another rank makes a different group in the same call.
 
     Raises:
-        ValueError: It names both groups and the ranks that make them.
+        ValueError: The groups differ; the message names the groups and the ranks that make them.
     """
     place = f"labkit/new_group/{_generation[0]}/{name}"
     own, me = json.dumps(ranks), c10d.get_rank()
@@ -70,7 +70,7 @@ def _check(store: Any, name: str, ranks: list[int]) -> None:
 
 
 def _makers(store: Any, place: str) -> dict[str, list[int]]:
-    """Return the ranks that make each group, as far as they say so within a moment."""
+    """Return the ranks that make each group, as far as they report it within LOOK_S."""
     deadline = time.monotonic() + LOOK_S
     waited_for = list(range(c10d.get_world_size()))
     makers: dict[str, list[int]] = {}

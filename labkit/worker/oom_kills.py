@@ -1,13 +1,13 @@
-"""Whether Linux killed a rank because memory ran out, from what the kernel counts for each control group.
+"""Detection of ranks that Linux killed because memory ran out, from the kernel's counts for each control group.
 
-A rank that died by SIGKILL was killed for want of memory if both hold, and else "from outside":
+The death of a rank by SIGKILL is blamed on memory if both of these hold, and otherwise reported as "from outside":
 
-* the kernel's counter of such kills in the rank's own control group rose in the last FRESH_S; each rise accounts for one rank;
-* the rank had at its largest at least half of what its group could use a moment after its death: the kernel kills a large
+* the kernel's counter of such kills in the rank's own control group rose in the last FRESH_S; each rise explains one rank;
+* the rank's largest size was at least half of the memory that its group had free a moment after its death: the kernel kills a large
   process, and its end frees that much.
 
-So a rank that somebody kills while the kernel kills another process of its group is not blamed on memory. Several ranks that are
-killed together may not be either, because each then had less than half of what they have freed together.
+So a rank that somebody kills while the kernel kills another process of its group is not blamed on memory. If several ranks are
+killed together, they may not be blamed on memory either, because each had less than half of what they freed together.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import psutil
 
 from labkit.machine import MemoryAtDeath
 
-# A process of hundreds of gigabytes takes seconds to end once it has been killed.
+# A process of hundreds of gigabytes takes seconds to end after it has been killed.
 FRESH_S = 10.0
 _ROOT = Path("/sys/fs/cgroup")
 
 
 class OomKills:
-    """Watches the control groups of a machine's ranks."""
+    """A watch on the control groups of a machine's ranks."""
 
     def __init__(self) -> None:
         self._groups: dict[int, Path] = {}
@@ -36,7 +36,7 @@ class OomKills:
         self._rises: dict[Path, list[float]] = defaultdict(list)
 
     def look(self, living: Iterable[int]) -> None:
-        """Note the group of each living rank, by process id, and what the kernel counts there now."""
+        """Record the control group of each living rank, given by process id, and the kernel's present count for each group."""
         for pid in living:
             if (group := _memory_group(pid)) is not None:
                 self._groups[pid] = group
@@ -46,7 +46,7 @@ class OomKills:
             self._counts[group] = count
 
     def at_death(self, pid: int, peak_bytes: int, *, by_sigkill: bool) -> MemoryAtDeath:
-        """Say what memory was like when a rank was found dead, and whether it was killed for want of it."""
+        """Return the memory of the machine when a rank was found dead, and whether the rank was killed because memory ran out."""
         memory = psutil.virtual_memory()
         group = self._groups.get(pid)
         free = min([int(memory.available), *(_room(group) if group is not None else ())])
@@ -60,10 +60,10 @@ class OomKills:
 
 
 def _memory_group(pid: int) -> Path | None:
-    """The folder of the control group that accounts for a process's memory; None where there is none, and for one that is dying."""
+    """Return the folder of the control group that accounts for a process's memory; None without one or if the process is ending."""
     try:
         lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
-        # A process that ends gives up its memory first, and then counts as one of the outermost group (in version 1).
+        # An ending process gives up its memory first, and then counts as a member of the outermost group (in version 1).
         if Path(f"/proc/{pid}/statm").read_text().startswith("0 "):
             return None
     except OSError:
@@ -75,8 +75,8 @@ def _memory_group(pid: int) -> Path | None:
 
 
 def _oom_kills(group: Path) -> int:
-    """Return the number of processes of the group that Linux has killed for want of memory; 0 where it does not say."""
-    # Version 2 of control groups, version 1, and for all processes of the machine where the group is the outermost of version 2.
+    """Return the number of the group's processes that Linux has killed because memory ran out; 0 if it is not counted."""
+    # The counter in version 2 of control groups, in version 1, and (for the outermost group of version 2) for the whole machine.
     for path in (group / "memory.events", group / "memory.oom_control", *([Path("/proc/vmstat")] if group == _ROOT else [])):
         with contextlib.suppress(OSError, ValueError):
             for line in path.read_text().splitlines():
@@ -87,10 +87,10 @@ def _oom_kills(group: Path) -> int:
 
 
 def _room(group: Path) -> Iterator[int]:
-    """Yield the memory that the group, and each one around it, may still use, as far as they are limited."""
+    """Yield the memory that the group, and each group around it, may still use, as far as they are limited."""
     for folder in (group, *group.parents):
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
-            with contextlib.suppress(OSError, ValueError):  # "max": it is not limited
+            with contextlib.suppress(OSError, ValueError):  # "max" means no limit
                 yield max(0, int((folder / limit).read_text()) - int((folder / used).read_text()))
         if folder == _ROOT:
             return

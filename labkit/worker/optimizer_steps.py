@@ -1,12 +1,12 @@
-"""Counts the optimizer steps of a run, so that after an interrupt labkit can say whether all ranks took the same ones.
+"""A count of the optimizer steps of a run, which shows after an interrupt whether all ranks took the same ones.
 
-Gradients can be thrown away and parameters gathered again, but a step is an update in place: once it has begun on one
-rank, the parameters of before are gone. Two things keep that from happening unseen. SIGINT waits until the step is over
-(see :meth:`labkit.worker.run_state.RunState.hold`), and where ranks have taken different numbers of steps all the same,
-or half a step, the optimizer refuses further ones until a checkpoint has been loaded into it.
+Gradients can be thrown away and parameters gathered again, but a step is an update in place: once it has begun on one rank, the
+earlier parameters are gone. Two measures keep this from going unnoticed. SIGINT waits until the step is over (see
+:meth:`labkit.worker.run_state.RunState.hold`). And if ranks have nevertheless taken different numbers of steps, or half a step, the
+optimizer refuses further steps until a checkpoint has been loaded into it.
 
-The hooks are torch's own, for all optimizers (torch.optim.optimizer.register_optimizer_step_pre_hook, since 2.0).
-They cost about a microsecond each per step.
+The hooks are torch's own, for all optimizers (torch.optim.optimizer.register_optimizer_step_pre_hook, since 2.0). Each costs about
+a microsecond per step.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from labkit.worker.run_state import RunState
 from labkit.worker.step_gate import StepGate
 
-# torch.distributed.checkpoint.state_dict makes an empty optimizer's state by a step with zero gradients and zero
-# learning rate before it loads into it.
+# torch.distributed.checkpoint.state_dict creates an empty optimizer's state by a step with zero gradients and zero learning rate
+# before it loads into it.
 _INITIALIZES = "_init_optim_state"
 
 
 @dataclass(eq=False)
 class StepRecord:
-    """What one optimizer did in the present run.
+    """The steps of one optimizer in the present run.
 
     Attributes:
         optimizer: A weak reference to it.
-        signature: Tells optimizers apart on different ranks: class name and number of parameters per group.
-        completed: Steps completed in this run, those that were skipped included.
+        signature: Identifies an optimizer across ranks: class name and number of parameters per group.
+        completed: Steps completed in this run, including skipped ones.
         skipped: Steps that were launched and changed nothing, as far as they are counted; see :mod:`labkit.worker.step_gate`.
-        under_way: A step has begun to change parameters and has not ended.
+        under_way: Whether a step has begun to change parameters and has not ended.
     """
 
     optimizer: weakref.ref[Optimizer]
@@ -51,11 +51,11 @@ class StepRecord:
 
 @dataclass
 class OptimizerSteps:
-    """Watches every optimizer of this process.
+    """A watch on every optimizer of this process.
 
     Args:
-        state: What the main thread works on; it holds SIGINT back during a step.
-        gate: Stands before the steps that need not wait for their gradients.
+        state: The state of the main thread; it holds SIGINT back during a step.
+        gate: The gate before steps that need not wait for their gradients.
     """
 
     state: RunState
@@ -67,7 +67,7 @@ class OptimizerSteps:
     _outermost: FrameType | None = None  # torch's own frame around the step under way
 
     def install(self) -> None:
-        """Watch from now on."""
+        """Begin to watch."""
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
 
@@ -79,11 +79,11 @@ class OptimizerSteps:
             self._current = weakref.WeakKeyDictionary()
 
     def refuse(self, position: int, signature: str, reason: str) -> None:
-        """Let an optimizer take no further step until a state has been loaded into it.
+        """Make an optimizer refuse further steps until a state has been loaded into it.
 
         Args:
             position: Its place in the order in which the run's optimizers took their first steps.
-            signature: Its signature. A rank that had not come to its first step knows it again by that.
+            signature: Its signature, by which a rank that had not reached its first step recognizes it.
             reason: The text of the error.
         """
         if position >= len(self.records):
@@ -102,7 +102,7 @@ class OptimizerSteps:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         caller = sys._getframe(1)
         if self._outermost is not None and _is_above(self._outermost, caller):
-            return None  # a step inside a step, of a subclass that calls its parent's or of an optimizer inside another
+            return None  # a step inside a step: a subclass calls its parent's, or an optimizer is inside another
         if self._refused or self._to_refuse:
             self._check(optimizer)
         self.state.board.step_begins()
@@ -125,7 +125,7 @@ class OptimizerSteps:
             _wait_for_gradients()
 
     def _around(self, closure: Callable[[], Any], record: StepRecord) -> Callable[[], Any]:
-        """The closure runs forward and backward: no parameter changes before its first call is over."""
+        """Wrap a closure, which runs forward and backward: no parameter changes before its first call is over."""
 
         def evaluate() -> Any:
             if record.under_way:
@@ -166,32 +166,32 @@ def _is_above(frame: FrameType, below: FrameType | None) -> bool:
 
 
 def _on_a_queue() -> bool:
-    """Whether the step is launched on a GPU now, and not recorded for later."""
+    """Return whether the step is launched on a GPU now, and not recorded into a graph for later."""
     return torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing()
 
 
 def _wait_for_gradients() -> None:
-    """Let a GPU finish backward before the update is launched.
+    """Wait until a GPU has finished backward, before the update is launched.
 
-    A collective of backward that never ends is freed by an abort, and what was queued behind it runs on unfinished
-    gradients. So the update must not be queued before they are there. It costs what the processor would have run ahead.
+    If a collective of backward never ends, an abort frees it, and the work queued behind it runs on unfinished gradients. So the
+    update must not be queued before the gradients are complete. The price is the time by which the processor would have run ahead.
     """
     if _on_a_queue():
         torch.cuda.current_stream().synchronize()
 
 
 for _hook in (OptimizerSteps._before, OptimizerSteps._after):
-    # What torch.compiler.disable() leaves on a function; the call itself would import the compiler, which takes a second.
+    # This is what torch.compiler.disable() sets on a function. Calling it would import the compiler, which takes a second.
     vars(_hook)["_torchdynamo_disable"] = True
 
 
 def signature_of(optimizer: Optimizer) -> str:
-    """Class name and number of parameters per group, equal on all ranks that run the same program."""
+    """Return class name and number of parameters per group, equal on all ranks that run the same program."""
     return f"{type(optimizer).__qualname__}{[len(group['params']) for group in optimizer.param_groups]}"
 
 
 def parameters_of(optimizer: Optimizer) -> Iterable[Any]:
-    """Every parameter that the optimizer updates."""
+    """Return an iterator over all parameters that the optimizer updates."""
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 

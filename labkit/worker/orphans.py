@@ -1,8 +1,9 @@
-"""Ends what an interrupted cell's child processes leave running.
+"""Cleanup of processes that the children of an interrupted cell leave running.
 
-``subprocess.run(command, shell=True)`` kills the shell when it is interrupted, and what the shell has started runs on; in a
-terminal Ctrl-C would have reached it. Rule: a process below a child of this rank at the moment of an interrupt is killed
-when the run has ended and its parent is gone. What the cell has started itself, and what has a parent that lives, is left alone.
+``subprocess.run(command, shell=True)`` kills the shell when it is interrupted, and processes that the shell has started run on. In
+a terminal Ctrl-C would have reached them. So the descendants of this rank's children are noted at the moment of an interrupt, and
+killed when the run has ended if their parent is gone. Processes that the cell has started itself, and processes whose parent lives,
+are left alone.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# subprocess.run kills its shell, and does not wait for its end.
+# subprocess.run kills its shell and does not wait for its end.
 DYING_S = 0.2
 _LOOK_S = 0.005
 
@@ -26,16 +27,16 @@ class Orphans:
         self._below: set[int] = set()
 
     def begin(self) -> None:
-        """A run begins."""
+        """Begin a run: forget earlier processes."""
         self._below.clear()
 
     def note(self) -> None:
-        """An interrupt is about to come. Takes a millisecond where there are a few processes."""
+        """Note the descendants of this rank's children, just before an interrupt. Takes a millisecond for a few processes."""
         for child in _children(os.getpid()):
             self._below.update(_descendants(child))
 
     def end(self) -> None:
-        """The run has ended: kill those that have no parent any more, which makes this rank their parent. Blocks for DYING_S."""
+        """Kill noted processes that have lost their parent, so that this rank is their parent now. Blocks for DYING_S at most."""
         deadline = time.monotonic() + DYING_S
         while self._below and time.monotonic() < deadline:
             for pid in self._below.intersection(_children(os.getpid())):
@@ -56,7 +57,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def _children(pid: int) -> list[int]:
-    """Of all the threads of a process; none where the system has no such list."""
+    """Return the children of all threads of a process; empty if the system does not list them."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in Path(f"/proc/{pid}/task").iterdir():

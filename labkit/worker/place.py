@@ -1,4 +1,4 @@
-"""An agent's machine: its place among the others, and the network devices on the way to them."""
+"""The place of an agent's machine among the others, and the network devices on the way to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 from labkit.errors import InvalidPoolError
 
-# By these schedulers say which machine of a job this is: SLURM, and an indexed job of Kubernetes.
+# The variables in which schedulers say which machine of a job this is: SLURM, and an indexed job of Kubernetes.
 SCHEDULER_VARIABLES = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 LOOPBACK = "127.0.0.1"
 INTERFACE = "GLOO_SOCKET_IFNAME"
@@ -22,8 +22,8 @@ class Place:
     """This machine's place among the others, as far as it is known here.
 
     Attributes:
-        node_rank: From 0; None takes the first place that is free.
-        source: What says so, for people.
+        node_rank: The node rank, from 0; with None it takes the first place that is free.
+        source: The origin of this information, for people.
     """
 
     node_rank: int | None = None
@@ -31,13 +31,13 @@ class Place:
 
 
 def claimed_place(option: int | None, environ: Mapping[str, str]) -> Place:
-    """Return the place that was asked for: by ``--node-rank``, else by the scheduler's variable, else none.
+    """Return the requested place: by ``--node-rank``, else by the scheduler's variable, else none.
 
-    Where none was asked for, the notebook numbers machines in the order in which they come. It also refuses a place that
-    another machine has, or that the pool does not have.
+    If no place was requested, the notebook numbers machines in the order in which they connect. It refuses a place that another
+    machine has, or that the pool does not have.
 
     Raises:
-        InvalidPoolError: A variable holds no number, or two of them hold different ones.
+        InvalidPoolError: A variable is not a number, or two variables differ.
     """
     if option is not None:
         return Place(option, "--node-rank")
@@ -52,10 +52,10 @@ def claimed_place(option: int | None, environ: Mapping[str, str]) -> Place:
 
 
 def store_host(others: Sequence[str], notebook: str, environ: Mapping[str, str]) -> str:
-    """Return the one address of this machine on which the ranks' store listens, where there are other machines.
+    """Return the one address of this machine on which the ranks' store listens, if there are other machines.
 
-    It is that of the device in ``GLOO_SOCKET_IFNAME``; else the one on the way to the notebook; else, where the notebook is on
-    this machine or reached through a tunnel, the one on the way to the first other machine that is not in the same position.
+    It is the address of the device in ``GLOO_SOCKET_IFNAME``; else the address on the way to the notebook; else, if the notebook is
+    on this machine or reached through a tunnel, the address on the way to the first other machine that is not in the same position.
 
     Args:
         others: The addresses of the other machines on their way to the notebook.
@@ -63,7 +63,7 @@ def store_host(others: Sequence[str], notebook: str, environ: Mapping[str, str])
         environ: This agent's environment.
 
     Raises:
-        InvalidPoolError: None of these leads to another machine.
+        InvalidPoolError: None of these addresses leads to another machine.
     """
     device = environ.get(INTERFACE, "").partition(",")[0]
     if device:
@@ -82,7 +82,7 @@ def store_host(others: Sequence[str], notebook: str, environ: Mapping[str, str])
 
 
 def gloo_device(store: str) -> str | None:
-    """Return the network device on the way to the ranks' store; None where gloo has to find it itself.
+    """Return the network device on the way to the ranks' store; None if gloo has to find it itself.
 
     Args:
         store: ``tcp://host:port`` of the store, with an address as its host.
@@ -100,7 +100,7 @@ def host_of(address: str) -> str:
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the way to a host; empty where there is no way."""
+    """Return this machine's address on the way to a host; empty if there is no route."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
@@ -115,6 +115,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def addresses_of(device: str) -> list[str]:
-    """Return a device's addresses, IPv4 first; those of IPv6 that are valid on one link only are left out."""
+    """Return a device's addresses, IPv4 first, without IPv6 addresses that are valid on one link only."""
     found = [item for item in psutil.net_if_addrs().get(device, []) if item.family in (socket.AF_INET, socket.AF_INET6)]
     return [item.address for item in sorted(found, key=lambda item: item.family != socket.AF_INET) if "%" not in item.address]

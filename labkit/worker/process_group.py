@@ -1,4 +1,4 @@
-"""This rank's process groups: forming them, aborting them from outside, renewing them."""
+"""The process groups of this rank: forming them, aborting them from outside, renewing them."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from labkit.worker.judgement import judge
 from labkit.worker.place import INTERFACE, addresses_of
 from labkit.worker.step_gate import StepGate
 
-# What torch calls the default group when it is the first one.
+# torch's name for the default group if it is the first one.
 DEFAULT_GROUP = "0"
 
-# labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. It also ends
-# the process with NCCL, which would lose the rank's state while its reader is still thinking.
+# labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. With NCCL that limit
+# also ends the process, which would lose the rank's state while the reader is still thinking.
 TIMEOUT = timedelta(hours=24)
-# A store that has just ended is tried again and again, and nothing can cut that short.
+# torch keeps trying to connect to a store that has just ended, and nothing can interrupt it.
 CONNECT_TIMEOUT = timedelta(seconds=20)
 
-# After a run a GPU has at most a few steps of work before it, unless it waits for a rank that will not come.
+# After a run, a GPU has at most a few steps of work queued, unless it waits for a rank that will not come.
 SETTLE_S = 1.0
 
 
@@ -43,8 +43,8 @@ class ProcessGroups:
         spec: The worker's place in the pool.
 
     Attributes:
-        gate: Stands before the optimizer steps that are queued on the device; shut before anything is aborted.
-        lost: The groups were aborted and wait for new backends.
+        gate: The gate before the optimizer steps that are queued on the device; it is shut before anything is aborted.
+        lost: Whether the groups were aborted and wait for new backends.
         formed_ns: When the groups got their present backends, in nanoseconds since the epoch as in torch's flight recorder.
     """
 
@@ -54,7 +54,7 @@ class ProcessGroups:
         self.gate = StepGate(self.device)
         self._lock = threading.Lock()
         self._renewed_by = 0
-        self._stores = [spec.group.store]  # that of the groups, then that of a meeting under way
+        self._stores = [spec.group.store]  # the groups' store, then the store of a meeting under way
         self._store_ports = {cut.store_port(spec.group.store)}
         self._on_one_machine = spec.local_world_size == spec.world_size
         self._gloo_sockets: set[tuple[int, int]] = set()
@@ -66,17 +66,17 @@ class ProcessGroups:
         self.lost = False
 
     def form(self) -> None:
-        """Form the default group and complete one collective on it. Collective; blocks until every rank is there."""
+        """Form the default group and complete one collective on it. Collective. Blocks until every rank has joined."""
         self._store = _store(self._spec.group)
         self._form()
 
     def join(self) -> None:
-        """Take a place in a running pool: meet the other ranks, and form the default group while they renew theirs.
+        """Join a running pool: meet the other ranks, and form the default group while they renew theirs.
 
-        Collective over all ranks of the pool; blocks until they are there.
+        Collective over all ranks of the pool. Blocks until they have joined.
 
         Raises:
-            RuntimeError: There is no place, on this rank and the others alike.
+            RuntimeError: The rank cannot join. All ranks raise the same error.
         """
         world = tuple(range(self._spec.world_size))
         default = {DEFAULT_GROUP: GroupCondition(world, ())}
@@ -85,7 +85,7 @@ class ProcessGroups:
         try:
             verdict = judge([Condition.from_json(text) for text in conditions])
         except RuntimeError:
-            # This rank ends now, which cuts short what the others are at: they must have heard the same.
+            # This rank ends now and interrupts whatever the others do: first wait until they have read the same conditions.
             self._store.wait([f"met/{rank}" for rank in range(self._spec.world_size)])
             raise
         self._form()
@@ -93,7 +93,7 @@ class ProcessGroups:
 
     def _form(self) -> None:
         if self._on_one_machine:
-            # Without this gloo binds to whatever address the host name resolves to, which may be none at all.
+            # Otherwise gloo binds to the address that the host name resolves to, and there may be none.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         new_groups.install()
         bound: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class ProcessGroups:
         if self._on_one_machine:
             self._gloo_sockets = self._peer_sockets()
         else:
-            # Nobody's code has run here yet, and gloo has connected each rank with each other one.
+            # No user code has run here yet, and gloo has connected each rank with every other.
             self._gloo_sockets = cut.connected_sockets(except_ports=self._store_ports)
             self._hosts = cut.peer_hosts(self._gloo_sockets)
 
@@ -125,34 +125,34 @@ class ProcessGroups:
 
     @property
     def own_collectives(self) -> int:
-        """How many collectives labkit itself has begun on the default group, after each forming of it."""
+        """The number of collectives that labkit itself begins on the default group each time it is formed."""
         return 0 if self.foreign else 1
 
     @property
     def foreign(self) -> bool:
-        """Whether a cell has made a default group of its own in the place of labkit's."""
+        """True if a cell has replaced labkit's default group by its own."""
         return dist.is_initialized() and dist.group.WORLD is not self._default
 
     @property
     def obstacle(self) -> str:
-        """Return what keeps a new rank from taking its place in labkit's default group; empty where nothing does."""
+        """The reason why a new rank cannot join labkit's default group; empty if it can."""
         if not dist.is_initialized():
             return "destroyed"
         return "made anew" if self.foreign else ""
 
     def finish_device_work(self) -> None:
-        """Wait for the accelerator. A cell that has ended has really ended: its hangs and errors show in it, not in the next."""
+        """Wait for the accelerator, so that hangs and errors of a cell appear in that cell and not in the next."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def abort(self, run_id: int) -> str:
-        """Free the main thread from any collective. Called from the control thread, at any time, more than once.
+        """Free the main thread from any collective. The control thread calls this at any time, also repeatedly.
 
         Args:
             run_id: The run to free it from. An abort that arrives after the groups were renewed does nothing.
 
         Returns:
-            What was done, for the log.
+            A description of what was done, for the log.
         """
         with self._lock:
             if run_id < self._renewed_by:
@@ -165,9 +165,9 @@ class ProcessGroups:
         return f"{communicators} NCCL communicators aborted, {len(cut_now)} gloo sockets shut down"
 
     def settle(self) -> None:
-        """Let the device come to the end of the optimizer steps queued on it, and where they wait for a rank that has left, abort.
+        """Wait until the device has reached the last queued optimizer step. If it waits for a rank that has left, abort.
 
-        Only after a run, when every rank has left it. Blocks for at most SETTLE_S, and as long as an abort takes.
+        Call this only after a run, when every rank has left it. Blocks for at most SETTLE_S, plus the time of an abort.
         """
         if not self.gate.settled(SETTLE_S):
             with self._lock:
@@ -180,23 +180,23 @@ class ProcessGroups:
         return backends.abort_nccl() if self.device.type == "cuda" else 0
 
     def meet(self, group: GroupSpec, run_id: int, condition: Callable[[], str]) -> list[str]:
-        """Exchange the ranks' conditions before anything is mended. Collective over all ranks of the pool.
+        """Exchange the ranks' conditions before anything is repaired. Collective over all ranks of the pool.
 
         Args:
-            group: Where the ranks meet; a new place each time.
-            run_id: The run that mends; aborts of earlier runs come too late from now on.
-            condition: Describes this rank. Called when no abort can come any more that it would not mention.
+            group: The place where the ranks meet; a new one each time.
+            run_id: The run that repairs; from now on aborts of earlier runs come too late.
+            condition: Describes this rank. It is called when no abort can come any more that it would not mention.
 
         Returns:
-            What each rank said, in rank order.
+            The condition of each rank as text, in rank order.
         """
         with self._lock:
             self._renewed_by = run_id
             self._stores = [self._stores[0], group.store]
-            self._store_ports.add(cut.store_port(group.store))  # another one where node 0 was replaced
+            self._store_ports.add(cut.store_port(group.store))  # another port if node 0 was replaced
             self._store = _store(group)
         if not self._on_one_machine:
-            # A rank that joins may be on a machine that was not here when the groups were formed.
+            # A rank that joins may be on a machine that was not there when the groups were formed.
             self._store.set(f"hosts/{self._spec.rank}", ",".join(addresses_of(os.environ.get(INTERFACE, "").partition(",")[0])))
         self._store.set(f"condition/{self._spec.rank}", condition())
         conditions = [self._store.get(f"condition/{rank}").decode() for rank in range(group.world_size)]
@@ -221,16 +221,16 @@ class ProcessGroups:
                 backends.replace_backends(group, self._store, TIMEOUT)
         self._first_collective()
         self.gate.reopen()
-        while self._cut_sockets:  # every rank has been here, so nobody uses the old connections any more
+        while self._cut_sockets:  # every rank has been here, so the old connections are unused
             self._cut_sockets.pop().close()
         self.lost = False
         self._stores = self._stores[-1:]
         self._gloo_sockets = self._peer_sockets() - others
 
     def _first_collective(self) -> None:
-        """Connect everything now: gloo's pairs and NCCL's communicator are otherwise made by the first user.
+        """Connect everything now: otherwise the first use would make gloo's pairs and NCCL's communicator.
 
-        The device first: a rank that joins makes its communicator while it forms its group, and waits in there.
+        The device's collective comes first: a rank that joins makes its communicator while it forms its group, and waits there.
         """
         ones = torch.ones(1)
         if self.device.type == "cuda":
@@ -240,13 +240,13 @@ class ProcessGroups:
         self.formed_ns = time.time_ns()
 
     def present_since(self) -> dict[str, int]:
-        """By the name of each group that is there now: when it got its present backends, as in torch's flight recorder."""
+        """Return, by name, when each present group got its present backends, in nanoseconds as in torch's flight recorder."""
         names = map(backends.group_name, backends.groups())
         return {name: max(self.formed_ns, new_groups.born_ns(name)) for name in names}
 
 
 def _order(group: Any) -> tuple[bool, str]:
-    """The default group first, then an order that is the same on all ranks: forming a group waits for its other ranks."""
+    """Return a sort key that puts the default group first and is equal on all ranks: forming a group waits for its other ranks."""
     return group is not dist.group.WORLD, backends.group_name(group)
 
 

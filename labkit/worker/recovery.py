@@ -1,14 +1,14 @@
-"""Brings a rank back after a run that was cut off: process groups, sharded models, and an honest word on the rest.
+"""Recovery of a rank after a run that was cut off: process groups, sharded models, and notes on what is lost.
 
-What comes back: every process group whose ranks all know it, with everything that stands on it (meshes, DTensors);
-every FSDP2, FSDP1 and DDP model. One that was cut in a forward or backward, on any rank, loses its gradients on all; what
-was complete stays.
+Restored are: every process group that all its ranks know, with everything that uses it (meshes, DTensors); every FSDP2, FSDP1 and
+DDP model. A model that was cut in a forward or backward, on any rank, loses its gradients on all ranks; complete gradients are
+kept.
 
-What cannot come back, and is named in the run's notes: a group that exists on some of its ranks only; an optimizer that
-took a step on some ranks and not on others, or half a step; parameters that user code has changed differently, where the
-ranks can be compared (replicas by their values, FSDP2's shards by the number of changes); random states that came to differ.
-What this module cannot know, and does not name: buffers that the cut forward updated (running statistics), positions of data
-loaders and of learning-rate schedulers, changes in place of FSDP1's parameters and of shards through ``.data``.
+Not restored, but named in the run's notes: a group that exists only on some of its ranks; an optimizer that took a step on some
+ranks and not on others, or half a step; parameters that user code has changed differently, if the ranks can be compared (replicas
+by their values, FSDP2's shards by the number of changes); random states that have become different. Not known here, and not named:
+buffers that the cut forward updated (running statistics), positions of data loaders and of learning-rate schedulers, changes in
+place of FSDP1's parameters and of shards through ``.data``.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from labkit.worker.thread_modes import ThreadModes
 
 
 class Recovery:
-    """What this rank has to remember of a run in order to mend what the run may break.
+    """The data that this rank records about a run, in order to repair what the run may break.
 
     Args:
         rank: This rank.
-        state: What the main thread works on.
+        state: The state of the main thread.
         groups: This rank's process groups.
-        namespace: The variables of the rank's cells; they give models and optimizers their names.
+        namespace: The variables of the rank's cells. Models and optimizers are named by them.
     """
 
     def __init__(self, rank: int, state: RunState, groups: ProcessGroups, namespace: Mapping[str, Any]) -> None:
@@ -54,7 +54,7 @@ class Recovery:
         self._progress = backends.progress()
 
     def begin(self, run_id: int) -> None:
-        """A run begins. Takes about 10 us."""
+        """Record the state at the beginning of a run. Takes about 10 us."""
         self._run_id, self._cut, self._well, self._in_backward = run_id, False, False, False
         self._modes = ThreadModes()
         self._steps.begin_run()
@@ -63,18 +63,18 @@ class Recovery:
         self._progress = backends.progress()
 
     def begun(self) -> Begun | None:
-        """Return what the run has begun on the process groups; None where that is nothing. Takes about 10 us."""
+        """Return what the run has begun on the process groups, or None if nothing. Takes about 10 us."""
         if backends.progress() == self._progress:
             return None
         ranks = {backends.group_name(group): backends.group_ranks(group) for group in backends.groups()}
         return Begun(backends.begun_since(self._progress), ranks, backends.group_count())
 
     def end(self, error: BaseException | None, *, cut: bool) -> None:
-        """The run has ended on this rank.
+        """Record the end of the run on this rank.
 
         Args:
-            error: What it has raised, or None.
-            cut: It was interrupted, or freed from a collective.
+            error: The error that it raised, or None.
+            cut: Whether it was interrupted, or freed from a collective.
         """
         self._cut, self._well = cut, error is None
         self._in_backward = error is not None and _is_inside_backward(error)
@@ -82,14 +82,14 @@ class Recovery:
             self._modes.restore()
 
     def mend(self, group: GroupSpec, run_id: int) -> dict[str, Any]:
-        """Bring back what can be brought back. Collective over all ranks of the pool; may be repeated.
+        """Repair what can be repaired. Collective over all ranks of the pool; may be repeated.
 
         Args:
-            group: Where the ranks meet.
-            run_id: The run that mends.
+            group: The place where the ranks meet.
+            run_id: The number of this repair.
 
         Returns:
-            ``renewed`` (the process groups have new backends) and ``notes`` (a sentence for each thing to know).
+            ``renewed`` (whether the process groups have new backends) and ``notes`` (a list of sentences).
 
         Raises:
             RuntimeError: The process groups could not be rebuilt.
@@ -160,7 +160,7 @@ class Recovery:
         optimizer = record.optimizer()
         if optimizer is None:
             return StepCondition("an optimizer that is gone", record.signature, record.completed, False, shared=False)
-        record.skipped += self._groups.gate.take_skipped(optimizer)  # kept: the same run may be mended again
+        record.skipped += self._groups.gate.take_skipped(optimizer)  # kept, because the same run may be repaired again
         return StepCondition(
             label=self._label(optimizer, owners),
             signature=record.signature,
@@ -174,7 +174,7 @@ class Recovery:
     def _prints(self, models: Sequence[wrappers.Model]) -> dict[str, tuple[str, dict[str, str]]]:
         named = [(self._name(model), model) for model in models if model.parameters]
         keys = [f"{name} {model.signature} {model.ranks}" for name, model in named]
-        # Of two that nothing tells apart nobody knows which is which on another rank.
+        # If nothing distinguishes two models, it is not known which is which on another rank.
         return {
             key: (name, wrappers.fingerprints(model))
             for key, (name, model) in zip(keys, named, strict=True)
@@ -190,7 +190,7 @@ class Recovery:
         return found
 
     def _name(self, model: wrappers.Model) -> str:
-        """A model in words: the variable that holds it, if there is one."""
+        """Describe a model by the variable that holds it, if there is one."""
         if model.module is None:
             return model.kind
         owned, modules = set(map(id, model.parameters.values())), {id(model.module)}
@@ -198,7 +198,7 @@ class Recovery:
         return f"{name} ({model.kind.removesuffix(' model')})"
 
     def _label(self, optimizer: torch.optim.Optimizer, owners: dict[int, Any]) -> str:
-        """An optimizer in words: the variables that hold it and its model, if there are any."""
+        """Describe an optimizer by the variables that hold it and its model, if there are any."""
         owned = {id(parameter) for parameter in parameters_of(optimizer)}
         wrapped = {id(owner) for parameter, owner in owners.items() if parameter in owned}
         variables = list(self._namespace.items())
@@ -215,7 +215,7 @@ _NO_STEP_KNOWN = ". This run completed no step on all ranks: parameters are as b
 
 
 def _is_inside_backward(error: BaseException) -> bool:
-    """Whether an error has come through autograd's engine."""
+    """Return whether an error has passed through autograd's engine."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
     return any(frame.f_code.co_name == "_engine_run_backward" for frame in frames)
 
@@ -226,7 +226,7 @@ def _holds(value: Any, parameters: set[int], modules: set[int]) -> bool:
     try:
         return any(id(module) in modules for module in value.modules()) or any(id(p) in parameters for p in value.parameters())
     except Exception:
-        return False  # a module whose making was cut off
+        return False  # a module whose construction was cut off
 
 
 def _random_states() -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What the main thread works on now, shared with the control thread."""
+"""The present work of the main thread, shared with the control thread."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from labkit.worker import cut
 from labkit.worker.orphans import Orphans
 from labkit.worker.step_board import StepBoard
 
-# An optimizer's step is let finish, since half a step cannot be undone. The controller repeats its signal every 0.25 s,
-# so an interrupt is delivered within this time and one repetition, and the cell ends within 2 s all the same.
+# An optimizer's step is allowed to finish, because half a step cannot be undone. The controller repeats its signal every 0.25 s, so
+# an interrupt is delivered within HOLD_S plus one repetition, and the cell still ends within 2 s.
 HOLD_S = 1.5
 
 
 def interrupt_borrowed_threads(main: int) -> None:
-    """Raise KeyboardInterrupt in the threads of native code that run Python right now.
+    """Raise KeyboardInterrupt in the threads of native code that are running Python now.
 
-    On a GPU autograd runs backward, and the hooks in it, in a thread of its own, while the main thread waits in native
-    code and hears no signal until that thread is done.
+    On a GPU, autograd runs backward and its hooks in a separate thread. Meanwhile the main thread waits in native code and handles
+    no signal until that thread is done.
 
     Args:
         main: The main thread, which gets a signal instead.
@@ -36,13 +36,13 @@ class RunState:
     """The current run of this rank.
 
     Args:
-        board: Where the ranks see each other's optimizer steps.
+        board: The board on which the ranks see each other's optimizer steps.
 
     Attributes:
-        board: The same.
+        board: The same board.
         run_id: The run in progress, or None.
         started: When it began, on the monotonic clock.
-        interrupt_requested: The controller asked to stop this run.
+        interrupt_requested: Whether the controller has asked to stop this run.
     """
 
     def __init__(self, board: StepBoard) -> None:
@@ -56,12 +56,12 @@ class RunState:
         self._held_since: float | None = None
         self._unwinding_since: float | None = None
         self._main = threading.main_thread().ident or 0
-        # Without it a signal for a run that ends at this moment would hit the next one.
+        # Otherwise a signal for a run that ends at this moment would hit the next one.
         self._changing = threading.Lock()
         signal.signal(signal.SIGINT, self._on_sigint)
 
     def begin(self, run_id: int) -> None:
-        """The main thread takes up a run."""
+        """Begin a run on the main thread."""
         self.interrupt_requested = False
         self._holds, self._held_since, self._unwinding_since = 0, None, None
         cut.hurry_data_loaders(False)
@@ -73,7 +73,7 @@ class RunState:
             self.run_id = run_id
 
     def end(self) -> None:
-        """The main thread is done with its run."""
+        """End the run of the main thread."""
         with self._changing:
             self.run_id = None
         self.board.end()
@@ -81,24 +81,24 @@ class RunState:
             self._orphans.end()
 
     def enter_user_code(self) -> None:
-        """From here on SIGINT raises KeyboardInterrupt."""
+        """Let SIGINT raise KeyboardInterrupt from here on."""
         self._in_user_code = True
         if self.interrupt_requested:
             raise KeyboardInterrupt
 
     def leave_user_code(self) -> None:
-        """From here on SIGINT does nothing: labkit's own code is not interrupted half way."""
+        """Ignore SIGINT from here on, so that labkit's own code is not interrupted half way."""
         self._in_user_code = False
 
     def hold(self) -> None:
-        """From here on SIGINT waits, for HOLD_S at most: an update in place has begun."""
+        """Defer SIGINT from here on, for HOLD_S at most: an update in place has begun."""
         self._holds += 1
 
     def release(self) -> None:
-        """The update in place is done.
+        """End the deferral of SIGINT: the update in place is done.
 
         Raises:
-            KeyboardInterrupt: SIGINT came meanwhile.
+            KeyboardInterrupt: SIGINT arrived in the meantime.
         """
         self._holds = max(0, self._holds - 1)
         if self._holds == 0 and self._held_since is not None and not self.board.behind():
@@ -114,13 +114,13 @@ class RunState:
             self.board.stop(run_id)
             cut.hurry_data_loaders(True)
             self._orphans.note()
-            # A signal and not PyThreadState_SetAsyncExc: it also ends sleeps and system calls.
+            # Use a signal and not PyThreadState_SetAsyncExc: a signal also ends sleeps and system calls.
             signal.pthread_kill(self._main, signal.SIGINT)
             if self._in_user_code and not self._holds and not self.board.behind():
                 interrupt_borrowed_threads(self._main)
 
     def _is_unwinding(self) -> bool:
-        """Whether the reader's own clean-up after the first interrupt runs; it is let finish, for HOLD_S at most."""
+        """Return whether the reader's own clean-up after the first interrupt is running. It may run for HOLD_S at most."""
         if not isinstance(sys.exception(), KeyboardInterrupt):
             return False
         now = time.monotonic()

@@ -1,10 +1,10 @@
-"""Checks what labkit assumes about torch's private parts, on the torch that is installed.
+"""Self-tests of labkit's assumptions about torch's private parts, on the installed torch.
 
-labkit supports several releases of torch and mends process groups and sharded models through attributes that torch does
-not promise to keep (:mod:`labkit.worker.backends`, :mod:`labkit.worker.fsdp_private`). These functions use each of them
-in earnest in a world of torch's fake process group, which needs one process and no other rank. The test suite runs them.
+labkit supports several releases of torch and repairs process groups and sharded models through attributes that torch does not
+promise to keep (:mod:`labkit.worker.backends`, :mod:`labkit.worker.fsdp_private`). These functions really use each of them in a
+world of torch's fake process group, which needs one process and no other rank. The test suite runs them.
 
-Ranks: local. Never on a rank of a pool: they make a default process group and destroy it.
+Ranks: local. Never call them on a rank of a pool: they make a default process group and destroy it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORLD_SIZE = 2
 
 
 def groups() -> None:
-    """Replacing and breaking the backends of a group that keeps its identity.
+    """Check replacing and breaking the backends of a group that keeps its identity.
 
     Raises:
         AssertionError: An assumption does not hold on this torch.
@@ -83,7 +83,7 @@ def _refuses(act: Callable[[], Any], says: str = "broken on purpose") -> None:
 
 
 def models() -> None:
-    """Bringing FSDP2, FSDP1 and DDP back from the middle of a forward and from the middle of a backward.
+    """Check restoring FSDP2, FSDP1 and DDP from the middle of a forward and from the middle of a backward.
 
     Raises:
         AssertionError: An assumption does not hold on this torch.
@@ -91,7 +91,7 @@ def models() -> None:
     with _world("fake", world_size=WORLD_SIZE):
         for wrap in (_fsdp2, _fsdp2_by_hand, _fsdp1, _fsdp1_flat):
             _check_model(wrap)
-    with _world("gloo", world_size=1):  # DDP wants to see results
+    with _world("gloo", world_size=1):  # DDP needs real results
         _check_model(_ddp)
 
 
@@ -117,7 +117,7 @@ def _check_cut(wrap: Callable[[nn.Module], nn.Module], cut: Callable[[nn.Module]
         ddp=[module for module in found.ddp if module is model],
     )
     (cut_off,) = wrappers.models(mine)
-    # Nothing tells a DDP model in a forward from an idle one, and nothing has to: only a backward changes gradients.
+    # A DDP model in a forward looks like an idle one. That does no harm: only a backward changes gradients.
     assert cut_off.in_flight or (mine.ddp and cut is _cut_forward), f"{what}: a model inside an iteration looks idle"
     assert wrappers.reset(mine, [cut_off.signature]) == (1, []), f"{what}: not reset"
     (reset,) = wrappers.models(mine)
@@ -142,7 +142,7 @@ def _fsdp2(model: nn.Module) -> nn.Module:
 
 
 def _fsdp2_by_hand(model: nn.Module) -> nn.Module:
-    """Without the public reset, which torch has since 2.13."""
+    """Wrap as for FSDP2, but hide the public reset, which torch has since 2.13."""
     model.__class__ = type("Old", (nn.Sequential,), {})  # fully_shard makes one class for each class of module
     sharded = _fsdp2(model)
     setattr(type(sharded), "reset_iter_state", property())  # noqa: B010 (for hasattr() to say no)
@@ -169,7 +169,7 @@ class _PlannedError(Exception):
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    """The first layer of the first block."""
+    """Return the first layer of the first block."""
     return next(module for module in model.modules() if isinstance(module, nn.Linear))
 
 

@@ -1,7 +1,7 @@
-"""The IPython shell of a rank: it compiles and runs cells as a notebook's own kernel would.
+"""The IPython shell of a rank, which compiles and runs cells as a notebook's own kernel would.
 
-The rank's namespace is the module ``__main__`` itself, so classes from cells pickle by name and DataLoader workers find
-them. History, profile folders and prompts are switched off: a rank has no person at its keyboard.
+The rank's namespace is the module ``__main__`` itself, so classes from cells pickle by name and DataLoader workers find them.
+History, profile folders and prompts are switched off, because no person types at a rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _plain_warning = warnings.formatwarning
 
 
 class RankShell(InteractiveShell):
-    """Runs cells; keeps what went wrong instead of printing it."""
+    """A shell that runs cells and keeps errors instead of printing them."""
 
     displayhook_class = Type(RankDisplayHook)
     display_pub_class = Type(RankDisplayPublisher)
@@ -47,7 +47,7 @@ class RankShell(InteractiveShell):
         """Make the process's shell.
 
         Args:
-            emit: Sends what the rank displays.
+            emit: The function that sends what the rank displays.
             variables: The first names in its namespace.
         """
         module = types.ModuleType("__main__", "The namespace of this rank.")
@@ -56,8 +56,8 @@ class RankShell(InteractiveShell):
         shell.display_pub.emit = emit
         shell.display_pub.widgets = shell.displayhook.widgets = widgets = WidgetTexts(emit)
         shell.events.register("post_execute", widgets.forget)
-        shell.db = {}  # %cd and others keep something here, by default in the profile folder
-        # What IPython says when a cell raises SystemExit; the run's error says what it means for a rank.
+        shell.db = {}  # used by %cd and others; by default it is in the profile folder
+        # IPython's warning when a cell raises SystemExit; the run's error explains what it means for a rank.
         warnings.filterwarnings("ignore", "To exit: use", UserWarning)
         warnings.formatwarning = shell._format_warning
         return shell
@@ -65,45 +65,45 @@ class RankShell(InteractiveShell):
     def _format_warning(
         self, message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
     ) -> str:
-        """As Python writes it, but a cell has its number and not the name of its code."""
+        """Format a warning as Python does, but name a cell by its number and not by its code's name."""
         line = linecache.getline(filename, lineno) if line is None else line
         number = self.number_of(filename)
         return _plain_warning(message, category, filename if number is None else f"Cell In[{number}]", lineno, line)
 
     def init_user_ns(self) -> None:
-        """Also what ``%reset`` calls: a rank without its own names would be of no use."""
+        """Set the first names of the namespace. ``%reset`` calls this too: a rank needs its own names."""
         super().init_user_ns()
         self.user_ns.update(self._first_names)
 
-    # A rank makes no folders of its own in the user's home and starts no interactive machinery.
+    # A rank makes no folders in the user's home and starts no interactive machinery.
     def init_ipython_dir(self, ipython_dir: Any) -> None:
-        """Do without: a rank keeps no profile."""
+        """Use no folder: a rank keeps no profile."""
         self.ipython_dir = ""
 
     def init_profile_dir(self, profile_dir: Any) -> None:
-        """Do without: a rank keeps no profile."""
+        """Use no folder: a rank keeps no profile."""
         self.profile_dir = None
 
     def init_virtualenv(self) -> None:
-        """Do without: the fork server runs in the kernel's own environment."""
+        """Do nothing: the fork server runs in the kernel's own environment."""
 
     def init_pdb(self) -> None:
-        """Do without: nobody can type at a rank."""
+        """Do nothing: no person types at a rank."""
 
     def ask_exit(self) -> None:
-        """``exit()`` in a cell ends the cell, not the rank."""
+        """End the cell, not the rank, at ``exit()`` in a cell."""
         raise SystemExit
 
     def enable_gui(self, gui: Any = None) -> None:
-        """Do without: figures are shown inline. ``%matplotlib inline`` comes through here."""
+        """Do nothing: figures are shown inline. ``%matplotlib inline`` calls this."""
 
     def showtraceback(self, exc_tuple: Any = None, *args: Any, **kwargs: Any) -> None:
-        """Show an error that does not fail the cell, such as a broken repr; what does is in the run's Failed message."""
+        """Show an error that does not fail the cell, such as a broken repr. An error that does is in the run's Failed message."""
         if exc_tuple is not None:
             sys.stderr.write(format_error(exc_tuple[1], self.number_of) + "\n")
 
     def showsyntaxerror(self, *args: Any, **kwargs: Any) -> None:
-        """Print nothing: the run's Failed message carries the traceback."""
+        """Print nothing: the run's Failed message contains the traceback."""
 
     def run_source(self, source: str, cell_number: int | None) -> tuple[Any, Display | None]:
         """Run a cell.
@@ -116,7 +116,7 @@ class RankShell(InteractiveShell):
             The last expression's value and its display, or (None, None).
 
         Raises:
-            BaseException: Whatever the cell raised.
+            BaseException: The error that the cell raised.
         """
         if cell_number is not None:
             self.execution_count = cell_number
@@ -132,17 +132,17 @@ class RankShell(InteractiveShell):
         return self.displayhook.take()
 
     def prepare_call(self) -> None:
-        """Do before a function call what is done before a cell, such as autoreload's look at the modules."""
+        """Do before a function call what IPython does before a cell, such as autoreload's check of the modules."""
         self.events.trigger("pre_execute")
         self.events.trigger("pre_run_cell", ExecutionInfo("", False, False, True, None))
 
     def number_of(self, filename: str) -> int | None:
-        """The notebook's number of the cell that a code object's file name stands for; None for real files."""
+        """Return the notebook's number of the cell with this file name; None for real files."""
         return self.compile._filename_map.get(filename)
 
 
 def type_name(error: BaseException) -> str:
-    """``ValueError``, or ``package.module.Name`` for what is not a builtin and not from a cell."""
+    """Return ``ValueError``, or ``package.module.Name`` for a class that is neither a builtin nor from a cell."""
     kind = type(error)
     if kind.__module__ in ("builtins", "__main__"):
         return kind.__qualname__
@@ -150,7 +150,7 @@ def type_name(error: BaseException) -> str:
 
 
 def register_sources(shell: RankShell, sources: dict[str, tuple[list[str], int | None]]) -> None:
-    """Make the source of functions from notebook cells known here, so that tracebacks can show their lines."""
+    """Register the source of functions from notebook cells, so that tracebacks here can show their lines."""
     for filename, (lines, number) in sources.items():
         linecache.cache[filename] = (sum(map(len, lines)), None, lines, filename)
         if number is not None:

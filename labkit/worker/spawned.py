@@ -1,4 +1,4 @@
-"""A worker in a process of its own, started without the fork server: ``python -m labkit.worker.spawned --spec-fd N``."""
+"""A worker in its own process, started without the fork server: ``python -m labkit.worker.spawned --spec-fd N``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from labkit.worker.environment import enter
 
 
 def watch_lifeline(fd: int) -> None:
-    """End this process and all it has started when the controller's end of the pipe closes."""
+    """End this process and all processes it has started when the controller's end of the pipe closes."""
 
     def wait() -> None:
         os.read(fd, 1)
@@ -24,7 +24,7 @@ def watch_lifeline(fd: int) -> None:
 
 
 def main() -> None:
-    """Read the spec, start, serve."""
+    """Read the spec, start the worker and serve."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--spec-fd", type=int, required=True)
     parser.add_argument("--lifeline-fd", type=int, required=True)
@@ -40,7 +40,7 @@ def main() -> None:
     kept = Kept(args.kept_fd)
     os.close(args.kept_fd)
     serve(spec, tuple(args.read_fds), kept)
-    # As in the fork server. The interpreter's own shutdown takes up to 2 s with torch in it, and nobody waits for it.
+    # As in the fork server: the interpreter's own shutdown takes up to 2 s with torch in it, and nothing needs it.
     os._exit(0)
 
 

@@ -1,9 +1,9 @@
-"""Where the ranks of one machine see each other's optimizer steps, so that an interrupt falls between the same two steps.
+"""The board on which the ranks of one machine see each other's optimizer steps, so that a stop falls between the same steps.
 
-Ranks that train together are in step only up to the last collective of a backward. From there each goes on alone: one may
-be inside its optimizer step when another has not begun it. An interrupt at that moment would leave parameters of
-different steps, and nothing could mend them. So the first rank that hears of it fixes how far the run may go: as many
-steps as any rank has begun. A rank that has taken fewer goes on until it has caught up, and none begins another.
+Ranks that train together are in step only up to the last collective of a backward. From there each goes on alone: one may be inside
+its optimizer step when another has not begun it. An interrupt at that moment would leave parameters of different steps, which
+cannot be repaired. So the first rank that gets the interrupt fixes how far the run may go: as many steps as any rank has begun. A
+rank that has taken fewer goes on until it has caught up, and no rank begins another step.
 
 The board is a small shared file in the pool's directory. A step costs two writes into memory.
 """
@@ -20,11 +20,11 @@ import threading
 import time
 from collections.abc import Iterator
 
-# A rank that has not caught up by then waits for something else.
+# A rank that has not caught up by then is waiting for something else.
 CATCH_UP_S = 0.8
 _POLL_S = 0.002
 
-_HEAD = struct.Struct("<qq")  # the run that is being stopped, and the number of steps that it may go
+_HEAD = struct.Struct("<qq")  # the run that is being stopped, and the number of steps it may take
 _SLOT = struct.Struct("<qqq")  # per rank: its run, the steps it has begun, the steps it has ended
 
 
@@ -32,8 +32,8 @@ class StepBoard:
     """One rank's view of the board.
 
     Args:
-        path: The file; made here if it is not there yet. None where the ranks have no folder in common: then each keeps
-            a board of its own and sees nobody.
+        path: The file; it is made here if it does not exist yet. None if the ranks share no folder: then each has its own board and
+            sees no other rank.
         rank: This rank.
         world_size: Number of ranks on the board.
     """
@@ -54,24 +54,24 @@ class StepBoard:
         self._publish()
 
     def begin(self, run_id: int) -> None:
-        """This rank takes up a run."""
+        """Record that this rank begins a run."""
         self._stopped_at = None
         self._run_id, self._begun, self._ended = run_id, 0, 0
         self._publish()
 
     def end(self) -> None:
-        """This rank has left its run; nobody waits for it."""
+        """Record that this rank has left its run, so that no rank waits for it."""
         self._run_id = 0
         self._publish()
 
     def step_begins(self) -> None:
-        """An optimizer step is about to begin.
+        """Record that an optimizer step is about to begin.
 
         Raises:
-            KeyboardInterrupt: The run is being stopped, and no rank has come this far.
+            KeyboardInterrupt: The run is being stopped, and no rank has begun this step before the stop.
         """
-        self._ended, self._begun = self._begun, self._begun + 1  # one that raised is over as well
-        # First say so, then look: whoever stops the run first says so, then looks.
+        self._ended, self._begun = self._begun, self._begun + 1  # a step that raised is over as well
+        # First publish, then look: the rank that stops the run also first publishes and then looks.
         self._publish()
         if self._stopping() and self._begun > self._last_step():
             self._begun -= 1
@@ -79,12 +79,12 @@ class StepBoard:
             raise KeyboardInterrupt
 
     def step_ends(self) -> None:
-        """The step is over."""
+        """Record that the step is over."""
         self._ended = self._begun
         self._publish()
 
     def stop(self, run_id: int) -> None:
-        """Let the run go no further than the step that any rank has begun. Called from any thread, on any rank."""
+        """Stop the run after the last step that any rank has begun. Called from any thread, on any rank."""
         if self._run_id != run_id or self._stopped_at is not None:
             return
         with self._locked():
@@ -95,11 +95,11 @@ class StepBoard:
         self._stopped_at = time.monotonic()
 
     def behind(self) -> bool:
-        """Whether this rank may still catch up with the others before it is stopped."""
+        """Return whether this rank may still catch up with the others before it is stopped."""
         return self._may_catch_up() and self._ended < _HEAD.unpack_from(self._memory)[1]
 
     def wait_for_others(self) -> None:
-        """Wait until every rank of a run that is being stopped has caught up, as long as that is still to be expected."""
+        """Wait until every rank of a run that is being stopped has caught up, as long as that can still be expected."""
         while self._may_catch_up() and self._anybody_behind():
             time.sleep(_POLL_S)
 
@@ -114,7 +114,7 @@ class StepBoard:
         return bool(self._run_id) and _HEAD.unpack_from(self._memory)[0] == self._run_id
 
     def _last_step(self) -> int:
-        with self._locked():  # it may be being counted
+        with self._locked():  # the number may be being determined
             return int(_HEAD.unpack_from(self._memory)[1])
 
     def _slots(self) -> Iterator[tuple[int, int, int]]:
@@ -125,7 +125,7 @@ class StepBoard:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        # The file's lock keeps out other processes, and would let another thread of this one pass.
+        # The file's lock excludes other processes, but not another thread of this process.
         with self._thread_lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX)
             try:

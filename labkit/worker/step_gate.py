@@ -1,10 +1,10 @@
-"""Lets a step of a fused optimizer be queued behind gradients that are not there yet, and pass without effect if they never come.
+"""A gate before fused optimizer steps: a step can be queued behind unfinished gradients and has no effect if they never come.
 
-A GPU works off a queue, so the processor could launch an optimizer's update, and the next forward, while backward still
-runs. But a collective of backward that never ends is freed by an abort, and what is queued behind it then runs on unfinished
-gradients. What has been launched cannot be taken back. A fused kernel can be told on the device to change nothing, by the
-tensor with which ``torch.amp.GradScaler`` skips steps whose gradients overflowed. Here it is read from host memory when
-the queue comes to it: 0, unless labkit is about to abort.
+A GPU works off a queue, so the processor could launch an optimizer's update, and the next forward, while backward still runs. But
+if a collective of backward never ends, an abort frees it, and the work queued behind it runs on unfinished gradients. Launched work
+cannot be taken back. But a fused kernel can be told on the device to change nothing, by the tensor with which
+``torch.amp.GradScaler`` skips steps whose gradients overflowed. Here that tensor is read from host memory when the queue reaches
+it: it is 0, unless labkit is about to abort.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class StepGate:
     """The gate of one rank.
 
     Args:
-        device: Where its models are. On a CPU nothing is queued, and only tests put a gate before a step.
+        device: The device of its models. On a CPU nothing is queued, and only tests put a gate before a step.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,10 +42,10 @@ class StepGate:
         self._entered: tuple[Optimizer, Tensor] | None = None
 
     def enter(self, optimizer: Optimizer) -> bool:
-        """Put the gate before the step that is about to be launched; :meth:`leave` ends it.
+        """Put the gate before the step that is about to be launched; :meth:`leave` takes it away.
 
         Returns:
-            False where this optimizer cannot be told to change nothing: the step has to wait for its gradients.
+            False if this optimizer cannot be told to change nothing, or the gate is shut: the step has to wait for its gradients.
         """
         self.leave()
         if not _obeys(optimizer, self._device.type):
@@ -53,8 +53,8 @@ class StepGate:
         if self._flag is None:
             self._flag = torch.zeros((), pin_memory=self._device.type == "cuda")
         num_over = next((place for place, one in enumerate(self._queued) if not _is_over(one)), len(self._queued))
-        # Asked when there is a flag, so that whoever shuts the gate from now on is heard; and after it was counted what is over,
-        # so that none of that was skipped.
+        # Check `_shut` only after the flag exists (else shut() could be missed) and after counting finished steps (else some would
+        # be reported as skipped).
         if self._shut:
             return False
         for _ in range(num_over):
@@ -69,19 +69,19 @@ class StepGate:
         return True
 
     def leave(self) -> None:
-        """The step has been launched, or has failed."""
+        """Take the gate away: the step has been launched, or has failed."""
         entered, self._entered = self._entered, None
         if entered is not None and getattr(entered[0], "found_inf", None) is entered[1]:
             del entered[0].found_inf  # type: ignore[attr-defined]
 
     def shut(self) -> None:
-        """Let no step pass that the device has not come to yet. Called from any thread, before collectives are aborted."""
+        """Let no step pass that the device has not reached yet. Called from any thread, before collectives are aborted."""
         self._shut = True
         if self._flag is not None:
             self._flag.fill_(1.0)
 
     def settled(self, timeout_s: float) -> bool:
-        """Whether the device has come to the last of the queued steps; waits for it."""
+        """Wait until the device has reached the last queued step. Return whether it has within the time."""
         deadline = time.monotonic() + timeout_s
         while not all(map(_is_over, self._queued)):
             if time.monotonic() > deadline:
@@ -90,13 +90,13 @@ class StepGate:
         return True
 
     def take_skipped(self, optimizer: Optimizer) -> int:
-        """How many of its steps have passed without effect; each is told once. Blocks until the device came to them."""
+        """Return how many of its queued steps had no effect; each is counted once. Blocks until the device has reached them."""
         mine = [one for one in self._queued if one.optimizer() is optimizer]
         self._queued = deque(one for one in self._queued if one.optimizer() is not optimizer)
         return sum(bool(one.found) for one in mine)
 
     def reopen(self) -> None:
-        """Nothing of what was queued is left on the device."""
+        """Open the gate again. Nothing that was queued may be left on the device."""
         self._queued.clear()
         self._shut = False
         if self._flag is not None:
@@ -108,9 +108,9 @@ def _is_over(queued: _Queued) -> bool:
 
 
 def _obeys(optimizer: Optimizer, device_type: str) -> bool:
-    """Whether its kernels read ``found_inf`` and leave parameters, moments and step counts alone where it is 1.
+    """Return whether its kernels read ``found_inf`` and leave parameters, moments and step counts alone if it is 1.
 
-    Adam and AdamW only: the first skipped step of a fused SGD with momentum would leave it with a buffer never written to.
+    This holds for Adam and AdamW only: the first skipped step of a fused SGD with momentum would leave an uninitialized buffer.
     """
     return (
         isinstance(optimizer, Adam)

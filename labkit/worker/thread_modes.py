@@ -1,9 +1,9 @@
-"""Torch's modes of the main thread, which an interrupt can leave switched on.
+"""The modes that torch keeps for the main thread, which an interrupt can leave switched on.
 
-``torch.no_grad()`` and its like restore the mode of before when their block ends, also with an error. But a signal that
-arrived while the thread was in native code is handled at the next line of Python, and where the native call failed that
-is the first line of the clean-up itself: KeyboardInterrupt then takes its place. Outside cells no block is open, so what
-held when the run began holds again after a run that was cut off.
+``torch.no_grad()`` and similar blocks restore the earlier mode when they end, also after an error. But a signal that arrives while
+the thread is in native code is handled at the next line of Python. If the native call failed, that line is the first one of the
+clean-up itself, and KeyboardInterrupt replaces it. Outside cells no such block is open, so after a run that was cut off the modes
+from the beginning of the run are restored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DEVICES = ("cpu", "cuda")
 
 
 class ThreadModes:
-    """The modes of this thread at the time of making."""
+    """The modes of this thread when the object is made."""
 
     def __init__(self) -> None:
         self._gradients = torch.is_grad_enabled()
@@ -29,8 +29,8 @@ class ThreadModes:
         self._hooks = _autograd._top_saved_tensors_default_hooks(True)
 
     def restore(self) -> None:
-        """Bring them back in this thread."""
-        # First the modes that would look at the calls below.
+        """Restore the modes in this thread."""
+        # First remove the modes that would intercept the calls below.
         _pop(lambda: _native._len_torch_function_stack() > self._function_modes, _native._pop_torch_function_stack)
         _pop(lambda: _native._len_torch_dispatch_stack() > self._dispatch_modes, lambda: _native._pop_torch_dispatch_stack(None))
         torch.set_grad_enabled(self._gradients)

@@ -1,7 +1,7 @@
-"""Widgets on a rank. No page can reach them, so their text is shown, and brought up to date while they change.
+"""Widgets on a rank. No page can reach them, so their text is shown, and updated while they change.
 
-A page looks for a widget's model in the notebook's kernel and shows an error where it finds none. A text of one widget at least
-tells how far it is: that of tqdm.notebook's is the bar that tqdm writes in a terminal.
+A page looks for a widget's model in the notebook's kernel and shows an error if it does not find it. A text at least shows the
+progress of a widget: for tqdm.notebook it is the bar that tqdm writes in a terminal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class WidgetTexts:
     """The widgets that this rank displays.
 
     Args:
-        emit: Sends what the rank displays.
+        emit: The function that sends what the rank displays.
     """
 
     def __init__(self, emit: Emit) -> None:
@@ -41,7 +41,7 @@ class WidgetTexts:
         comm.create_comm = lambda *args, **kwargs: _RankComm(self, *args, **kwargs)
 
     def as_text(self, data: dict[str, Any], display_id: str | None) -> tuple[dict[str, Any], str | None]:
-        """A bundle as a page can show it, and the name of its display, which a widget gets to be changed by."""
+        """Return a bundle that a page can show, and the name of its display. A widget's display gets a name, to be updated by."""
         if VIEW not in data:
             return data, display_id
         if not self._told:
@@ -72,7 +72,7 @@ class WidgetTexts:
             self._emit(Display("update", {"text/plain": text}, {}, display_id))
 
     def forget(self) -> None:
-        """A cell has ended: what it displayed stays as it is."""
+        """Forget the widgets after a cell has ended: its displays stay as they are."""
         self.finish()
         self._shown.clear()
 
@@ -84,13 +84,13 @@ def _text_of(widget: Any) -> str:
 
 
 class _RankComm(BaseComm):
-    """The channel of a widget; there is nobody at the other end."""
+    """The channel of a widget, with no other end."""
 
     def __init__(self, texts: WidgetTexts, *args: Any, **kwargs: Any) -> None:
         self._texts = texts
         super().__init__(*args, **kwargs)
 
     def publish_msg(self, msg_type: str, *args: Any, **kwargs: Any) -> None:
-        """Take a change of a widget's state as an occasion to look at its text."""
+        """Look at a widget's text when its state changes."""
         if msg_type == "comm_msg":
             self._texts.refresh()

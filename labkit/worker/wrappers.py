@@ -1,4 +1,4 @@
-"""Finds every data-parallel wrapper in this process, and drops the iteration that an interrupt has cut off."""
+"""The data-parallel wrappers in this process: find them, and drop the iteration that an interrupt has cut off."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from labkit.worker import fsdp_private as private
 
 @dataclass
 class Wrappers:
-    """What :func:`find` found.
+    """The wrappers that :func:`find` found.
 
     Attributes:
         fsdp2: States of ``fully_shard`` and of FSDP2's ``replicate``, one list per tree of modules.
         fsdp1: FullyShardedDataParallel modules, one list per tree.
-        ddp: DistributedDataParallel modules, those of the composable ``replicate`` included.
+        ddp: DistributedDataParallel modules, including those of the composable ``replicate``.
         dtensors: Leaf DTensors that require gradients.
         scalers: Gradient scalers.
     """
@@ -34,7 +34,7 @@ class Wrappers:
     scalers: list[Any] = field(default_factory=list)
 
     def owners(self) -> dict[int, Any]:
-        """By the id of each parameter that is sharded or replicated: the module that does it, or the DTensor itself."""
+        """Return, by the id of each sharded or replicated parameter, the module that wraps it, or the DTensor itself."""
         found: dict[int, Any] = {id(tensor): tensor for tensor in self.dtensors}
         for module in (*self.ddp, *(module for tree in self.fsdp1 for module in tree)):
             found.update(dict.fromkeys(map(id, module.parameters()), module))
@@ -46,7 +46,7 @@ class Wrappers:
 
 
 def find() -> Wrappers:
-    """Look for every wrapper in this process. Takes some 30 ms: Python's garbage collector lists the instances."""
+    """Find every wrapper in this process. Takes about 30 ms: Python's garbage collector lists the instances."""
     found = Wrappers(fsdp2=_by_tree(private.fsdp2_states(), "_state_ctx"))
     fsdp1 = private.loaded_class(private.FSDP1, "FullyShardedDataParallel")
     ddp = private.loaded_class(private.DDP, "DistributedDataParallel")
@@ -55,7 +55,7 @@ def find() -> Wrappers:
     kinds = [kind for base in (fsdp1, ddp, scaler, dtensor) if base is not None for kind in _with_subclasses(base)]
     modules = []
     for item in gc.get_referrers(*kinds):
-        kind = type(item)  # isinstance() would ask a lazy proxy object for its class, which may run code of its own
+        kind = type(item)  # isinstance() would ask a lazy proxy object for its class, which may run its own code
         if fsdp1 is not None and issubclass(kind, fsdp1):
             if _is_made(item, "_handle", "_exec_order_data"):
                 modules.append(item)
@@ -76,14 +76,14 @@ class Model:
 
     Attributes:
         kind: For example ``FSDP2 model``.
-        signature: Tells models apart on different ranks: its kind and its parameters' names or shapes. Models that look alike
-            have the same.
-        module: The outermost module that is known of it; None for DTensors under no wrapper.
-        ranks: The ranks that it is sharded or replicated over, where they can be compared.
-        parameters: Its parameters by name, where the ranks can be compared by them.
-        graded: A text that tells which of them have a gradient; empty where none has.
-        in_flight: A forward or backward of it has begun and not ended.
-        reset: Drops that.
+        signature: Identifies a model across ranks: its kind and its parameters' names or shapes. Models that look alike have the
+            same signature.
+        module: Its outermost known module; None for DTensors without a wrapper.
+        ranks: The ranks over which it is sharded or replicated, if they can be compared.
+        parameters: Its parameters by name, if the ranks can be compared by them.
+        graded: A text that identifies which of them have a gradient; empty if none has.
+        in_flight: Whether a forward or backward of it has begun and not ended.
+        reset: Drops that forward or backward.
     """
 
     kind: str
@@ -97,12 +97,12 @@ class Model:
 
 
 def models(found: Wrappers, *, in_backward: bool = False) -> list[Model]:
-    """Return the models.
+    """Return the data-parallel models among the wrappers.
 
     Args:
         found: The wrappers.
-        in_backward: The run was cut inside a backward. Of DDP models and DTensors nothing else tells that for sure: those of
-            them that were in no backward are taken for cut as well.
+        in_backward: Whether the run was cut inside a backward. For DDP models and DTensors nothing else shows that reliably, so
+            those that were not in the backward are treated as cut as well.
     """
     owned = {id(parameter) for states in found.fsdp2 for state in states for parameter in private.fsdp2_parameters(state)}
     loose = [tensor for tensor in found.dtensors if id(tensor) not in owned]
@@ -128,7 +128,7 @@ def _made(kind: str, look: Callable[[Any], _Parts], reset: Callable[[Any], None]
     try:
         parts = look(item)
     except Exception:
-        # Its making was cut off. A model of which nothing is known is taken for one that was cut.
+        # Its construction was cut off. A model about which nothing is known is treated as cut.
         return Model(kind, f"{kind}, half made", None, (), {}, "", in_flight=True, reset=act)
     digest = hashlib.blake2b("\n".join(parts.shape).encode(), digest_size=8).hexdigest()
     return Model(kind, f"{kind} {digest}", parts.module, parts.ranks, parts.parameters, parts.graded, parts.in_flight, act)
@@ -145,7 +145,7 @@ def _fsdp2_model(states: list[Any]) -> _Parts:
 def _fsdp1_model(modules: list[Any]) -> _Parts:
     names = sorted(name for module in modules for name in private.flat_names(module))
     root = next((module for module in modules if module._is_root), modules[0])
-    # Each rank holds some of the parameters only.
+    # Each rank holds only some of the parameters.
     graded = "some" if any(parameter.grad is not None for parameter in root.parameters()) else ""
     return _Parts(names, root, (), {}, graded, any(map(private.fsdp1_in_flight, modules)))
 
@@ -180,9 +180,9 @@ def reset(found: Wrappers, drop: Collection[str]) -> tuple[int, list[str]]:
         drop: The models' signatures.
 
     Returns:
-        The number of models that were reset, and a sentence for each that could not be.
+        The number of models that were reset, and a sentence for each model that could not be reset.
 
-    Ranks: local. To be called on all ranks alike, after the process groups work again.
+    Ranks: local. Call it on all ranks in the same way, after the process groups work again.
     """
     dropped = [model for model in models(found) if model.signature in drop]
     problems = [problem for model in dropped for problem in _attempt(model.kind, model.reset)]
@@ -193,15 +193,15 @@ def reset(found: Wrappers, drop: Collection[str]) -> tuple[int, list[str]]:
 
 
 def restart_reducers(found: Wrappers) -> list[str]:
-    """Let DDP's reducers begin anew on all ranks alike: one may have come further than another in the preparations of a forward."""
+    """Reset DDP's reducers on all ranks in the same way: one rank may have prepared more of a forward than another."""
     return [problem for module in found.ddp for problem in _attempt("DDP model", functools.partial(private.restart_ddp, module))]
 
 
 def fingerprints(model: Model) -> dict[str, str]:
-    """Return one text for each parameter that is equal on all ranks that have changed it alike; empty where there is none.
+    """Return one text for each parameter, equal on all ranks that changed it in the same way; empty if it has none.
 
-    Of replicas it is made of their values. A shard's values are its own, so there it is the number of changes in place, as
-    autograd counts them; changes through ``.data`` are not counted.
+    For replicas the text depends on their values. A shard's values exist on one rank only, so for shards it is the number of
+    changes in place, as autograd counts them; changes through ``.data`` are not counted.
     """
     print_of = _sum_of_bits if model.kind == "DDP model" else _changes
     return {name: print_of(parameter) for name, parameter in model.parameters.items()}
@@ -212,7 +212,7 @@ def _changes(tensor: torch.Tensor) -> str:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> str:
-    """Return the sum of a tensor's values taken as integers; empty for tensors that have none here, such as DTensors."""
+    """Return the sum of a tensor's values taken as integers; empty for tensors without such values, such as DTensors."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.element_size() not in _INTEGERS:
         return ""
     try:
@@ -226,7 +226,7 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _is_made(module: Any, *attributes: str) -> bool:
-    """Whether a module's making has come far enough to look into it."""
+    """Return whether a module is constructed far enough to look into it."""
     return all(name in vars(module) for name in ("_modules", "_parameters", *attributes))
 
 

@@ -1,4 +1,4 @@
-"""Starts agents on this machine, for a pool that is attached to the notebook's own machine."""
+"""Agents on this machine, for a pool that is attached to the notebook's own machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _TAIL_LINES = 20
 
 
 class LocalAgents:
-    """One agent for each machine, of which there may be several only in play.
+    """One agent for each machine; if there are several machines, they are simulated on this one.
 
     Args:
-        folder: For its files; removed when the agents have ended, by an agent where this process is gone by then.
+        folder: For its files; removed when the agents have ended, or by an agent if this process is gone by then.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -73,16 +73,16 @@ class LocalAgents:
     way_back = "It is played here: wake its processes (kill -CONT), or begin from the start with pool.close() and pool.restart()."
 
     def wait(self) -> None:
-        """Nothing is shown."""
+        """Do nothing: there is no table to show."""
 
     def changed(self, nodes: Nodes) -> None:
-        """The reader sits at the machine and need not be told what to run."""
+        """Do nothing: the reader need not run any command, so none is shown."""
 
     def check(self) -> None:
-        """Refuse to wait for an agent that has ended.
+        """Raise an error if an agent has ended.
 
         Raises:
-            WorkerStartError: It has; with the end of what the agents wrote.
+            WorkerStartError: An agent has ended; the error holds the last lines that the agents wrote.
         """
         for process in self._processes:
             if (code := process.poll()) is not None:
@@ -92,11 +92,11 @@ class LocalAgents:
 
     @property
     def gone(self) -> bool:
-        """Whether an agent has ended before its pool was closed."""
+        """True if an agent has ended before its pool was closed."""
         return any(process.poll() is not None for process in self._processes)
 
     def end(self) -> None:
-        """Wait for the agents to end, as they were told to; at most _END_S, then they are killed, with all that they started."""
+        """Wait at most _END_S for the agents to end, as they were told to. Then kill those that are left."""
         processes, self._processes = self._processes, []
         deadline = time.monotonic() + _END_S
         for process in processes:
@@ -111,7 +111,7 @@ class LocalAgents:
 
 
 def _gpus_of(number: int, launch: Launch) -> dict[str, str]:
-    """Each machine in play has GPUs of its own, as far as there are any."""
+    """Return the environment that gives each simulated machine GPUs of its own, as far as there are enough."""
     per_node = launch.workers_per_node
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible is not None else [str(index) for index in range(launch.num_nodes * per_node)]

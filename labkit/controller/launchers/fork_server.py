@@ -1,4 +1,4 @@
-"""The controller's side of the fork server. One per kernel, shared by all pools, warm from the first use on."""
+"""The controller's side of the fork server. There is one per kernel, shared by all pools and warm after its first use."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ ANSWER_S = 30.0
 
 
 class ForkServer:
-    """Starts workers by forking a process that has torch imported."""
+    """A launcher that forks workers from a process that has imported torch."""
 
     name = "fork server"
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        # A file and not a pipe: nobody reads it until the end, and a full pipe would block the server.
+        # A file and not a pipe: it is read only at the end, and a full pipe would block the server.
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
         environ = dict(os.environ)
         environ.setdefault("OMP_NUM_THREADS", "1")
-        # The process takes no part in the kernel's process group: the notebook's interrupt button signals that group.
+        # Start a new session: the notebook's interrupt button signals the kernel's process group, and must not reach the server.
         self._process = subprocess.Popen(
             own_python("-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
@@ -60,12 +60,12 @@ class ForkServer:
 
     @property
     def alive(self) -> bool:
-        """Whether the server still runs."""
+        """True if the server still runs."""
         return self._broken is None and self._process.poll() is None
 
     @property
     def warm(self) -> bool:
-        """Whether torch is imported and the next pool starts at once."""
+        """True if torch is imported, so that the next pool starts at once."""
         return self._ready.is_set() and self.alive
 
     @property
@@ -94,15 +94,15 @@ class ForkServer:
         self._send("kill", pid)
 
     def count_gpus(self) -> int:
-        """CUDA devices under the present environment; see :class:`Launcher`."""
+        """Return the number of CUDA devices under the present environment; see :class:`Launcher`."""
         return int(self._ask("count_gpus", dict(os.environ)))
 
     def guard_directory(self, path: str) -> None:
-        """Let the server remove a pool's directory should this process end without doing so."""
+        """Ask the server to remove a pool's directory if this process ends without doing so."""
         self._send("directory", path)
 
     def forget_directory(self, path: str) -> None:
-        """The directory has been removed."""
+        """Tell the server that the directory has been removed."""
         self._send("forget", path)
 
     def stop(self) -> None:
@@ -120,7 +120,7 @@ class ForkServer:
             try:
                 self._connection.send(message)
             except OSError:
-                pass  # the listening thread sees the end of the connection and says so to whoever waits
+                pass  # the listening thread notices the end of the connection and tells the callers that wait
 
     def _ask(self, name: str, *args: Any, on_exit: OnExit | None = None) -> Any:
         token = next(self._tokens)
@@ -165,7 +165,7 @@ class ForkServer:
             with self._lock:
                 self._on_exit[answer] = on_exit
         box = self._answers.get(token)
-        if box is not None:  # nobody waits any more where a start was broken off
+        if box is not None:  # else the start was interrupted and nothing waits for the answer
             box.put(answer)
 
     def _exited(self, event: WorkerExit) -> None:
@@ -175,7 +175,7 @@ class ForkServer:
             on_exit(event)
 
     def _end(self) -> None:
-        """The server is gone, and its workers with it: Linux kills them when it dies. What they had started is ended here."""
+        """Report the server's end. Linux has killed its workers with it; kill what they had started."""
         code = self._process.wait()
         self._stderr.seek(0)
         tail = self._stderr.read().decode("utf-8", "replace").strip()
@@ -198,7 +198,7 @@ _shared_lock = threading.Lock()
 
 
 def shared() -> ForkServer:
-    """This process's fork server, started if need be. Returns at once; the import of torch goes on in the server."""
+    """Return this process's fork server, starting it if needed. Returns at once; the server goes on importing torch."""
     with _shared_lock:
         if not _shared or not _shared[0].alive:
             _shared[:] = [ForkServer()]
@@ -206,13 +206,13 @@ def shared() -> ForkServer:
 
 
 def _after_fork() -> None:
-    """A forked child of the kernel does not speak to its parent's server."""
+    """Forget the server in a forked child of the kernel, which must not speak to its parent's server."""
     _shared.clear()
 
 
 def available() -> bool:
-    """Whether forking a process that has torch imported is safe on this system."""
-    # On macOS system libraries that torch uses do not survive a fork.
+    """Return whether forking a process that has imported torch is safe on this system."""
+    # On macOS, system libraries that torch uses do not survive a fork.
     return hasattr(os, "fork") and sys.platform != "darwin"
 
 

@@ -1,4 +1,4 @@
-"""What a pool expects of whatever starts its workers."""
+"""The interface between a pool and the ways to start its workers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from labkit.wire.spec import WorkerSpec
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """A worker process has ended.
+    """The end of a worker process.
 
     Attributes:
         pid: Its process id.
         exitcode: As in :attr:`subprocess.Popen.returncode`: negative for a signal.
-        stdout: The end of its output, what it had sent already included.
+        stdout: The end of its output, including what it had already sent.
         stderr: The same for stderr.
-        memory: What memory was like on its machine then; None where nobody looked.
-        cause: Why it counts as ended, where nobody saw it end: its machine is out of reach.
+        memory: The memory of its machine at that time; None if it was not measured.
+        cause: Why it counts as ended although its end was not observed: its machine is out of reach.
     """
 
     pid: int
@@ -36,22 +36,22 @@ OnExit = Callable[[WorkerExit], None]
 
 
 class Launcher(Protocol):
-    """Starts workers on this machine and reports their ends."""
+    """A way to start workers on this machine and to report when they end."""
 
     name: str
 
     def warm_up(self) -> None:
-        """Wait until workers can be started at once; an interrupt meanwhile leaves nothing behind."""
+        """Wait until workers can be started at once. An interrupt meanwhile leaves nothing behind."""
         ...
 
     def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
-        """Start one worker; returns its pid. ``on_exit`` is called once, from another thread, when it ends."""
+        """Start one worker and return its pid. When it ends, ``on_exit`` is called once, from another thread."""
         ...
 
     def kill(self, pid: int) -> None:
-        """Kill a worker of this launcher with all that it started. Does nothing when it has ended."""
+        """Kill a worker of this launcher with all processes it has started. Do nothing if it has ended."""
         ...
 
     def count_gpus(self) -> int:
-        """CUDA devices that workers started now would see."""
+        """Return the number of CUDA devices that workers started now would see."""
         ...

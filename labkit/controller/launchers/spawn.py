@@ -1,4 +1,4 @@
-"""Starts each worker as a fresh Python process: slower, for systems where forking is not safe."""
+"""A launcher that starts each worker as a new Python process: slower, for systems where forking is not safe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Running:
 
 
 class SpawnLauncher:
-    """Starts workers with ``python -m labkit.worker.spawned``."""
+    """A launcher that starts workers with ``python -m labkit.worker.spawned``."""
 
     name = "spawn"
 
@@ -33,7 +33,7 @@ class SpawnLauncher:
         self._running: dict[int, _Running] = {}
 
     def warm_up(self) -> None:
-        """Nothing is kept warm; see :class:`Launcher`."""
+        """Do nothing: this launcher keeps no process warm; see :class:`Launcher`."""
 
     def start(self, spec: WorkerSpec, on_exit: OnExit) -> int:
         """Start one worker; see :class:`Launcher`."""
@@ -77,7 +77,7 @@ class SpawnLauncher:
             _kill_group(pid)
 
     def count_gpus(self) -> int:
-        """CUDA devices, asked in a process of their own; see :class:`Launcher`."""
+        """Return the number of CUDA devices, asked in a separate process; see :class:`Launcher`."""
         code = "import torch; print(torch.cuda.device_count())"
         environ = {**os.environ, "PYTHONPATH": import_path()}
         result = subprocess.run(own_python("-c", code), env=environ, capture_output=True, text=True, check=False, timeout=120)

@@ -1,4 +1,4 @@
-"""Makes both sets of handouts from notebooks."""
+"""The construction of both sets of handouts from notebooks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from labkit.course.runner import OnCell, OnResult, run_notebooks
 
 AUDIENCES: tuple[Audience, ...] = ("student", "instructor")
 RUN_TIMEOUT_S = 600.0
-# With solutions and outputs: not beside the students' folder, which somebody may publish together with what lies there.
+# This has solutions and outputs, so it is not beside the students' folder, which may be published with everything beside it.
 EXECUTED = "instructor/executed"
 
 
 @dataclass(frozen=True)
 class Handouts:
-    """What was made.
+    """The result of a build.
 
     Attributes:
         folders: The folder of each audience.
         zips: The zip of each audience.
-        files: What this run wrote.
-        others: The notebooks whose handouts of earlier runs are in the same set.
+        files: The files that this run wrote.
+        others: The notebooks whose handouts from earlier runs are in the same set.
     """
 
     folders: dict[Audience, Path]
@@ -58,28 +58,28 @@ def make_handouts(
 ) -> Handouts:
     """Make the students' and the instructor's set: notebooks, pages, PDFs, an index page and a zip for each.
 
-    A notebook that has not been run is run first; its executed copy goes to ``out/instructor/executed``, and into no zip. A
-    link to a notebook that is not in the set becomes plain text. PDFs need Chromium and are left out where there is none.
+    A notebook that has not been run is run first; its executed copy goes to ``out/instructor/executed``, and into no zip. A link to
+    a notebook that is not in the set becomes plain text. PDFs need Chromium and are left out without it.
 
-    Handouts of other notebooks that an earlier run made in the same folder stay, and the index and the zips hold them too. All is
-    built beside them first: an error or an interrupt leaves ``out`` as it was.
+    Handouts of other notebooks that an earlier run made in the same folder stay, and the index and the zips include them.
+    Everything is built in a separate folder first: an error or an interrupt leaves ``out`` unchanged.
 
     Args:
         notebooks: Notebooks with their solutions, executed or not. They are only read.
-        out: The folder for the handouts. Only what an earlier run wrote is replaced, and only where nobody has changed it.
+        out: The folder for the handouts. A file is replaced only if an earlier run wrote it and it is unchanged.
         timeout_s: Seconds that a run of one notebook may take.
-        chromium: Chromium's path; found by itself when None.
+        chromium: Chromium's path; None searches for it.
         on_page: Called with a notebook's name and an audience before their copy is made.
         on_cell: See `labkit.course.runner.run_notebooks`, for notebooks that are run first.
         on_result: The same.
 
     Raises:
-        HandoutError: A notebook fails when it runs, or cannot be made into a page; or something in ``out`` is in the way.
-        SolutionLeakError: A student's file would hold a line of a solution.
-        NotebookError: A file is no notebook.
+        HandoutError: A notebook fails when it runs, or cannot be made into a page, or a file in ``out`` is in the way.
+        SolutionLeakError: A student's file would contain a line of a solution.
+        NotebookError: A file is not a notebook.
         ValueError: Two notebooks have the same name.
 
-    It blocks for at most ``timeout_s`` plus 30 s per notebook to be run, and about 10 s per notebook and audience after that.
+    Blocks for at most ``timeout_s`` plus 30 s per notebook to be run, and about 10 s per notebook and audience after that.
     Ranks: controller.
     """
     stems = [path.stem for path in notebooks]
@@ -111,7 +111,7 @@ def make_handouts(
 
 
 def _require_names(stems: Sequence[str]) -> None:
-    # Some file systems take names for the same that differ in case.
+    # Some file systems treat names as equal that differ only in case.
     folded = [stem.casefold() for stem in stems]
     if twice := sorted({shown(stem) for stem in stems if folded.count(stem.casefold()) > 1}):
         raise ValueError(f"there are several notebooks named {', '.join(twice)}; the handouts would overwrite each other.")
@@ -137,7 +137,7 @@ def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
 
 
 def _copy_others(place: Place, built: Path, stems: Sequence[str]) -> list[str]:
-    """Copy what earlier runs made of other notebooks, for the index and the zips; their names."""
+    """Copy the handouts that earlier runs made of other notebooks, for the index and the zips. Return the notebooks' names."""
     others = set()
     for audience in AUDIENCES:
         (built / audience).mkdir()
@@ -152,7 +152,7 @@ def _copy_others(place: Place, built: Path, stems: Sequence[str]) -> list[str]:
 def _run(
     notebooks: Sequence[Path], folder: Path, timeout_s: float, on_cell: OnCell | None, on_result: OnResult | None
 ) -> dict[Path, NotebookNode]:
-    """The notebooks with the outputs of a run; their executed copies go into the folder."""
+    """Run the notebooks and return them with their outputs. Their executed copies go into the folder."""
     results = run_notebooks(notebooks, folder, timeout_s=timeout_s, on_cell=on_cell, on_result=on_result)
     if failed := [result for result in results if not result.passed]:
         told = "\n".join(f"{result.notebook} {result.status}:\n{result.error}" for result in failed)
@@ -163,7 +163,7 @@ def _run(
 def _build(
     executed: Mapping[str, NotebookNode], built: Path, chromium: str | None, on_page: Callable[[str, Audience], None]
 ) -> None:
-    """Build both sets in a folder, beside copies of other notebooks' handouts that lie there."""
+    """Build both sets in a folder that already has copies of other notebooks' handouts."""
     secrets = Secrets(executed.values())
     for audience in AUDIENCES:
         folder = built / audience
@@ -178,7 +178,7 @@ def _build(
 
 
 def _write(notebook: NotebookNode, base: Path, audience: Audience, secrets: Secrets, chromium: str | None) -> None:
-    """Write the three forms of one copy."""
+    """Write the notebook, the page and, if possible, the PDF of one copy."""
     source, screen, pdf = (base.with_name(f"{base.name}{ending}") for ending in (".ipynb", ".html", ".pdf"))
     nbformat.validate(notebook)
     nbformat.write(notebook, source)

@@ -1,4 +1,4 @@
-"""What holds a set of handouts together: its index page and its zip."""
+"""The index page and the zip of a set of handouts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from labkit.course.handouts.page import KINDS, Audience, embed_fonts, style
 from labkit.course.handouts.safe import POLICY
 
 INDEX = "index.html"
-# The oldest that a zip can hold: the same handouts give the same zip.
+# The oldest date that a zip can hold, so that the same handouts give the same zip.
 _DATE = (1980, 1, 1, 0, 0, 0)
 _FORMS = ((".html", "read"), (".pdf", "print"), (".ipynb", "run"))
 
@@ -28,7 +28,7 @@ class Entry:
     Attributes:
         stem: The name of its files without their endings.
         title: Its title.
-        about: What a reader will be able to do after it, and its table, as plain text.
+        about: What a reader will be able to do after it, as plain text.
     """
 
     stem: str
@@ -37,7 +37,7 @@ class Entry:
 
 
 def about(notebook: NotebookNode) -> str:
-    """The first paragraph behind the title."""
+    """Return the first paragraph after the title, without markup; empty if it is a table or a heading."""
     source = str(notebook.cells[0].source) if notebook.cells else ""
     paragraphs = [part.strip() for part in re.sub(r"^# .*$", "", source, flags=re.MULTILINE).split("\n\n") if part.strip()]
     first = paragraphs[0] if paragraphs else ""
@@ -45,7 +45,7 @@ def about(notebook: NotebookNode) -> str:
 
 
 def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> Path:
-    """Write the page that leads to every file of a set."""
+    """Write the index page, with links to every file of a set."""
     rows = "".join(_row(folder, entry) for entry in entries)
     heading = "labkit: notebooks of the course" if audience == "student" else "labkit: the instructor's notebooks"
     words = {
@@ -85,7 +85,7 @@ def _size(path: Path) -> str:
 
 
 def write_zip(folder: Path, path: Path) -> Path:
-    """Pack the files of a set, without those in folders inside it, into one zip, in a folder of the zip's name."""
+    """Pack the files of a set, without those in subfolders, into one zip, in a folder named like the zip."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for file in sorted(folder.iterdir()):
             if file.is_file():

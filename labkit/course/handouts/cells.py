@@ -1,4 +1,4 @@
-"""What the copies of both audiences share: tags, clean metadata, outputs that need no running kernel."""
+"""The parts that the copies for both audiences share: tags, clean metadata, outputs that need no running kernel."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from labkit.course.files import papermill_of
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _LIBRARY = re.compile(rf"(?:/[^\s:'\"<>]{{0,200}}?/site-packages|{re.escape(str(Path(labkit.__file__).parent.parent))})/")
-# Code in markdown comes first: what looks like a link there is none.
+# Match code in markdown first: something that looks like a link there is not one.
 _LINK = re.compile(
     r"(?P<code>^```.*?^```|`[^`\n]*`)|(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<address>[^)\s]+)\)", re.MULTILINE | re.DOTALL
 )
 _ELSEWHERE = re.compile(r"#|[a-z]+:")
 _LEFT_OUT = {"injected-parameters"}
 _FENCE = re.compile(r"[ \t]*(```|~~~)")
-# At the beginning of a paragraph, or of its last sentence: elsewhere the words only speak of predictions.
+# Match only at the beginning of a paragraph or of a sentence in it: elsewhere the words only mention predictions.
 _PREDICTION = re.compile(r"(?:^|\. )\*\*Predict first", re.MULTILINE)
 
 
 def tags(cell: NotebookNode) -> set[str]:
-    """The cell's tags."""
+    """Return the cell's tags."""
     return set(cell.metadata.get("tags", ()))
 
 
 def is_for_instructor(cell: NotebookNode) -> bool:
-    """Whether students do not get the cell."""
+    """Return whether students do not get the cell."""
     return bool(tags(cell) & {"instructor", "solution"})
 
 
 def title(notebook: NotebookNode) -> str:
-    """The heading of the first level, such as ``00 Start here``."""
+    """Return the first-level heading, such as ``00 Start here``."""
     for cell in notebook.cells:
         if cell.cell_type == "markdown" and (found := re.search(r"^# (.+)$", cell.source, flags=re.MULTILINE)):
             return found[1].strip()
@@ -48,12 +48,12 @@ def title(notebook: NotebookNode) -> str:
 
 
 def num_predictions(prose: str) -> int:
-    """How often a text asks for a prediction."""
+    """Return how often a text asks for a prediction."""
     return len(_PREDICTION.findall(prose))
 
 
 def paragraphs(source: str) -> Iterator[str]:
-    """The paragraphs of markdown; code, lists and what is folded stay in one piece."""
+    """Yield the paragraphs of markdown. Code, lists and folded text stay in one piece."""
     paragraph: list[str] = []
     in_code, folds = False, 0
     for line in source.split("\n"):
@@ -71,9 +71,9 @@ def paragraphs(source: str) -> Iterator[str]:
 
 
 def clean_copy(notebook: NotebookNode) -> NotebookNode:
-    """A copy without traces of the run: no times, no widget state, no injected cell; outputs without what needs a kernel.
+    """Return a copy without traces of the run: no times, widget state or injected cell, and outputs that need no kernel.
 
-    Tags stay, and with them what a cell is: ``exercise``, ``check``, ``fault``.
+    Tags stay, because they say what a cell is: ``exercise``, ``check``, ``fault``.
     """
     cleaned: NotebookNode = nbformat.v4.new_notebook(metadata={"kernelspec": _KERNEL, "language_info": {"name": "python"}})
     for original in notebook.cells:
@@ -85,7 +85,7 @@ def clean_copy(notebook: NotebookNode) -> NotebookNode:
             # Its source is the text with the answers, before the numbers are filled in.
             cell.metadata["jupyter"] = {"source_hidden": True}
         if cell.cell_type == "markdown":
-            # Without blank lines around it, what is folded is HTML and no markdown.
+            # Without blank lines around it, folded text is treated as HTML and not as markdown.
             cell.source = re.sub(r"</summary>\s*", "</summary>\n\n", re.sub(r"\s*</details>", "\n\n</details>", cell.source))
         elif cell.cell_type == "code":
             cell.outputs = [_without_paths(output) for output in map(_static, cell.outputs) if output is not None]
@@ -94,10 +94,10 @@ def clean_copy(notebook: NotebookNode) -> NotebookNode:
 
 
 def without_dead_links(notebook: NotebookNode, stems: Iterable[str]) -> NotebookNode:
-    """A copy in which a link to a file that is not handed out is plain text.
+    """Return a copy in which a link to a file that is not handed out is plain text.
 
     Args:
-        notebook: A notebook whose links lead to other notebooks by file name.
+        notebook: A notebook that links to other notebooks by file name.
         stems: File names, without their ending, of the notebooks that are handed out together.
     """
     files = {f"{stem}.ipynb" for stem in stems}
@@ -115,11 +115,11 @@ def without_dead_links(notebook: NotebookNode, stems: Iterable[str]) -> Notebook
 
 
 def _static(output: NotebookNode) -> NotebookNode | None:
-    """The output without a live widget; None when nothing is left."""
+    """Return the output without a live widget; None if nothing is left."""
     if output.output_type not in ("display_data", "execute_result"):
         return output
     data = {mime: value for mime, value in output.data.items() if mime != WIDGET_VIEW}
-    # A display that was emptied at the end of a run, such as a progress bar.
+    # A display without content was emptied at the end of a run, such as a progress bar.
     shown = {mime: value for mime, value in data.items() if not isinstance(value, str) or value.strip()}
     if not shown:
         return None
@@ -128,7 +128,7 @@ def _static(output: NotebookNode) -> NotebookNode | None:
 
 
 def _without_paths(content: Any) -> Any:
-    """The content without the places where the libraries lie on this machine: ``torch/nn/modules/module.py`` says enough."""
+    """Return the content without the paths of libraries on this machine: ``torch/nn/modules/module.py`` says enough."""
     if isinstance(content, str):
         return _LIBRARY.sub("", content)
     if isinstance(content, list):
@@ -140,27 +140,27 @@ def _without_paths(content: Any) -> Any:
 
 
 def note(after: NotebookNode, kind: str, source: str) -> NotebookNode:
-    """A markdown cell that belongs behind another one, tagged with its kind."""
+    """Make a markdown cell to follow another cell, tagged with its kind."""
     cell: NotebookNode = nbformat.v4.new_markdown_cell(source, metadata={"tags": [kind]})
     cell.id = f"{after.id[: 63 - len(kind)]}-{kind}"
     return cell
 
 
 def parameters(notebook: NotebookNode) -> dict[str, Any]:
-    """The parameters that the run was given beside the notebook's own; empty when papermill did not run it."""
+    """Return the parameters that were passed to the run; empty if papermill did not run it."""
     found = papermill_of(notebook).get("parameters")
     return dict(found) if isinstance(found, dict) else {}
 
 
 def seconds(cells: Iterable[NotebookNode]) -> float | None:
-    """The time that cells took in the run, in seconds; None where the run did not record it."""
+    """Return the time that cells took in the run, in seconds; None if the run did not record it."""
     durations = [papermill_of(cell).get("duration") for cell in cells if cell.cell_type == "code"]
     known = [float(duration) for duration in durations if isinstance(duration, int | float) and 0 <= duration < math.inf]
     return sum(known) if known else None
 
 
 def is_executed(notebook: NotebookNode) -> bool:
-    """Whether every code cell with something in it has run."""
+    """Return whether every code cell that is not empty has run."""
     return all(
         cell.execution_count is not None or "injected-parameters" in tags(cell)
         for cell in notebook.cells

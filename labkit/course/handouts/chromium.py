@@ -1,7 +1,7 @@
 """Chromium as a printer: it gets a page as text, and runs, fetches and opens nothing for it.
 
-The page is written into an empty document, which has no right to open files; scripts are disabled, and the only way to a network is
-a proxy that is not there. Commands go through a pipe (``--remote-debugging-pipe``), so that no port is open.
+The page is written into an empty document, which may not open files. Scripts are disabled, and the only way to a network is a proxy
+that does not exist. Commands go through a pipe (``--remote-debugging-pipe``), so no port is open.
 """
 
 from __future__ import annotations
@@ -78,12 +78,12 @@ class _Browser:
         return message
 
     def errors(self) -> str:
-        """Return what it said about itself."""
+        """Return the end of its own error output."""
         self._errors.seek(0)
         return self._errors.read()[-2000:]
 
     def close(self) -> None:
-        """Kill it, and all its processes."""
+        """Kill it and all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         self._process.wait()
@@ -93,10 +93,10 @@ class _Browser:
 
 
 def print_pdf(page: str, chromium: str, name: str) -> bytes:
-    """Return a page as a PDF.
+    """Print a page as a PDF and return it.
 
     Raises:
-        HandoutError: Chromium fails or takes longer than PDF_TIMEOUT_S; the message has ``name``.
+        HandoutError: Chromium fails or takes longer than PDF_TIMEOUT_S; the message contains ``name``.
     """
     with tempfile.TemporaryDirectory(prefix="labkit-print-", ignore_cleanup_errors=True) as folder:
         browser = _Browser(chromium, folder, time.monotonic() + PDF_TIMEOUT_S)

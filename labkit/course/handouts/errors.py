@@ -1,4 +1,4 @@
-"""What can go wrong while handouts are made."""
+"""The errors that can occur while handouts are made."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class HandoutError(LabkitError):
 
 
 class SolutionLeakError(HandoutError):
-    """A file for students holds lines of a solution; nothing was handed out.
+    """A file for students contains lines of a solution; nothing was handed out.
 
     Attributes:
         file: The file's name.

@@ -1,4 +1,4 @@
-"""The fonts inside a page: DejaVu, which comes with matplotlib, cut down to the characters that the page shows."""
+"""The fonts inside a page: DejaVu, which comes with matplotlib, reduced to the characters that the page shows."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _FACES = (
 
 
 def font_css(text: str) -> str:
-    """``@font-face`` rules with the fonts in them.
+    """Return ``@font-face`` rules with the fonts in them.
 
     Args:
-        text: Everything that the page shows; only its characters are in the fonts.
+        text: All text that the page shows. The fonts contain its characters and printable ASCII.
     """
     characters = "".join(sorted(set(text) | {chr(code) for code in range(32, 127)}))
     rules = []

@@ -1,6 +1,6 @@
 r"""Formulas as pictures inside the page: no script, no font, no network.
 
-matplotlib's mathtext draws them. It knows much of TeX's mathematics, but no environments such as ``\begin{cases}``.
+matplotlib's mathtext draws them. It supports much of TeX's mathematics, but no environments such as ``\begin{cases}``.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _SIZE_PT = {False: 11.0, True: 12.5}
 
 
 def formula(tex: str, *, display: bool) -> str:
-    """A formula as an image with its source as alternative text.
+    """Return a formula as an image with its source as alternative text.
 
     Args:
         tex: The formula without dollar signs.
-        display: A line of its own, or part of a line.
+        display: Whether the formula is on its own line, or part of a line.
 
     Raises:
         HandoutError: mathtext cannot draw it.

@@ -23,11 +23,11 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 def instructor_copy(executed: NotebookNode) -> NotebookNode:
     """Make the instructor's copy of an executed notebook.
 
-    Behind the first cell stands the plan: how long each section takes to teach, estimated, and how long it ran. Behind each check
-    stand the numbers that it gave in this run, what it measures, and the mistakes that it knows.
+    After the first cell comes the plan: the estimated time to teach each section, and the time it ran. After each check come the
+    numbers that it printed in this run, what it measures, and the mistakes that it recognizes.
 
     Args:
-        executed: The notebook; it stays as it is.
+        executed: The notebook; it is not changed.
     """
     copied = clean_copy(executed)
     by_id = {cell.id: cell for cell in executed.cells}
@@ -50,7 +50,7 @@ def instructor_copy(executed: NotebookNode) -> NotebookNode:
 
 @dataclass
 class _Section:
-    """What stands between two headings."""
+    """The cells between two headings."""
 
     heading: str
     num_words: int = 0
@@ -132,13 +132,13 @@ def _exercise_note(exercise: str, ran: Sequence[NotebookNode], check: NotebookNo
 
 
 def _in_cell(text: str) -> str:
-    """A text for a cell of a table; ``**`` outside code is a power, not bold."""
+    """Escape a text for a table cell; ``**`` outside code is a power, not bold."""
     pieces = text.replace("|", r"\|").split("`")
     return "`".join(piece if number % 2 else piece.replace("**", r"\*\*") for number, piece in enumerate(pieces))
 
 
 def _said(check: NotebookNode) -> str:
-    """What the check put out, as plain text."""
+    """Return the output of the check as plain text."""
     texts = (
         output.get("text", "") or output.get("data", {}).get("text/plain", "")
         for output in check.outputs

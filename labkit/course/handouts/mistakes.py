@@ -1,6 +1,6 @@
-"""What learners commonly get wrong, read from the checks themselves: each hint stands for a mistake that a check knows.
+"""The common mistakes of learners, read from the source of the checks: each hint belongs to a mistake that a check recognizes.
 
-What a hint depends on says which mistake that is. The source is read, not run: checks import torch and start runs.
+The condition of a hint says which mistake that is. The source is read and not run: checks import torch and start runs.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ _MAX_CODE = 110
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake that a check knows.
+    """A mistake that a check recognizes.
 
     Attributes:
-        seen: By what the check knows it, in words or as code of the check in code style; empty where the source does not tell.
-        hint: What the check says.
+        seen: The condition by which the check recognizes it, in words or as the check's code in code style; empty if the source
+            does not tell.
+        hint: The check's hint.
     """
 
     seen: str
@@ -32,12 +33,12 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Check:
-    """What the source of a check says.
+    """The contents of a check's source.
 
     Attributes:
         name: Its name, such as ``lab04.check_eval_loss``.
         what: The first paragraph of its docstring.
-        mistakes: What it gives a hint for, in the order of the source. A hint with a value of the run in it is left out.
+        mistakes: The mistakes for which it has a hint, in source order. A hint that contains a value of the run is left out.
     """
 
     name: str
@@ -46,7 +47,7 @@ class Check:
 
 
 def checks_in(source: str) -> list[Check]:
-    """The checks that a cell calls, such as ``lab04.check_eval_loss(pool)``; those that are no function of a lab are left out."""
+    """Return the checks that a cell calls, such as ``lab04.check_eval_loss(pool)``, if they are functions of a lab."""
     names = dict.fromkeys(re.findall(r"\b(lab\d+)\.(check_\w+)\(", source))
     return [check for lab, function in names if (check := _check(lab, function)) is not None]
 
@@ -79,7 +80,7 @@ def _files(lab: str) -> list[Path]:
 
 
 def _definitions(module: ast.Module) -> dict[str, ast.stmt]:
-    """What a module defines at its top: functions, classes and variables by name."""
+    """Return the top-level definitions of a module: functions, classes and variables by name."""
     found: dict[str, ast.stmt] = {}
     for node in module.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -91,7 +92,7 @@ def _definitions(module: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _reachable(start: ast.stmt, top: dict[str, ast.stmt]) -> list[ast.stmt]:
-    """The definitions that one leads to, itself first."""
+    """Return the definitions that one refers to, directly or indirectly, itself first."""
     found, waiting = [], [start]
     while waiting:
         node = waiting.pop(0)
@@ -102,12 +103,12 @@ def _reachable(start: ast.stmt, top: dict[str, ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-# A hint, and what it depends on.
+# A hint and its condition.
 _Place = tuple[ast.expr | None, ast.expr]
 
 
 def _mistakes(node: ast.stmt, top: dict[str, ast.stmt]) -> Iterator[Mistake]:
-    """The mistakes in a definition, by the places in which the labs write hints."""
+    """Yield the mistakes in a definition, by the places in which the labs write hints."""
     for seen, hint in _places(node, top, None):
         for test, branch in _branches(hint):
             if text := _sentence(branch, top):
@@ -115,13 +116,13 @@ def _mistakes(node: ast.stmt, top: dict[str, ast.stmt]) -> Iterator[Mistake]:
 
 
 def _places(node: ast.AST, top: dict[str, ast.stmt], test: ast.expr | None, *, returns: bool = False) -> Iterator[_Place]:
-    """The hints below a node, the innermost ones last.
+    """Yield the hints below a node, the innermost ones last.
 
     Args:
-        node: Where to look.
+        node: The node to search.
         top: The definitions of the module.
         test: The condition under which the node is reached.
-        returns: Whether what is returned here is a hint.
+        returns: Whether a return value here is a hint.
     """
     if isinstance(node, ast.FunctionDef):
         returns = "hint" in node.name
@@ -131,7 +132,7 @@ def _places(node: ast.AST, top: dict[str, ast.stmt], test: ast.expr | None, *, r
     elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and "HINT" in ast.unparse(node.targets[0]):
         yield from zip(node.value.keys, node.value.values, strict=True)
     elif isinstance(node, ast.Tuple) and len(node.elts) > 1 and (len(node.elts) > 2 or not _is_text(node.elts[0])):
-        yield node.elts[0], node.elts[-1]  # what shows a mistake, and last its hint
+        yield node.elts[0], node.elts[-1]  # the sign of a mistake, and last its hint
     elif isinstance(node, ast.Call):
         yield from _in_call(node, top, test)
     if isinstance(node, ast.If):
@@ -146,7 +147,7 @@ def _places(node: ast.AST, top: dict[str, ast.stmt], test: ast.expr | None, *, r
 
 
 def _in_call(call: ast.Call, top: dict[str, ast.stmt], test: ast.expr | None) -> Iterator[_Place]:
-    """The hint that a call is given, with the mistake that another argument tells."""
+    """Yield the hint that a call passes, with the mistake that another argument describes."""
     name = call.func.id if isinstance(call.func, ast.Name) else ""
     if isinstance(made := top.get(name), ast.ClassDef):
         fields = [part.target.id for part in made.body if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)]
@@ -163,7 +164,7 @@ def _in_call(call: ast.Call, top: dict[str, ast.stmt], test: ast.expr | None) ->
 
 
 def _branches(place: ast.expr) -> Iterator[tuple[ast.expr | None, ast.expr]]:
-    """What a conditional expression may give, each with its condition."""
+    """Yield the possible values of a conditional expression, each with its condition."""
     if isinstance(place, ast.IfExp):
         yield from ((test or place.test, branch) for test, branch in _branches(place.body))
         yield from _branches(place.orelse)
@@ -176,7 +177,7 @@ def _is_text(node: ast.expr) -> bool:
 
 
 def _seen(node: ast.expr | None, top: dict[str, ast.stmt]) -> str:
-    """What shows a mistake: the words for it, else the code of its test."""
+    """Return the sign of a mistake: its description, else the code of its test."""
     if node is None:
         return ""
     if _is_text(node):
@@ -186,18 +187,18 @@ def _seen(node: ast.expr | None, top: dict[str, ast.stmt]) -> str:
         words = (ast.get_docstring(test) or test.name.strip("_").replace("_", " ")).split("\n\n")[0]
         return " ".join(words.split()).replace("``", "`").rstrip(".")
     code = ast.unparse(node.body if isinstance(node, ast.Lambda) else node)
-    # A name alone tells nothing to whoever does not read on.
+    # A bare name means nothing to a reader who does not see the code.
     return f"`{code}`" if len(code) <= _MAX_CODE and not code.isidentifier() else ""
 
 
 def _sentence(node: ast.expr, top: dict[str, ast.stmt]) -> str:
-    """The text of a hint; empty when it is no sentence, or holds a value that only a run knows."""
+    """Return the text of a hint; empty if it is not a sentence, or contains a value known only in a run."""
     text = (_text(node, top) or "").strip()
     return text if " " in text and text[-1] in ".?" else ""
 
 
 def _text(node: ast.expr, top: dict[str, ast.stmt]) -> str | None:
-    """A literal as text, with constants of the module filled in; None when there is anything else in it."""
+    """Return a literal as text, with the module's constants filled in; None if there is anything else in it."""
     if isinstance(node, ast.JoinedStr):
         texts = [_text(part.value if isinstance(part, ast.FormattedValue) else part, top) for part in node.values]
         return None if None in texts else "".join(filter(None, texts))

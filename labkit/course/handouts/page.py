@@ -1,4 +1,4 @@
-"""A notebook as one HTML page that needs nothing else: no script, no network, fonts and pictures inside."""
+"""A notebook as one self-contained HTML page: no script, no network, fonts and pictures inside."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Page:
 
     Attributes:
         title: The notebook's title.
-        audience: Whom it is for.
+        audience: The audience it is for.
         html: The page for the screen.
     """
 
@@ -67,17 +67,17 @@ def make_page(notebook: NotebookNode, audience: Audience) -> Page:
 
 
 def style(name: str, **values: str) -> str:
-    """A style sheet of this package, with the rules for code, and values filled in."""
+    """Return a style sheet of this package, with the rules for code, and values filled in."""
     text = (_TEMPLATES / name).read_text(encoding="utf-8")
     for key, value in values.items():
-        # Every unusual character as an escape: "</style>" would end the style sheet.
+        # Escape every unusual character: "</style>" would end the style sheet.
         written = re.sub(r"[^\w .,:]", lambda char: f"\\{ord(char[0]):x} ", value)
         text = text.replace(f"{{{{ {key} }}}}", written)
     return text + (HtmlFormatter(style=_CODE_STYLE, nobackground=True).get_style_defs("pre") if name == "page.css" else "")
 
 
 class _Fonts:
-    """The fonts come last: only the finished page tells which characters it shows."""
+    """The fonts of a page. They are added last, because only the finished page determines which characters it shows."""
 
     PLACE = "/* fonts */\n"
 
@@ -88,14 +88,14 @@ class _Fonts:
 
 
 def embed_fonts(css: str, shown: str) -> str:
-    """A style sheet with the fonts for a text in front."""
+    """Return a style sheet that begins with the fonts for a text."""
     return f"{font_css(shown)}\n{css}"
 
 
 @cache
 def _exporter() -> HTMLExporter:
     config = Config()
-    # Without scripts and widgets, which a page does not show: the next form of such an output is taken.
+    # Without scripts and widgets, which a page does not show: the next form of such an output is used.
     config.NbConvertBase.display_data_priority = _SHOWN
     config.TemplateExporter.extra_template_basedirs = [str(_TEMPLATES)]
     exporter = HTMLExporter(config=config, template_name="handout")
@@ -110,7 +110,7 @@ def _exporter() -> HTMLExporter:
 
 
 def highlighted(source: str) -> str:
-    """Code with colours. What follows ``%%spmd`` is Python, which Pygments' own lexer for notebooks does not know."""
+    """Return code with colours. ``%%spmd`` is followed by Python, which Pygments' own lexer for notebooks does not recognize."""
     formatter = HtmlFormatter(nowrap=True)
     first, newline, rest = source.partition("\n")
     if first.startswith("%%spmd"):
@@ -121,7 +121,7 @@ def highlighted(source: str) -> str:
 
 
 class _Prose(IPythonRenderer):
-    """Markdown whose formulas are pictures and whose links lead from page to page."""
+    """Markdown whose formulas become pictures and whose links lead from page to page."""
 
     def __init__(self, attachments: dict[str, Any]) -> None:
         super().__init__(escape=False, exclude_anchor_links=False, attachments=attachments)
@@ -139,7 +139,7 @@ class _Prose(IPythonRenderer):
         return formula(body, display=False)
 
     def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
-        # In a table a bar has to be escaped in code too, which is the only place where mistune leaves the backslash.
+        # In a table a bar has to be escaped even in code, the only place where mistune keeps the backslash.
         cell = text.replace(r"\|", "|")
         tag, style = "th" if head else "td", f' style="text-align:{align}"' if align else ""
         return f"  <{tag}{style}>{cell}</{tag}>\n"
@@ -156,12 +156,12 @@ class _Prose(IPythonRenderer):
 
 
 def prose(source: str, attachments: dict[str, Any] | None = None) -> str:
-    """Markdown as HTML, with the pictures that are attached to its cell; pictures that lie elsewhere are only named."""
+    """Return markdown as HTML, with the pictures attached to its cell. Pictures stored elsewhere are only named."""
     return sanitized(str(MarkdownWithMath(renderer=_Prose(attachments or {})).render(source)))
 
 
 def _alternative(output: Any) -> str:
-    """The alternative text of a picture: its own, else what it shows as text."""
+    """Return the alternative text of a picture: its own, else its plain text."""
     for mime in ("image/svg+xml", "image/png", "image/jpeg"):
         about = output.metadata.get(mime)
         if isinstance(about, dict) and (alt := about.get("alt")):
@@ -170,14 +170,14 @@ def _alternative(output: Any) -> str:
 
 
 def _width(output: Any) -> int:
-    """The width of a picture on the page; 0 where its output does not say."""
+    """Return the width of a picture on the page; 0 if its output does not specify one."""
     about = output.metadata.get("image/png")
     width = about.get("width") if isinstance(about, dict) else None
     return int(width) if isinstance(width, int | float) and 0 < width < 10_000 else 0
 
 
 def _with_contents(page: str) -> str:
-    """Put links to the sections behind the first cell."""
+    """Insert links to the sections after the first cell."""
     found = re.findall(r'<h2 id="([^"]+)">(.*?)(?:<a class="anchor-link"[^>]*>.*?</a>)?</h2>', page, flags=re.DOTALL)
     if len(found) < 2:
         return page

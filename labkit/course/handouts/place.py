@@ -1,7 +1,7 @@
-"""The folder that handouts lie in: what an earlier run wrote there may be replaced, what somebody else wrote may not.
+"""The folder of the handouts: files that an earlier run wrote there may be replaced, other files may not.
 
-A new set is built beside the old one and put in its place at the end. `handouts.json` in the folder lists what was written, each
-file with its hash: a file that is not listed, or that has been changed since, is somebody's own work.
+A new set is built in a separate folder and moved to its place at the end. `handouts.json` in the folder lists the files that were
+written, each with its hash. A file that is not listed, or has been changed since, is somebody's own work.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Place:
 
     Attributes:
         out: The folder.
-        written: What earlier runs wrote and what is still there: paths inside the folder, each with its hash.
+        written: Files that earlier runs wrote and that still exist: paths inside the folder, each with its hash.
     """
 
     def __init__(self, out: Path) -> None:
@@ -44,10 +44,10 @@ class Place:
                 raise HandoutError(f"{out / LIST} is no list of handouts. Choose another folder.") from None
 
     def require_apart(self, inputs: Sequence[Path], folders: Iterable[str]) -> None:
-        """Refuse inputs that lie where handouts go.
+        """Refuse inputs that are in the folders for handouts.
 
         Raises:
-            HandoutError: It names them.
+            HandoutError: There are such inputs; the message names them.
         """
         taken = [self.out / folder for folder in folders]
         inside = [path for path in inputs if any(_is_below(path, folder) for folder in taken)]
@@ -56,10 +56,10 @@ class Place:
             raise HandoutError(f"{names}: handouts go into this folder and could overwrite it. Choose another folder with --out.")
 
     def require_free(self, names: Iterable[str]) -> None:
-        """Refuse to replace what no earlier run wrote, or what somebody has changed since.
+        """Refuse to replace files that no earlier run wrote, or that somebody has changed since.
 
         Raises:
-            HandoutError: It names the files.
+            HandoutError: There are such files; the message names them.
         """
         foreign = {self.out / name: "" for name in names if os.path.lexists(self.out / name) and not self._is_own(name)}
         foreign |= {folder: "" for name in names for folder in _files_above(self.out, name)}
@@ -72,7 +72,7 @@ class Place:
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[Path]:
-        """An empty folder in which a set can be built; it is gone afterwards."""
+        """Make an empty folder in which a set can be built, and remove it at the end."""
         self.out.mkdir(parents=True, exist_ok=True)
         built = Path(tempfile.mkdtemp(prefix=".building-", dir=self.out))
         try:
@@ -80,20 +80,20 @@ class Place:
         finally:
             shutil.rmtree(built, ignore_errors=True)
             with contextlib.suppress(OSError):
-                self.out.rmdir()  # only where nothing was made
+                self.out.rmdir()  # only if nothing was made
 
     def take(self, built: Path, names: Sequence[str], stale: Iterable[str]) -> None:
-        """Move what was built to its place, delete what it takes the place of, and write the list anew.
+        """Move the built files to their place, delete the files they replace, and rewrite the list.
 
-        An interrupt in these moments comes too late: there is no half of a set.
+        Interrupts are ignored during this, so that no half of a set is left.
 
         Args:
             built: The folder with the new files.
-            names: Which of its files to take.
+            names: The files to take from it.
             stale: Files of earlier runs that the new set no longer has.
 
         Raises:
-            HandoutError: Something is in the way, see `require_free`. Nothing has been moved then.
+            HandoutError: A file is in the way, see `require_free`. Nothing has been moved then.
         """
         gone = [name for name in stale if name not in names]
         with _undisturbed():
@@ -110,7 +110,7 @@ class Place:
             os.replace(draft, self.out / LIST)
 
     def _is_inside(self, name: str) -> bool:
-        """Whether a listed name is a file of this folder: a list may come from elsewhere, and a link may lead there."""
+        """Return whether a listed name is a file in this folder. A list may come from elsewhere, and a link may lead outside."""
         parts = Path(name).parts
         above = [self.out.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
         if Path(name).is_absolute() or ".." in parts or any(path.is_symlink() for path in above):
@@ -123,12 +123,12 @@ class Place:
 
 
 def _is_below(path: Path, folder: Path) -> bool:
-    """Whether a file lies in a folder, however the two are spelled."""
+    """Return whether a file is in a folder, however the two paths are spelled."""
     return folder.exists() and any(above.samefile(folder) for above in path.resolve().parents)
 
 
 def _files_above(out: Path, name: str) -> list[Path]:
-    """What should be a folder on the way to a file and is none."""
+    """Return the paths on the way to a file that should be folders and are not."""
     above = [out.joinpath(*Path(name).parts[:count]) for count in range(1, len(Path(name).parts))]
     return [path for path in above if os.path.lexists(path) and not path.is_dir()]
 
@@ -139,7 +139,7 @@ def _hash(path: Path) -> str:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Signals that end a run find it finished: they are ignored in the moments that the block takes."""
+    """Ignore signals that end a run during the block, so that they find it finished."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The page made for paper: folded text and links at the end of sections, long outputs cut, and the PDF of it."""
+"""The page made for paper: folded text and links at the end of sections, long outputs cut, and its PDF."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NUMBERS = "The numbers as a table"
 
 
 def make_print_page(page: Page) -> str:
-    """The page as it is printed.
+    """Return the page as it is printed.
 
-    A printed page cannot be unfolded: for students hints and answers go to its end, where nobody reads them by accident. What
-    is folded in an output stays there, open; the tables behind pictures stay in the HTML page. The addresses of links stand at
-    the end of each section.
+    A printed page cannot be unfolded. For students, hints and answers are moved to its end, where they are not read by accident.
+    Folded text in an output stays there, unfolded; the tables behind pictures are only in the HTML page. The addresses of links are
+    at the end of each section.
     """
     soup = BeautifulSoup(page.html, "html.parser")
     main = soup.main
@@ -47,8 +47,8 @@ def write_pdf(print_page: str, path: Path, chromium: str) -> None:
     """Print a page with Chromium.
 
     Args:
-        print_page: What `make_print_page` returned.
-        path: Where the PDF goes.
+        print_page: A result of `make_print_page`.
+        path: The path of the PDF.
         chromium: Chromium's path.
 
     Raises:
@@ -58,7 +58,7 @@ def write_pdf(print_page: str, path: Path, chromium: str) -> None:
 
 
 def _cut_long_outputs(main: Tag) -> None:
-    """Keep the beginning and the end of what would fill more than a page; mark what may be split over two."""
+    """Keep the beginning and the end of outputs that would fill more than a page. Mark those that may be split over two pages."""
     for block in main.find_all("pre"):
         lines = block.get_text().splitlines()
         if "input" not in (block.get("class") or []) and len(lines) > _MAX_LINES:
@@ -80,7 +80,7 @@ def _allow_break(tag: Tag | None) -> None:
 
 
 def _move_folded_text(soup: BeautifulSoup, main: Tag) -> None:
-    """Move what is folded in the text to two lists at the end: who looks up a hint does not read an answer beside it."""
+    """Move folded text to two lists at the end, so that a student who looks up a hint does not see an answer beside it."""
     lists: dict[str, list[Tag]] = {"Hints": [], "Answers": []}
     for fold in main.find_all("details"):
         if fold.find_parent(class_="outputs"):
@@ -129,7 +129,7 @@ def _heading_before(tag: Tag) -> str:
 
 
 def _note_links(soup: BeautifulSoup, main: Tag) -> None:
-    """Number the links of each section and list their addresses at its end; links to other handouts become their names."""
+    """Add numbers to the links of each section and list their addresses at its end. Links to other handouts become plain text."""
     notes: list[str] = []
     for tag in [*main.find_all(["h2", "a"]), None]:
         if tag is None or tag.name == "h2":
@@ -149,7 +149,7 @@ def _note_links(soup: BeautifulSoup, main: Tag) -> None:
 
 
 def _split_at_headings(soup: BeautifulSoup, main: Tag) -> None:
-    """Begin a cell at each heading, so that what stands before it in one cell stays with its own section."""
+    """Begin a cell at each heading, so that the text before it in the same cell stays in its own section."""
     for heading in main.find_all(["h2", "h3"]):
         cell = heading.parent
         if isinstance(cell, Tag) and "prose" in (cell.get("class") or []) and heading.find_previous_sibling() is not None:
@@ -159,7 +159,7 @@ def _split_at_headings(soup: BeautifulSoup, main: Tag) -> None:
 
 
 def _group(soup: BeautifulSoup, parent: Tag, heading: str) -> None:
-    """Wrap each cell that begins with a heading, and those up to the next one, in a section."""
+    """Wrap each cell that begins with a heading, and the cells up to the next one, in a section."""
     section: Tag | None = None
     for child in [child for child in parent.children if isinstance(child, Tag)]:
         if child.find(heading) is not None:
@@ -178,6 +178,6 @@ def _add_notes(soup: BeautifulSoup, main: Tag, heading: Tag | None, notes: list[
     if heading is None:
         main.append(listing)
         return
-    # Before the cell in which the next section begins, not inside it.
+    # Insert before the cell in which the next section begins, not inside it.
     cell = heading.find_parent(class_="cell")
     (cell if isinstance(cell, Tag) and cell.find(["h2"]) is heading else heading).insert_before(listing)

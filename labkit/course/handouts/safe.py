@@ -1,7 +1,7 @@
-"""HTML of a stranger in a page of ours: it runs nothing, loads nothing, and leads to no file of the reader.
+"""Sanitizing of foreign HTML in a page of ours: it runs nothing, loads nothing, and leads to no file of the reader.
 
-Three things each do it alone, where they can. bleach lets through only the elements and attributes listed here, the page's policy
-forbids what is left to load or run, and the page is printed without scripts and without a network.
+Three measures each do this independently, as far as they can: bleach lets through only the elements and attributes listed here, the
+page's policy forbids anything left to load or run, and the page is printed without scripts and without a network.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ POLICY = (
     "font-src data:; base-uri 'none'; form-action 'none'\">"
 )
 
-# Elements whose content is no text for a reader: they go with all that is in them.
+# Elements whose content is not text for a reader: they are removed with their content.
 _GONE = (
     "script", "style", "template", "noscript", "iframe", "frame", "frameset", "object", "embed", "applet", "math", "foreignobject",
     "title", "textarea", "select", "button", "input", "label", "form", "audio", "video", "canvas", "portal", "noembed", "noframes",
 )  # fmt: skip
-# A form is only a frame around text; so is the label of an input, but that is of no use without it.
+# A form is only a frame around text, so its text stays. The label of an input is useless without the input, so it goes.
 _KEEPS_TEXT = {"form"}
 _TAGS = """
 a abbr b bdi bdo blockquote br caption cite code col colgroup dd del details dfn div dl dt em figcaption figure h1 h2 h3 h4 h5 h6
@@ -54,7 +54,7 @@ radial-gradient repeating-linear-gradient translate scale rotate
 
 
 def sanitized(source: Any) -> str:
-    """Return HTML with nothing in it that runs, loads, or leads to a file; text, tables, pictures and their styles stay."""
+    """Return HTML without anything that runs, loads, or leads to a file. Text, tables, pictures and their styles stay."""
     html = "".join(map(str, source)) if isinstance(source, list) else str(source)
     soup = BeautifulSoup(html, "html.parser")
     for drawing in soup.find_all("svg"):
@@ -69,7 +69,7 @@ def sanitized(source: Any) -> str:
 
 
 def picture_data(data: Any) -> str:
-    """Return the data of a picture with nothing in it but base64."""
+    """Return the data of a picture reduced to base64 characters."""
     return re.sub(r"[^A-Za-z0-9+/=]", "", "".join(data) if isinstance(data, list) else str(data))
 
 
@@ -95,7 +95,7 @@ def _is_allowed(tag: str, name: str, value: str) -> bool:
 
 
 class _Styles(CSSSanitizer):  # type: ignore[misc]  # bleach has no types
-    """Style attributes without what loads or covers the page: only known properties, and no function but of colours and sizes."""
+    """Style attributes that cannot load anything or cover the page: only known properties, and functions for colours and sizes."""
 
     def sanitize_css(self, style: str) -> str:
         declarations = tinycss2.parse_declaration_list(style, skip_comments=True, skip_whitespace=True)

@@ -1,6 +1,6 @@
-"""Where the solutions are in a notebook, what stands in their place for students, and whether any of them leaks.
+"""The solutions in a notebook: where they are, their replacement for students, and the search for leaks.
 
-A solution stands between ``### BEGIN SOLUTION`` and ``### END SOLUTION``, the convention of nbgrader.
+A solution is between ``### BEGIN SOLUTION`` and ``### END SOLUTION``, the convention of nbgrader.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ _REGION = re.compile(
     r"^(?P<indent>[ \t]*)### BEGIN SOLUTION[^\n]*\n(?P<body>.*?)^[ \t]*### END SOLUTION[^\n]*$", re.MULTILINE | re.DOTALL
 )
 _MARKER = re.compile(r"[ \t]*### (BEGIN|END) SOLUTION")
-# What somebody wrote who meant a marker: other case, other signs, another number of #.
+# Text that was probably meant as a marker: other case, other signs, another number of #.
 _ALMOST = re.compile(r"(#|//|<!--)[\W_]*(BEGIN|START|END|STOP)[\W_]*(OF[\W_]*)?(THE[\W_]*)?SOLUTION", re.IGNORECASE)
 _HOLE = "{indent}# YOUR CODE HERE\n{indent}raise NotImplementedError"
 _TAG = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
-# A shorter one, such as `break` or `n += 1`, stands in other texts by chance.
+# A shorter line, such as `break` or `n += 1`, occurs in other texts by chance.
 _TELLING_CHARS = 8
 
 
 def require_paired_markers(notebook: NotebookNode, name: str) -> None:
-    """Refuse markers that would leave a solution open.
+    """Refuse markers that would expose a solution.
 
     Args:
         notebook: The notebook.
         name: Its name, for the message.
 
     Raises:
-        HandoutError: A marker has no other one, or a line is almost a marker; the message names cell and line.
+        HandoutError: A marker has no counterpart, or a line is almost a marker; the message names cell and line.
     """
     for number, cell in enumerate(notebook.cells, start=1):
         if not is_for_instructor(cell) and (wrong := _wrong_marker(cell)):
@@ -47,7 +47,7 @@ def require_paired_markers(notebook: NotebookNode, name: str) -> None:
 
 
 def _wrong_marker(cell: NotebookNode) -> tuple[int, str] | None:
-    """The first line of a cell that a solution could leak by, and why."""
+    """Return the first line of a cell through which a solution could leak, and why."""
     begun = 0
     for number, line in enumerate(cell.source.splitlines(), start=1):
         if marker := _MARKER.match(line):
@@ -56,33 +56,33 @@ def _wrong_marker(cell: NotebookNode) -> tuple[int, str] | None:
             if (marker[1] == "BEGIN") == bool(begun):
                 return number, f"{line.strip()!r} has no {'END before it' if begun else 'BEGIN'}"
             begun = number if marker[1] == "BEGIN" else 0
-        # Elsewhere in a line of text, a marker is only spoken of.
+        # Elsewhere in a line of text, a marker is only mentioned.
         elif _ALMOST.search(line) if cell.cell_type == "code" else _ALMOST.match(line.strip()):
             return number, f"{line.strip()!r} is almost a marker"
     return (begun, "'### BEGIN SOLUTION' has no END") if begun else None
 
 
 def has_solution(source: str) -> bool:
-    """Whether a part of the source is a solution."""
+    """Return whether a part of the source is a solution."""
     return _REGION.search(source) is not None
 
 
 def with_holes(source: str) -> str:
-    """The source with a hole in the place of each solution: a comment, and an error for who runs the cell as it is."""
+    """Replace each solution in the source by a hole: a comment, and an error for a student who runs the cell unchanged."""
     return _REGION.sub(lambda found: _HOLE.format(indent=found["indent"]), source)
 
 
 def solution_lines(source: str) -> list[str]:
-    """The lines of the solutions in a source, stripped, without the empty ones."""
+    """Return the lines of the solutions in a source, stripped, without the empty ones."""
     lines = (line.strip() for found in _REGION.finditer(source) for line in found["body"].splitlines())
     return [line for line in lines if line]
 
 
 class Secrets:
-    """The lines that no student may find: those of solutions that the notebooks do not show elsewhere.
+    """The lines that students must not see: lines of solutions that the notebooks do not show elsewhere.
 
     Args:
-        notebooks: All notebooks of the set. A line that one of them shows outside its solutions is no secret in any.
+        notebooks: All notebooks of the set. A line that one of them shows outside its solutions is not secret in any.
     """
 
     def __init__(self, notebooks: Iterable[NotebookNode]) -> None:
@@ -95,17 +95,17 @@ class Secrets:
         self._telling = {_squeezed(line): line for line in self.lines if len(_squeezed(line)) >= _TELLING_CHARS}
 
     def in_text(self, text: str) -> list[str]:
-        """The secret lines in a text, however it is wrapped and indented; short ones only where they are a whole line."""
+        """Return the secret lines in a text, however it is wrapped and indented; short ones only if they are a whole line."""
         squeezed, whole = _squeezed(text), {line.strip() for line in text.splitlines()}
         found = [line for key, line in self._telling.items() if key in squeezed]
         return found + [line for line in self.lines if line not in found and line in whole]
 
     def in_page(self, page: str) -> list[str]:
-        """The secret lines in an HTML page: in what it shows and in its markup."""
+        """Return the secret lines in an HTML page, in its visible text or in its markup."""
         return self.in_text(html.unescape(_TAG.sub("", page))) or self.in_text(html.unescape(page))
 
     def in_notebook(self, content: Any) -> list[str]:
-        """The secret lines anywhere in a notebook, or in a part of one: sources, outputs, metadata, widget state."""
+        """Return the secret lines anywhere in a notebook or in a part of one: sources, outputs, metadata, widget state."""
         return [line for text in _texts(content) for line in (self.in_page(text) if "<" in text else self.in_text(text))]
 
 
@@ -121,7 +121,7 @@ def _texts(content: Any) -> Iterator[str]:
             yield str(key)
             yield from _texts(value)
     elif isinstance(content, list):
-        # A text may come as a list of its lines.
+        # A text may be a list of its lines.
         if content and all(isinstance(item, str) for item in content):
             yield "".join(content)
         for item in content:

@@ -1,4 +1,4 @@
-"""The students' copy: solutions are holes, predictions are open, and what would answer either is left out or folded."""
+"""The students' copy: solutions are holes, predictions are open, and whatever would answer either is left out or folded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbformat import NotebookNode
 from labkit.course.handouts.cells import clean_copy, is_for_instructor, note, num_predictions, paragraphs, tags
 from labkit.course.handouts.solutions import Secrets, has_solution, with_holes
 
-# Outputs of these cells tell what a student is to find out.
+# Outputs of these cells reveal what a student has to find out.
 _SOLVED = {"exercise", "check", "recap"}
 _ANSWER = re.compile(r"^\*\*(What to notice|Read it aloud)", re.MULTILINE)
 _HEADING = re.compile(r"#{1,6} ")
@@ -22,12 +22,12 @@ _OPEN_LINE = "**Your prediction:**"
 def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
     """Make the students' copy of an executed notebook.
 
-    From a **Predict first**, and from a cell with a solution, up to the next heading, outputs are left out and the notes on them
-    are folded: a later output of the same section often answers the question too. A cell to write the prediction into is added.
-    An output that shows a line of a solution, such as a traceback through it, is left out anywhere.
+    After a **Predict first** or a cell with a solution, up to the next heading, outputs are left out and the notes on them are
+    folded: a later output of the same section often answers the question too. A cell is added in which to write the prediction. An
+    output that shows a line of a solution, such as a traceback through it, is left out everywhere.
 
     Args:
-        executed: The notebook; it stays as it is.
+        executed: The notebook; it is not changed.
         secrets: The lines that must not appear.
     """
     copied = clean_copy(executed)
@@ -54,7 +54,7 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
 
 
 def _add_prose(cell: NotebookNode, cells: list[NotebookNode], is_open: bool) -> bool:
-    """Add a markdown cell, cut behind each prediction, its answers folded; say whether something is open after it."""
+    """Add a markdown cell, split after each prediction, with its answers folded. Return whether a prediction is open after it."""
     part, done = cell, []
     for paragraph in paragraphs(cell.source):
         if _HEADING.match(paragraph):

@@ -1,4 +1,4 @@
-"""Checks of the exercises in notebook 00. Each measures on the ranks what the learner's code does there."""
+"""The checks of the exercises in notebook 00. Each measures on the ranks what the learner's code does there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of a learner's function on every rank: what went in, what came back, which collectives were called."""
+"""One call of a learner's function on every rank: its input, its answer, and the collectives it called."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from labkit.ranks import RankResults
 
 @dataclass(frozen=True)
 class Answer:
-    """What the learner's function returned on one rank.
+    """The answer of the learner's function on one rank.
 
     Attributes:
         kind: The name of its type, ``Tensor`` for a tensor.
-        shape: Of a tensor; empty for everything else.
-        numbers: Those of a tensor or a number; empty for everything else.
+        shape: The shape of a tensor; empty for everything else.
+        numbers: The numbers of a tensor, or a number; empty for everything else.
         text: The answer for people, with its type.
     """
 
@@ -33,13 +33,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Trial:
-    """What one rank saw of one call of the learner's function.
+    """One rank's record of one call of the learner's function.
 
     Attributes:
         given: The numbers in the tensor before the call.
         kept: The numbers in the same tensor after it.
-        answer: What came back.
-        calls: How often each collective was called.
+        answer: The return value.
+        calls: The number of calls of each collective.
     """
 
     given: list[float]
@@ -52,7 +52,7 @@ Mistake = tuple[Callable[[Answer], bool], str]
 
 
 def on_ranks(pool: Pool, name: str, function: Callable[..., Trial], *args: object, timeout_s: float) -> RankResults[Trial]:
-    """Try the learner's function on the ranks. A hang is refused like every other answer."""
+    """Try the learner's function on the ranks. A hang is refused like any other answer."""
     try:
         return run_on_ranks(pool, function, *args, timeout_s=timeout_s)
     except RunTimeoutError as error:
@@ -61,7 +61,7 @@ def on_ranks(pool: Pool, name: str, function: Callable[..., Trial], *args: objec
 
 
 def require_kept(rank: int, trial: Trial) -> None:
-    """Refuse a right result that cost the input. Ranks: controller."""
+    """Refuse a correct result if the input was changed. Ranks: controller."""
     if trial.kept != trial.given:
         refuse(
             f"The result is right, but on rank {rank} the input has become {listed(trial.kept)}.",
@@ -74,19 +74,19 @@ def require_kept(rank: int, trial: Trial) -> None:
 
 
 def is_close(numbers: Sequence[float], target: float) -> bool:
-    """Whether there is one number, and it is the target but for the rounding of float32."""
+    """Return whether there is exactly one number and it equals the target up to the rounding of float32."""
     return len(numbers) == 1 and math.isclose(numbers[0], target, rel_tol=1e-5, abs_tol=1e-6)
 
 
 def distance(value: float, target: float) -> str:
-    """By how much a value misses, as the end of a sentence; empty for NaN and infinity."""
+    """Describe the difference from the target as the end of a sentence; empty for NaN and infinity."""
     if not math.isfinite(value):
         return ""
     return f", {abs(value - target):.4g} too {'large' if value > target else 'small'}"
 
 
 def listed(numbers: Sequence[float]) -> str:
-    """The numbers of a tensor, for people."""
+    """Format the numbers of a tensor."""
     return "[" + ", ".join(f"{number:g}" for number in numbers) + "]"
 
 
@@ -97,7 +97,7 @@ def try_function(name: str, numbers: Any) -> Trial:
     """Call the learner's function of this name with a tensor, on the rank's device.
 
     Raises:
-        ExerciseError: It raised, or what it returned cannot be read.
+        ExerciseError: It raised, or its result cannot be read.
 
     Ranks: collective if the function is.
     """
@@ -125,7 +125,7 @@ def _answer(result: Any) -> Answer:
 
 @contextmanager
 def _counted() -> Iterator[Counter[str]]:
-    """Count calls of torch.distributed's collectives while the block runs. Older and newer spellings count as one."""
+    """Count calls of torch.distributed's collectives during the block. Older and newer spellings count as one."""
     import torch.distributed as dist
 
     families = {

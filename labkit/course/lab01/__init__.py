@@ -1,4 +1,4 @@
-"""Checks of the exercises in notebook 01. Each measures what the learner's code does."""
+"""The checks of the exercises in notebook 01. Each measures what the learner's code does."""
 
 from __future__ import annotations
 

@@ -20,15 +20,15 @@ _LEARNING_RATE, _FRESH_LEARNING_RATE = 3e-3, 1e-4
 
 @dataclass(frozen=True)
 class Resumed:
-    """What one rank saw of a run that was saved, restored with the learner's class, and continued.
+    """One rank's observations of a run that was saved, restored with the learner's class, and continued.
 
     Attributes:
         expected: Losses of the run that was never interrupted.
         losses: Losses of the restored run, for the same steps.
         weights: The restored model against the saved one, before any further step.
         moments: The same for the optimizer's tensors and numbers.
-        learning_rate: What the restored optimizer uses.
-        position: Batches that the restored sampler has given.
+        learning_rate: The learning rate of the restored optimizer.
+        position: The number of batches that the restored sampler has given.
     """
 
     expected: list[float]
@@ -42,8 +42,8 @@ class Resumed:
 def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
     """Exercise 2: ``AppState(model, optimizer, batches)`` saves and restores all that training needs to go on.
 
-    A run of a few steps is saved through the class, restored into objects that know nothing of it (another seed, another
-    learning rate, a sampler at its start), and both runs go on. Their losses have to be equal bit for bit.
+    A run of a few steps is saved through the class and restored into objects that know nothing of it (another seed, another
+    learning rate, a sampler at its start). Then both runs go on. Their losses have to be equal bit for bit.
 
     Args:
         pool: The pool; ``AppState`` is defined on its ranks.
@@ -53,8 +53,8 @@ def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
         A line with the equal losses.
 
     Raises:
-        ExerciseError: A loss differs, or restored state does although the losses agree.
-            Or the class raises, or its state is no dict.
+        ExerciseError: A loss differs, or restored state differs although the losses agree, or the class raises, or its state is not
+            a dict.
         RunTimeoutError: A rank waits for another one.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
@@ -118,7 +118,7 @@ def _resume(folder: str) -> Resumed:
         batches = BatchSampler(batch_size=2 * world_size, seq_len=32, seed=1, rank=rank, world_size=world_size, device=device)
         return model, optimizer, batches
 
-    # The class has to work with what it is given: the notebook's own objects are out of its sight.
+    # The class has to work with its arguments, so the notebook's own objects are hidden from it.
     with _hidden("model", "optimizer", "batches"):
         return _compare_runs(folder, start)
 
@@ -138,7 +138,7 @@ def _compare_runs(folder: str, start: Callable[[int, float], tuple[Any, Any, Any
     with trying("what state_dict returned", "a dict with the same names in the saved and in the fresh run."):
         _through(dcp.load, {"app": _Asked(restored, restored_optimizer, restored_batches)}, checkpoint_id=folder)
     saved_moments = get_optimizer_state_dict(model, optimizer)
-    # An optimizer without state cannot be asked for it: the question itself would take a step.
+    # Do not ask an optimizer without state for it: that would take a step.
     moments = get_optimizer_state_dict(restored, restored_optimizer) if restored_optimizer.state else {}
     position, learning_rate = restored_batches.position, restored_optimizer.param_groups[0]["lr"]
     weights = compare(get_model_state_dict(restored), get_model_state_dict(model))
@@ -158,13 +158,13 @@ def _through(call: Callable[..., Any], state: dict[str, Any], checkpoint_id: str
 
     try:
         call(state, checkpoint_id=checkpoint_id)
-    except CheckpointException as error:  # no Exception: it would pass by everything that takes care of a learner's errors
+    except CheckpointException as error:  # not an Exception: it would bypass all handling of a learner's errors
         first = min(error.failures)
         raise ValueError(str(error.failures[first][0])) from None
 
 
 class _Asked:
-    """The learner's object between DCP and the check: what it raises is told with the learner's own line, and not with DCP's."""
+    """A layer between DCP and the learner's object: its errors are reported with the learner's own line, and not with DCP's."""
 
     def __init__(self, *parts: Any) -> None:
         self._app = ask(from_cell("AppState"), *parts, case="with model, optimizer and batches")

@@ -1,4 +1,4 @@
-"""Exercise 1 of notebook 01: which rows lie on which rank."""
+"""Exercise 1 of notebook 01: the rows of a sharded tensor on each rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ def check_chunk_rows(pool: Pool, chunk_rows: ChunkRows, *, timeout_s: float = 60
 
     Args:
         pool: The pool.
-        chunk_rows: Returns the first row and the row after the last; equal where the rank holds nothing.
+        chunk_rows: Returns the first row and the row after the last; equal if the rank holds nothing.
         timeout_s: Seconds after which a rank counts as hung.
 
     Returns:
         A line with the number of predictions.
 
     Raises:
-        ExerciseError: A prediction is wrong; the message shows one case and how many rows it is off. Or the function raises.
+        ExerciseError: A prediction is wrong, or the function raises. The message shows one case and the number of rows by which it
+            is off.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -118,7 +119,7 @@ def _start_beyond_the_end(num_rows: int, num_ranks: int, _: Sequence[Span]) -> l
 
 
 def _capped(num_rows: int, num_pieces: int, num_ranks: int) -> list[Span]:
-    """The right rule for ``num_pieces``, asked for ``num_ranks``."""
+    """Return the spans of the correct rule for ``num_pieces``, asked for ``num_ranks``."""
     size = -(-num_rows // num_pieces)
     return [(min(rank * size, num_rows), min((rank + 1) * size, num_rows)) for rank in range(num_ranks)]
 
@@ -140,7 +141,7 @@ _WRONG_RULES: tuple[tuple[Callable[[int, int, Sequence[Span]], list[Span]], str]
 
 
 def _rows_on_ranks(world_size: int) -> dict[tuple[int, int], list[Span]]:
-    """For (rows, ranks) the rows of each rank: read off real DTensors for ``world_size`` ranks, off torch.chunk for others."""
+    """Return the rows of each rank by (rows, ranks): of real DTensors for ``world_size`` ranks, by torch.chunk for others."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh

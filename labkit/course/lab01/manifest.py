@@ -26,10 +26,10 @@ FindDamage = Callable[[Path], Iterable[str]]
 def check_manifest(checkpoint: Path, older: Path, write_manifest: WriteManifest, find_damage: FindDamage) -> str:
     """Exercise 3: ``write_manifest(folder)`` publishes a checkpoint, ``find_damage(folder)`` names the files that are not as saved.
 
-    Copies of a real checkpoint are damaged in ways that torch loads without a word, and in ways that it does not.
+    Copies of a real checkpoint are damaged in ways that torch loads without an error, and in ways that it does not.
 
     Args:
-        checkpoint: A complete checkpoint. A manifest that it has already is left out of the copies.
+        checkpoint: A complete checkpoint. If it already has a manifest, the copies leave it out.
         older: An earlier checkpoint of the same model, whose files have the same names.
         write_manifest: Writes ``manifest.json`` into the folder, complete or not at all.
         find_damage: Returns the names of files that are missing, changed or not listed; ``manifest.json`` if there is none.
@@ -38,8 +38,8 @@ def check_manifest(checkpoint: Path, older: Path, write_manifest: WriteManifest,
         A line with the number of kinds of damage found.
 
     Raises:
-        ExerciseError: A damage goes unnoticed, an intact folder is accused, a manifest is not published in one piece, or one of
-            the functions raises where it should not.
+        ExerciseError: Damage goes unnoticed, an intact folder is accused, a manifest is not published in one piece, or one of the
+            functions raises when it should not.
 
     Ranks: controller.
     """
@@ -51,7 +51,7 @@ def check_manifest(checkpoint: Path, older: Path, write_manifest: WriteManifest,
             folder = Path(scratch, f"damaged-{number}")
             shutil.copytree(published, folder)
             victim = damage.apply(folder, older)
-            if (folder / victim).exists():  # the dates are those of the saved file: they are no evidence
+            if (folder / victim).exists():  # keep the dates of the saved file: they must not be evidence
                 shutil.copystat(published / victim if (published / victim).exists() else published / ".metadata", folder / victim)
             found = _names(find_damage, folder, damage.what)
             if victim not in found:
@@ -143,11 +143,11 @@ def _check_broken_attempt(checkpoint: Path, folder: Path, write_manifest: WriteM
 
 @dataclass
 class _Opened:
-    """What is opened while a learner's function runs.
+    """The files that are opened while a learner's function runs.
 
     Attributes:
         broken: A file that cannot be read.
-        for_writing: The files that were opened to be written.
+        for_writing: The files that were opened for writing.
     """
 
     broken: Path | None = None
@@ -170,7 +170,7 @@ def _opened(broken: Path | None = None) -> Iterator[_Opened]:
 
 @functools.cache
 def _install_audit_hook() -> None:
-    """Once in a process: Python has no way to take one back. It sees every way to open a file."""
+    """Install an audit hook, which sees every way to open a file. Do so once in a process, because Python cannot remove one."""
     sys.addaudithook(_on_audit_event)
 
 
@@ -190,9 +190,9 @@ class _Damage:
     """One way to damage a checkpoint.
 
     Attributes:
-        what: The damage in words.
-        apply: Does it to a folder, with an older checkpoint at hand, and returns the victim's name.
-        hint: What a solution needs in order to see it.
+        what: A description of the damage.
+        apply: Damages a folder, with an older checkpoint available, and returns the victim's name.
+        hint: What a solution needs in order to notice it.
     """
 
     what: str

@@ -28,7 +28,7 @@ class _Tried:
     chosen: set[int]
 
     def is_best(self, chosen: set[int] | None = None, peak: Callable[..., int] | None = None, below: int = 0) -> bool:
-        """Whether a choice has the least time for whoever takes the peak to be this, and the limit to be lower by ``below``."""
+        """Return whether a choice has the least time if ``peak`` computes the peak and the limit is lower by ``below``."""
         chosen, peak = self.chosen if chosen is None else chosen, peak or peak_bytes
         fits = chosen <= set(range(len(self.saved))) and peak(self.saved, self.inputs, chosen) <= self.limit - below
         return fits and _time(self.seconds, chosen) == _least(self.saved, self.inputs, self.seconds, self.limit - below, peak)
@@ -37,17 +37,17 @@ class _Tried:
 def check_choose(choose: Choose) -> str:
     """Exercise 4: ``choose(saved, inputs, seconds, limit)`` names the blocks to recompute, with the least time under the limit.
 
-    It is tried on many rows of blocks against every possible choice.
+    It is tried on many rows of blocks and compared with every possible choice.
 
     Args:
-        choose: Takes per block the bytes that it saves, the bytes of its input, and the seconds of its forward, and the limit
-            of bytes; returns the places of the blocks to recompute.
+        choose: Takes, per block, the bytes that it saves, the bytes of its input, and the seconds of its forward, and the limit in
+            bytes; returns the places of the blocks to recompute.
 
     Returns:
         A line with the number of rows.
 
     Raises:
-        ExerciseError: A limit is exceeded, or less recomputation would do; the message shows one case.
+        ExerciseError: A limit is exceeded, or less recomputation would be enough; the message shows one case.
 
     Ranks: controller; no rank takes part.
     """
@@ -61,7 +61,7 @@ def check_choose(choose: Choose) -> str:
 
 
 def peak_bytes(saved: Sequence[int], inputs: Sequence[int], chosen: Iterable[int]) -> int:
-    """The most bytes: while a block runs, its own activations are there, and what is held for the blocks before it."""
+    """Return the peak in bytes: while a block runs, its own activations are there, and what is kept from the blocks before it."""
     recomputed, held, peak = set(chosen), 0, 0
     for place, own in enumerate(saved):
         peak = max(peak, held + own)
@@ -70,7 +70,8 @@ def peak_bytes(saved: Sequence[int], inputs: Sequence[int], chosen: Iterable[int
 
 
 def _cases() -> list[tuple[list[int], list[int], list[float], int]]:
-    # In the second row one choice is best, another one if a running block's own activations are forgotten, and no two are alike.
+    # In the second row, one choice is best, another is best if a running block's own activations are forgotten, and no two are
+    # alike.
     cases = [([10] * 4, [1] * 4, [1.0] * 4, 40), ([8] * 4, [1] * 4, [1.0, 5.0, 5.0, 0.5], 25), ([10] * 4, [1] * 4, [1.0] * 4, 31)]
     cases += [([10] * 4, [1] * 4, [1.0] * 4, 13), ([9, 5, 5, 1], [1, 1, 1, 1], [3.0, 2.0, 2.0, 1.0], 12)]
     dice = random.Random(2)
@@ -108,7 +109,7 @@ def _time(seconds: Sequence[float], places: Iterable[int]) -> float:
 
 
 def _held_at_the_end(saved: Sequence[int], inputs: Sequence[int], chosen: set[int]) -> int:
-    """The peak for whoever forgets that a block that runs has all its own activations."""
+    """Return the peak as computed by the mistake of forgetting that a running block has all its own activations."""
     return sum(inputs[place] if place in chosen else own for place, own in enumerate(saved))
 
 
@@ -117,7 +118,7 @@ def _held_before_the_last(saved: Sequence[int], inputs: Sequence[int], chosen: s
 
 
 def _judge(tried: list[_Tried]) -> None:
-    """Judge the last case; the others say which mistake explains it."""
+    """Judge the last case; the others show which mistake explains it."""
     last = tried[-1]
     saved, inputs, seconds, limit, chosen = last.saved, last.inputs, last.seconds, last.limit, last.chosen
     peak, time, least = peak_bytes(saved, inputs, chosen), _time(seconds, chosen), _least(saved, inputs, seconds, limit)

@@ -1,4 +1,4 @@
-"""Exercise 2 of notebook 02 on a rank: a training step with the learner's hooks, and what they did in it."""
+"""Exercise 2 of notebook 02 on a rank: a training step with the learner's hooks, and their effects."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Seen:
-    """What the hooks did on one rank.
+    """The effects of the hooks on one rank.
 
     Attributes:
-        error: What forward or backward raised for them.
+        error: The error that forward or backward raised because of them.
         moved_weights: Bytes of weights that came back as another tensor.
         kept_weights: Bytes of weights that stayed.
         moves_parts_only: Whether all weights that moved are parts that begin inside a weight's memory.
         kept_activations: Bytes of activations that came back as the same memory.
-        copies_others: Whether a tensor that the model has nothing to do with came back as other memory.
-        leaves_device: Whether what ``pack`` returns for a tensor of a GPU is on the host; None where nothing can be seen of it.
-        num_activations: Activations that were saved.
-        changed: Saved tensors that came back with other values, as words.
-        mixed_up: Which different tensors the hooks take for one: ``views`` or ``reused``, empty if they tell them apart.
+        copies_others: Whether a tensor that is unrelated to the model came back in other memory.
+        leaves_device: Whether ``pack`` returns a host tensor for a GPU tensor; None if that cannot be seen.
+        num_activations: Number of activations that were saved.
+        changed: A description of a saved tensor that came back changed.
+        mixed_up: The different tensors that the hooks confuse: ``views`` or ``reused``; empty if they distinguish them.
         looks_like_weights: Whether all activations that stayed have the shape of a weight, while others moved.
         wrong_gradients: Parameters whose gradients differ.
         moved_bytes: Bytes of activations that moved.
@@ -51,7 +51,7 @@ class Seen:
 
 
 _SWAPPED = "It works the other way round: return pack first, then unpack."
-# Which of the two hooks raised, and what.
+# Tests on which of the two hooks raised and its error.
 _RAISED: list[tuple[Callable[[tuple[int, BaseException]], bool], str]] = [
     (
         lambda raised: "device string" in str(raised[1]) or "nvalid device" in str(raised[1]),
@@ -69,7 +69,7 @@ def _model() -> nn.Module:
     from torch import nn
 
     class Mixed(nn.Module):
-        """Saves weights as they are (scale), as views (first) and in parts (last), and two views of one activation."""
+        """A model that saves weights unchanged (scale), as views (first) and in parts (last), and two views of one activation."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -89,10 +89,10 @@ def _model() -> nn.Module:
 
 
 def try_hooks() -> Seen:
-    """Train the model for a step with ``make_hooks`` of this rank, and look at all that the hooks get and return.
+    """Train the model for a step with ``make_hooks`` of this rank, and record everything that the hooks get and return.
 
     Raises:
-        ExerciseError: The hooks raised or returned something else than a tensor.
+        ExerciseError: The hooks raised or returned something other than a tensor.
 
     Ranks: local.
     """
@@ -119,11 +119,11 @@ def try_hooks() -> Seen:
         watch.look_at_others(make_hooks(model))
     except ExerciseError:
         raise
-    except Exception as error:  # whatever a learner's code raises is shown to them
+    except Exception as error:  # any error of a learner's code is shown to them
         if watch is not None and watch.found["changed"]:
-            with suppress(Exception):  # it only makes the hint better
+            with suppress(Exception):  # it only improves the hint
                 watch.look_for_mix_ups(make_hooks(model))
-            return Seen("", **watch.found)  # what made backward fail
+            return Seen("", **watch.found)  # this made backward fail
         return Seen(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", **(watch.found if watch else {}))
     got = [parameter.grad for parameter in model.parameters()]
     wrong = sum(not _same(a, b) for a, b in zip(got, expected, strict=True))
@@ -137,7 +137,7 @@ def _same(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 class _Watch:
-    """Stands between autograd and the learner's hooks, and looks at what comes back."""
+    """A layer between autograd and the learner's hooks that inspects what comes back."""
 
     def __init__(self, pack: Any, unpack: Any, weights: list[Tensor]) -> None:
         self._hooks = pack, unpack
@@ -180,7 +180,7 @@ class _Watch:
         else:
             self.found["num_activations"] += 1
             self.found["kept_activations" if stayed else "moved_bytes"] += tensor.nbytes
-            # Told apart by shape: what looks like a weight stays, everything else moves.
+            # The hooks distinguish by shape if every tensor that looks like a weight stays and everything else moves.
             self.found["looks_like_weights"] &= stayed == (tuple(tensor.shape) in self._shapes)
         return packed
 
@@ -188,7 +188,7 @@ class _Watch:
         return self._called(1, packed, "what pack returned")
 
     def _called(self, which: int, given: Any, case: str) -> Any:
-        """What a hook returns; what it raises is refused with the learner's line."""
+        """Return a hook's result. If it raises, refuse it with the learner's line."""
         try:
             return ask(self._hooks[which], given, case=case)
         except ExerciseError as error:
@@ -199,7 +199,7 @@ class _Watch:
             raise ExerciseError(f"{error}\nTarget: forward and backward run." + (f"\nHint: {hint}" if hint else "")) from cause
 
     def look_for_mix_ups(self, hooks: Any) -> None:
-        """Try new hooks on tensors that share an address, at one time and one after the other."""
+        """Try new hooks on tensors that share an address, at the same time and one after the other."""
         import torch
 
         pack, unpack = hooks
@@ -213,7 +213,7 @@ class _Watch:
             return  # wrong already for one tensor
         both = torch.arange(24.0).view(4, 6)
         memory = bytearray(32)
-        # A buffer makes certain what an allocator does often: a new tensor where one was freed.
+        # With a buffer this is certain, and not only frequent as with an allocator: a new tensor where one was freed.
         earlier = is_right(torch.frombuffer(memory, dtype=torch.float32))
         memory[:] = bytes(range(32))
         if not (earlier and is_right(torch.frombuffer(memory, dtype=torch.float32))):
@@ -224,14 +224,14 @@ class _Watch:
             self.found["changed"] = self.found["changed"] or "another tensor came back from the same memory"
 
     def look_at_others(self, hooks: Any) -> None:
-        """Try new hooks on a tensor that the model has nothing to do with, and on one of a GPU that there need not be."""
+        """Try new hooks on a tensor that is unrelated to the model, and on a fake GPU tensor, which needs no GPU."""
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         pack, unpack = hooks
         other = torch.arange(35.0).view(5, 7)
         self.found["copies_others"] = unpack(pack(other)).untyped_storage()._cdata != other.untyped_storage()._cdata
-        # The mode would warn of each address that pack looks at. What it cannot do without a GPU tells nothing.
+        # The mode would warn about each address that pack reads. An error that only the missing GPU causes shows nothing.
         with suppress(Exception), warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=True):
             places = {found.device.type for found in _tensors_in(pack(torch.empty(5, 7, device="cuda:0")))}
             self.found["leaves_device"] = "cuda" not in places if places else None
@@ -247,7 +247,7 @@ def _tensors_in(packed: Any) -> list[Tensor]:
 
 
 def _works_swapped(pack: Any, unpack: Any) -> bool:
-    """Whether the two undo each other the other way round, and only so."""
+    """Return whether the two functions work in reverse order, and only so."""
     import torch
 
     one = torch.arange(6.0).view(2, 3)

@@ -1,4 +1,4 @@
-"""Exercise 1 of notebook 02: how many bytes autograd keeps of a feed-forward layer."""
+"""Exercise 1 of notebook 02: the number of bytes that autograd keeps of a feed-forward layer."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ class _Case:
 def check_kept_bytes(pool: Pool, kept_bytes: Callable[[int, int, int, int], Any]) -> str:
     """Exercise 1: ``kept_bytes(rows, dim, hidden, bytes_each)`` gives the bytes that a feed-forward layer keeps for backward.
 
-    Layers of four sizes and three dtypes are run on rank 0, and what autograd saves is counted there.
+    Layers of four sizes and three dtypes are run on rank 0, and the bytes that autograd saves are counted there.
 
     Args:
         pool: The pool.
-        kept_bytes: Returns the bytes of all kept storages, each once, weights not included.
+        kept_bytes: Returns the bytes of all kept storages, each counted once, without weights.
 
     Returns:
         A line with the bytes that were counted.
 
     Raises:
-        ExerciseError: A number differs; the message shows the case and by how much.
+        ExerciseError: A number differs; the message shows the case and the difference.
 
     Ranks: controller.
     """

@@ -13,7 +13,7 @@ Order = tuple[str, ...]
 Outcome = tuple[str, int]
 
 KINDS = ("offload", "checkpoint", "shard")
-# All of them, and those without sharding first: where these are right, a wrong answer is one about sharding.
+# All orders, those without sharding first: if these are right, a wrong answer is about sharding.
 ORDERS: tuple[Order, ...] = tuple(
     sorted((order for size in range(len(KINDS) + 1) for order in permutations(KINDS, size)), key=lambda order: "shard" in order)
 )
@@ -26,8 +26,8 @@ def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: flo
 
     Args:
         pool: The pool.
-        outcome: Takes names out of ``offload``, ``checkpoint`` and ``shard``, the outermost first; returns what moves
-            (``"nothing"``, ``"inputs"`` or ``"everything"``) and how often a block's forward runs in a step.
+        outcome: Takes names from ``offload``, ``checkpoint`` and ``shard``, the outermost first; returns what moves (``"nothing"``,
+            ``"inputs"`` or ``"everything"``) and how often a block's forward runs in a step.
         timeout_s: Seconds after which the counting counts as hung.
 
     Returns:
@@ -122,7 +122,7 @@ def _outcome_of(order: Order) -> tuple[Outcome, int]:
         if kind == "shard":
             fully_shard(module, mesh=mesh)
             return module
-        # Without copies on any device: what counts here is what would move.
+        # Count what would move, without copies on any device.
         offloads.append(ActivationOffload([module], min_bytes=1, transfer=CountingTransfer()))
         return module
 

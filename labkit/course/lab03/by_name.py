@@ -1,4 +1,4 @@
-"""Exercise 3 of notebook 03: an optimizer's state under names in the place of numbers."""
+"""Exercise 3 of notebook 03: an optimizer's state under names instead of numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.course.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 _STEPS_BEFORE, _STEPS_AFTER = 3, 3
-# The order in which the old optimizer had the parameters: not that of the model, and in two groups.
+# The order of the parameters in the old optimizer: different from the model's, and in two groups.
 OLD_ORDER = ("third", "first", "frozen", "second")
 _NEW_ORDER = (("second", "frozen"), ("first", "third"))
 
@@ -20,15 +20,15 @@ ByName = Callable[[dict[str, Any], Sequence[str]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Moved:
-    """What came of moving a state by the learner's function.
+    """The result of moving a state by the learner's function.
 
     Attributes:
-        answer: What the function returned.
-        right: What it should have returned.
+        answer: The function's result.
+        right: The correct result.
         numbers_left: Whether a number is still where a name should be.
-        equal_steps: Later steps whose weights are those of the run that never stopped.
-        gap: The largest difference of a weight after them.
-        stopped: What the new optimizer raised, empty when it went on.
+        equal_steps: Number of later steps after which the weights equal those of the run that never stopped.
+        gap: The largest difference of a weight after these steps.
+        stopped: The error of the new optimizer, empty if it went on.
     """
 
     answer: Mapping[str, Any]
@@ -42,8 +42,8 @@ class Moved:
 def check_by_name(by_name: ByName) -> str:
     """Exercise 3: ``by_name(state, names)`` gives an optimizer's state under names.
 
-    The state of a trained optimizer goes through it into an optimizer that has the same parameters in another order and with
-    its groups in another order. Both train on.
+    The state of a trained optimizer goes through it into an optimizer that has the same parameters in another order, with its
+    groups in another order too. Both train on.
 
     Args:
         by_name: The learner's function.
@@ -52,8 +52,8 @@ def check_by_name(by_name: ByName) -> str:
         A line with the steps that were equal.
 
     Raises:
-        ExerciseError: The answer is of another form, the given state was changed, the new optimizer stops, a later step differs,
-            or an option of a group is lost.
+        ExerciseError: The answer has another form, the given state was changed, the new optimizer stops, a later step differs, or
+            an option of a group is lost.
 
     Ranks: controller; nothing runs on the ranks.
     """
@@ -82,7 +82,7 @@ def _move(by_name: ByName) -> Moved:
 
     model, optimizer = _start((("third", "first"), ("frozen", "second")))
     _train(model, optimizer, range(_STEPS_BEFORE))
-    state = copy.deepcopy(optimizer.state_dict())  # the optimizer's own tensors move on below
+    state = copy.deepcopy(optimizer.state_dict())  # the optimizer's own tensors change below
     kept = copy.deepcopy(state)
     answer: Any = ask(by_name, state, OLD_ORDER, case="the state of an optimizer with two groups")
     if _first_difference(state, kept):
@@ -99,7 +99,7 @@ def _move(by_name: ByName) -> Moved:
     names = [*answer["state"], *(name for group in answer["param_groups"] for name in group["params"])]
     if not all(isinstance(name, str) for name in names):
         return Moved(answer, right, numbers_left=True)
-    # Without the options of the old one: they have to come with the state.
+    # Without the old optimizer's options: they have to come with the state.
     other, resumed = _start(_NEW_ORDER, with_options=False)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     equal_steps, gap = 0, 0.0
@@ -111,13 +111,13 @@ def _move(by_name: ByName) -> Moved:
             gaps = [float((a - b).detach().abs().max()) for a, b in zip(model.parameters(), other.parameters(), strict=True)]
             equal_steps += all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
             gap = max(gap, *gaps)
-    except Exception as error:  # whatever AdamW runs into for want of a part of its state
+    except Exception as error:  # any error of AdamW when a part of its state is missing
         return Moved(answer, right, numbers_left=False, stopped=f"{type(error).__name__}: {error}")
     return Moved(answer, right, numbers_left=False, equal_steps=equal_steps, gap=gap)
 
 
 def _check_form(answer: Any) -> None:
-    """Refuse what is no ``{"state": {...}, "param_groups": [{"params": [...], ...}, ...]}``."""
+    """Refuse an answer that does not have the form ``{"state": {...}, "param_groups": [{"params": [...], ...}, ...]}``."""
     if not isinstance(answer, Mapping) or answer.keys() != {"state", "param_groups"}:
         raise ExerciseError("by_name has to return a dictionary with the two keys 'state' and 'param_groups'.")
     parts: list[tuple[str, Any, Any]] = [("'state'", answer["state"], Mapping), ("'param_groups'", answer["param_groups"], list)]
@@ -134,7 +134,7 @@ def _check_form(answer: Any) -> None:
 
 
 def _start(order: Sequence[Sequence[str]], *, with_options: bool = True) -> tuple[Any, Any]:
-    """Four parameters of one shape, so that a swap raises nothing; one of them is frozen."""
+    """Make a model of four parameters of one shape, so that a swap raises no error, and its optimizer. One parameter is frozen."""
     import torch
 
     generator = torch.Generator().manual_seed(3)
@@ -159,7 +159,7 @@ def _train(model: Any, optimizer: Any, steps: Sequence[int] | range) -> None:
 
 
 def _hand_over(answer: Mapping[str, Any], optimizer: Any) -> None:
-    """Load a state under names into an optimizer of the order `_NEW_ORDER`; what has no name there begins anew."""
+    """Load a state under names into an optimizer with the order `_NEW_ORDER`. A parameter without a name there starts afresh."""
     names = [name for group in _NEW_ORDER for name in group]
     state = optimizer.state_dict()
     state["state"] = {names.index(name): value for name, value in answer["state"].items() if name in names}
@@ -170,7 +170,7 @@ def _hand_over(answer: Mapping[str, Any], optimizer: Any) -> None:
 
 
 def _first_difference(actual: Any, expected: Any, where: str = "") -> str:
-    """What differs first, in words; empty when nothing does."""
+    """Describe the first difference; empty if there is none."""
     import torch
 
     if isinstance(expected, Mapping):
@@ -205,12 +205,12 @@ def _lost_options(moved: Moved) -> bool:
 
 
 def _pairs(moved: Moved) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Groups of the answer beside the right ones; their numbers are equal."""
+    """Yield groups of the answer with the right ones; there are equally many."""
     return zip(moved.answer["param_groups"], moved.right["param_groups"], strict=True)
 
 
 def _moments(moved: Moved) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """States of the answer beside the right ones; their names are equal."""
+    """Yield states of the answer with the right ones; their names are equal."""
     return ((moved.answer["state"][name], value) for name, value in moved.right["state"].items())
 
 

@@ -9,7 +9,7 @@ from labkit.errors import ExerciseError
 
 _FSDP, _AC, _COMPILED, _DDP = "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "module"
 
-# What a wrapped model reports, and the name in the model without wrappers.
+# The name that a wrapped model reports, and the name in the model without wrappers.
 NAMES: dict[str, str] = {
     "embed.weight": "embed.weight",
     f"{_FSDP}.embed.weight": "embed.weight",
@@ -37,7 +37,7 @@ def check_canonical(canonical: Callable[[str], str]) -> str:
         A line with the number of names.
 
     Raises:
-        ExerciseError: A name comes out wrong; the message shows one that fits the hint, and how many there are.
+        ExerciseError: A name comes out wrong; the message shows one that fits the hint, and the number of wrong names.
 
     Ranks: controller.
     """
@@ -58,16 +58,16 @@ Answers = dict[str, str]
 
 
 def _still_in(part: str) -> Callable[[str, Answers], bool]:
-    """Whether this wrapper is still in a name, at its beginning or inside."""
+    """Return a test of whether this wrapper is still in a name, at its beginning or inside."""
     return lambda name, answers: part in answers[name].split(".") and part not in NAMES[name].split(".")
 
 
 def _only_first_gone(name: str, answers: Answers) -> bool:
-    """A wrapper inside is left, and one alone at the beginning was found."""
+    """Detect that only a wrapper at the beginning of a name is dropped, and one further inside is left."""
     return answers[f"{_FSDP}.embed.weight"] == "embed.weight" and name.split(".").count(_FSDP) > 1 and _FSDP in answers[name]
 
 
-# Each with a test whether a name shows it, for the names that are wrong; the most telling first.
+# Each hint with a test of whether a wrong name shows this mistake; the most specific first.
 _MISTAKES: list[tuple[Callable[[str, Answers], bool], str]] = [
     (lambda name, answers: len(set(answers.values())) == 1, "Every name came out the same."),
     (

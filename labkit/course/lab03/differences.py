@@ -1,4 +1,4 @@
-"""Exercise 4 of notebook 03: a judge that finds everything that is not the same."""
+"""Exercise 4 of notebook 03: a judge that finds every difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_differences(differences: Callable[[Mapping[str, Any], Mapping[str, Any
         A line with the number of kinds of damage.
 
     Raises:
-        ExerciseError: An intact state is refused, or damage passes or is blamed on another name.
+        ExerciseError: An intact state is refused, or damage goes unnoticed or is blamed on another name.
 
     Ranks: controller; nothing runs on the ranks.
     """
@@ -58,7 +58,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _state() -> State:
-    """The same state in new memory, each time."""
+    """Make the same state in new memory, each time."""
     import torch
 
     generator = torch.Generator().manual_seed(1)

@@ -15,14 +15,14 @@ _FORM = "the model that was given, sharded in place with fully_shard, and able t
 
 @dataclass(frozen=True)
 class Sharded:
-    """What one rank saw of a model in one step.
+    """One rank's observations of a model in one step.
 
     Attributes:
         held_bytes: Bytes of parameters between steps.
-        order: When blocks became whole (``U``) and were freed (``R``), as in `labkit.spmd.events.Trace.order`.
-        num_units: Units of FSDP.
+        order: The order in which blocks became whole (``U``) and were freed (``R``), as in `labkit.spmd.events.Trace.order`.
+        num_units: Number of FSDP units.
         gradient_gap: Largest difference of a gradient from the mean over all ranks, relative to the largest gradient.
-        num_without_gradient: Parameters that have none after a backward.
+        num_without_gradient: Number of parameters without a gradient after a backward.
     """
 
     held_bytes: int
@@ -34,13 +34,13 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Pair:
-    """The learner's model beside FSDP1's, and the order under the other strategy.
+    """The learner's model with FSDP1's, and the order under the other strategy.
 
     Attributes:
-        mine: The learner's.
-        target: FSDP1's, with the bytes of FSDP2: FSDP1 cuts elements evenly, FSDP2 rows.
+        mine: The learner's model.
+        target: FSDP1's, but with the bytes of FSDP2: FSDP1 cuts elements evenly, FSDP2 cuts rows.
         other_order: FSDP1's order under the other strategy.
-        other_root_bytes: What a rank holds when the blocks are right and the root is not cut, or cut where it should be whole.
+        other_root_bytes: The bytes on a rank if the blocks are right and the root is not cut, or is cut when it should be whole.
     """
 
     mine: Sharded
@@ -57,10 +57,10 @@ def check_shard_like(pool: Pool, *, timeout_s: float = 90.0) -> str:
         timeout_s: Seconds after which a rank counts as hung.
 
     Returns:
-        A line with what a rank holds under each strategy.
+        A line with the bytes that a rank holds under each strategy.
 
     Raises:
-        ExerciseError: A strategy holds other bytes, gathers in another order, or has other gradients; or the function raised.
+        ExerciseError: Under a strategy, the bytes, the order of gathers or the gradients differ; or the function raised.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -147,7 +147,7 @@ _ORDER: _Mistakes = [
 
 
 def _measure() -> Any:
-    """A `Pair` per strategy."""
+    """Return a `Pair` per strategy."""
     import torch
     from torch import nn
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
@@ -218,7 +218,7 @@ _RETURNED: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def _bytes(model: Any, rank: int, num_parts: int) -> tuple[int, int]:
-    """Bytes of the blocks' and of the other parameters on this rank, where `fully_shard` cuts rows into this many parts."""
+    """Return the bytes of the blocks' and of the other parameters on this rank, if `fully_shard` cuts rows into this many parts."""
     held = [0, 0]
     for name, parameter in model.named_parameters():
         rows = -(-len(parameter) // num_parts)

@@ -1,4 +1,4 @@
-"""Checks of the exercises in notebook 04. Each compares with what the runtime does on the pool."""
+"""The checks of the exercises in notebook 04. Each compares with what the runtime does on the pool."""
 
 from __future__ import annotations
 

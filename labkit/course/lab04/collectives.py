@@ -1,4 +1,4 @@
-"""Exercise 2 of notebook 04: how many all-gathers and reduce-scatters a step costs."""
+"""Exercise 2 of notebook 04: the number of all-gathers and reduce-scatters in a step."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
         A line with the number of steps that were counted.
 
     Raises:
-        ExerciseError: A count differs, or ``collectives`` raises; the message shows the case and by how much.
+        ExerciseError: A count differs, or ``collectives`` raises; the message shows the case and the difference.
 
-    Ranks: controller. With one rank the runtime calls no collective: unshards are counted in place of gathers, and reductions
-    follow from the rule. Blocks for ``timeout_s`` and a few seconds at most.
+    Ranks: controller. With one rank the runtime calls no collective: unshards are counted instead of gathers, and reductions follow
+    from the rule. Blocks for ``timeout_s`` and a few seconds at most.
     """
     cases = [StepCase(3, True), StepCase(3, True, num_micro=2, sync_each=False), StepCase(3, True, num_micro=2, keep=True)]
     switches = product((1, 3), (True, False), (True, False), (False, True))
     cases += [StepCase(2, reshard, True, num_micro, sync_each, keep) for num_micro, reshard, sync_each, keep in switches]
-    _answer(collectives, cases[0])  # before the long part: is it solved at all?
+    _answer(collectives, cases[0])  # before the long part, to see whether it is solved at all
     counted = [_counts(step) for step in recorded(pool, [_step_of(case) for case in cases], timeout_s=timeout_s)]
     for case, truth in zip(cases, counted, strict=True):
         answer = _answer(collectives, case)
@@ -57,7 +57,7 @@ def _counts(step: Step) -> Counts:
 
 
 def _step_of(case: StepCase) -> StepCase:
-    """The case that makes the same calls: with one micro-batch, the last, the two switches between micro-batches do nothing."""
+    """Return the case with the same calls: with one micro-batch, the switches between micro-batches do nothing."""
     return replace(case, sync_each=True, keep=False) if case.num_micro == 1 else case
 
 
@@ -105,7 +105,7 @@ def _refuse_counts(
 
 
 def _follow(collectives: Formula, rule: Rule, known: list[tuple[StepCase, Counts]]) -> bool:
-    """Whether the answers are those of a wrong rule in every case; one case alone fits several rules."""
+    """Return whether the answers are those of a wrong rule in every case; one case alone fits several rules."""
     return all(_answer(collectives, case) == rule(case, truth) for case, truth in known)
 
 

@@ -34,7 +34,7 @@ def check_event_order(pool: Pool, event_order: EventOrder, *, timeout_s: float =
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     cases = [StepCase(n, reshard, prefetch) for n in (3, 1, 4) for reshard, prefetch in product((True, False), repeat=2)]
-    _answer(event_order, cases[0])  # before the long part: is it solved at all?
+    _answer(event_order, cases[0])  # before the long part, to see whether it is solved at all
     orders = [list(step.order) for step in recorded(pool, cases, timeout_s=timeout_s)]
     num_events = 0
     for case, truth in zip(cases, orders, strict=True):
@@ -108,7 +108,7 @@ def _frees_twice(case: StepCase, answer: list[str]) -> bool:
 
 
 def _repeats(answer: list[str], letter: str) -> bool:
-    """Whether a block is gathered while it is whole, or freed while it is not."""
+    """Return whether a block is gathered while it is whole, or freed while it is not."""
     last: dict[str, str] = {}
     for text in answer:
         what, block = text.split()

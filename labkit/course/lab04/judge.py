@@ -1,4 +1,4 @@
-"""Exercise 4 of notebook 04: is it the same training, or does it only look like it?"""
+"""Exercise 4 of notebook 04: a judge of whether it is the same training."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from labkit.errors import ExerciseError, RunTimeoutError
 
 @dataclass(frozen=True)
 class _Kind:
-    """A run that the judge has to tell: a way to train, or the reference with something planted in it.
+    """A run that the judge has to recognize: a way to train, or the reference with something planted in it.
 
     Attributes:
-        what: In words.
+        what: A description.
         same: Whether it is the same training, up to the order of sums.
-        needs: The number of ranks from which on it differs, or can be made.
-        hint: For a judge that is wrong about it; empty where only noise tells it from the reference.
+        needs: The smallest number of ranks with which it differs, or can be made.
+        hint: The hint for a judge that is wrong about it; empty if it differs from the reference only by noise.
     """
 
     what: str
@@ -97,19 +97,19 @@ _KINDS = {
 def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
     """Exercise 4: ``same_training(run, reference)`` accepts another order of sums and refuses ten bugs.
 
-    Eight runs are really made on the ranks, beside the reference. Six are copies of the reference, five of them with something
-    planted: noise for any number of ranks, and differences that a judge overlooks which compares one part only, or sums. A run
-    counts as accepted when every rank accepts what it saw of it. The ranks keep the runs for the next attempt.
+    Besides the reference, eight runs are really made on the ranks. Six more are copies of the reference, five of them with
+    something planted: noise for any number of ranks, and differences that are overlooked by a judge that compares only one part, or
+    sums. A run counts as accepted if every rank accepts what it saw of it. The ranks keep the runs for the next attempt.
 
     Args:
         pool: The pool; ``same_training`` is defined on its ranks.
         timeout_s: Seconds after which a rank counts as hung.
 
     Returns:
-        A line with the number of runs, and what this number of ranks cannot show.
+        A line with the number of runs, and the number that need more ranks.
 
     Raises:
-        ExerciseError: A wrong verdict, and the message says on which run; or the judge hangs, raises or gives no verdict.
+        ExerciseError: A verdict is wrong (the message names the run), or the judge hangs, raises or gives no verdict.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -150,13 +150,13 @@ def _hint_for_noise(*, near_zero: bool) -> str:
 
 # On the ranks -----------------------------------------------------------------------------------------------------------
 
-# Only for the hint: a judge that accepts this one allows for noise, and for too little of it near zero.
+# Only for the hint: a judge that accepts this run allows for noise, but for too little of it near zero.
 _LAST_PLACES = "last_places"
 
 
 def _verdicts(kinds: list[str]) -> dict[str, bool]:
     reference = trained(["reference"])["reference"]
-    # Before the long part: is it solved at all?
+    # Before the long part, to see whether it is solved at all.
     verdicts = {kinds[0]: _verdict(_KINDS[kinds[0]].what, copied(reference), reference)}
     runs = trained([kind for kind in kinds if kind not in PLANTED])
     for kind in kinds[1:]:

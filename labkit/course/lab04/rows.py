@@ -1,4 +1,4 @@
-"""The model whose steps the checks of notebook 04 record: a row of layers that compute next to nothing, cut into groups."""
+"""The model whose steps the checks of notebook 04 record: a row of layers, cut into groups, that compute next to nothing."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ WIDTH = 12
 
 
 def sharded_row(widths: Sequence[int], lengths: Sequence[int], *, reshard: bool | None = None, prefetch: bool = True) -> Any:
-    """A row of layers, sharded group by group and then as a whole.
+    """Make a row of layers, sharded group by group and then as a whole.
 
     Args:
-        widths: The inner width of each layer, which has two matrices of that many columns.
-        lengths: How many layers each group has.
+        widths: The inner width of each layer, which has two matrices with that many columns.
+        lengths: The number of layers in each group.
         reshard: As ``reshard_after_forward`` of `fully_shard`, for the groups; the root keeps the default.
         prefetch: Whether backward gathers the next group early.
 
@@ -35,13 +35,13 @@ def sharded_row(widths: Sequence[int], lengths: Sequence[int], *, reshard: bool 
     fully_shard(model, mesh=mesh)
     for module in model.modules() if not prefetch else ():
         if isinstance(module, FSDPModule):
-            # An empty list means the default. A module that names itself names one that is whole already.
+            # An empty list means the default. A module that names itself names a module that is already whole.
             module.set_modules_to_backward_prefetch([module])
     return model
 
 
 def forward_and_backward(model: Any) -> None:
-    """One micro-batch. Ranks: collective."""
+    """Run one micro-batch. Ranks: collective."""
     import torch
 
     model(torch.ones(2, WIDTH, device=from_cell("device"))).sum().backward()

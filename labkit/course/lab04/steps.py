@@ -1,4 +1,4 @@
-"""Training steps of small sharded models, recorded on the ranks: what the checks of notebook 04 compare answers with."""
+"""Training steps of small sharded models, recorded on the ranks. The checks of notebook 04 compare answers with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepCase:
-    """How a model is sharded and how a step is taken.
+    """The way a model is sharded and a step is taken.
 
     Attributes:
         num_blocks: Blocks below the root.
@@ -24,7 +24,7 @@ class StepCase:
         prefetch: Whether backward gathers the next block early.
         num_micro: Micro-batches of the step.
         sync_each: Whether gradients are reduced after each micro-batch, or after the last only.
-        keep: Whether parameters stay whole after the backward of each micro-batch but the last.
+        keep: Whether parameters stay whole after the backward of each micro-batch except the last.
     """
 
     num_blocks: int
@@ -37,12 +37,12 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rank did in one step.
+    """A rank's record of one step.
 
     Attributes:
         order: Its unshards and reshards, with short names.
         gathers: All-gathers; with one rank, unshards.
-        reductions: Reduce-scatters; with one rank, what the rule says, since nothing is called.
+        reductions: Reduce-scatters; with one rank, the number by the rule, because none is called.
     """
 
     order: tuple[str, ...]
@@ -54,9 +54,9 @@ _recorded: dict[tuple[int, str, StepCase], Step] = {}
 
 
 def recorded(pool: Pool, cases: Sequence[StepCase], *, timeout_s: float) -> list[Step]:
-    """What the ranks do in these steps, the same on all; each is recorded by the first check of a session that needs it.
+    """Return the record of these steps, equal on all ranks. Each step is recorded once, by the first check that needs it.
 
-    The runtime does not change while somebody tries to solve an exercise, and the second attempt should be answered at once.
+    The runtime does not change while a learner solves an exercise, and the second attempt should be answered at once.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -72,7 +72,7 @@ def recorded(pool: Pool, cases: Sequence[StepCase], *, timeout_s: float) -> list
 
 
 def sharded_model(num_blocks: int) -> Transformer:
-    """A small sharded transformer. Ranks: collective."""
+    """Make a small sharded transformer. Ranks: collective."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -85,7 +85,7 @@ def sharded_model(num_blocks: int) -> Transformer:
 
 
 def recorded_step(case: StepCase) -> Trace:
-    """The events of one step, the first of a new model. Ranks: collective."""
+    """Return the events of one step, the first of a new model. Ranks: collective."""
     from labkit.spmd import record_events
 
     model = sharded_row([4] * case.num_blocks, [1] * case.num_blocks, reshard=case.reshard, prefetch=case.prefetch)
@@ -95,7 +95,7 @@ def recorded_step(case: StepCase) -> Trace:
 
 
 def take_step(model: Any, case: StepCase) -> None:
-    """One step without an optimizer. Ranks: collective."""
+    """Take one step without an optimizer. Ranks: collective."""
     for number in range(case.num_micro):
         last = number == case.num_micro - 1
         model.set_requires_gradient_sync(case.sync_each or last)

@@ -1,4 +1,4 @@
-"""The trainings that the check of exercise 4 of notebook 04 shows to a judge: right ones, and some with a bug."""
+"""The trainings that the check of exercise 4 of notebook 04 shows to a judge: correct ones, and some with a bug."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _kept: dict[str, Run] = {}
 
 
 def trained(kinds: Iterable[str]) -> dict[str, Run]:
-    """Train, or take what an earlier attempt has left on the ranks: a judge that is tried again is answered at once.
+    """Train, or return the runs that an earlier attempt left on the ranks, so that a second attempt is answered at once.
 
     Ranks: collective.
     """
@@ -37,13 +37,13 @@ def trained(kinds: Iterable[str]) -> dict[str, Run]:
 
 
 def planted(kind: str, run: Run) -> Run:
-    """A copy of the reference with one thing changed in it."""
+    """Change one thing in a copy of the reference."""
     import torch
 
     if kind == "rounded":
         run["losses"] = _next_place(torch.tensor(run["losses"])).tolist()
         for part in ("gradients", "weights"):
-            # Zeros stay: a sum of zeros is zero in every order.
+            # Keep zeros: a sum of zeros is zero in every order.
             run[part] = {name: tensor + tensor.sign() * _last_place(tensor) for name, tensor in run[part].items()}
     elif kind == "last_places":
         run["losses"] = _next_place(torch.tensor(run["losses"])).tolist()
@@ -60,20 +60,20 @@ def planted(kind: str, run: Run) -> Run:
 
 
 def _next_place(tensor: Tensor) -> Tensor:
-    """Each number moved by one unit of its own last place."""
+    """Move each number by one unit of its own last place."""
     import torch
 
     return torch.nextafter(tensor, torch.tensor(float("inf")))
 
 
 def _last_place(tensor: Tensor) -> Tensor:
-    """One unit of the last place of the largest number."""
+    """Return one unit of the last place of the largest number."""
     largest = tensor.abs().max()
     return _next_place(largest) - largest
 
 
 def copied(run: Run) -> Run:
-    """So that a judge that changes what it is given harms nobody."""
+    """Copy a run, so that a judge that changes its arguments does no harm."""
     return {
         "losses": list(run["losses"]),
         **{part: {name: tensor.clone() for name, tensor in run[part].items()} for part in ("gradients", "weights")},
@@ -81,14 +81,14 @@ def copied(run: Run) -> Run:
 
 
 def _train(kind: str) -> Run:
-    """Losses of this rank, whole gradients after the first step's backward, whole weights at the end."""
+    """Return the losses of this rank, whole gradients after the first step's backward, and whole weights at the end."""
     import torch
 
     from labkit.spmd import BatchSampler, next_token_loss
 
     rank, world_size, device = (from_cell(name) for name in ("rank", "world_size", "device"))
     model, held, sync = _built(kind)
-    # One tensor at a time: on a GPU torch updates them in one call, which refuses sharded and plain ones together.
+    # Update one tensor at a time: on a GPU torch updates them in one call, which refuses sharded and plain tensors together.
     made = torch.optim.AdamW if kind == "decay" else torch.optim.Adam
     optimizer = made(held, lr=_LEARNING_RATE, foreach=False)
     rows = BatchSampler(batch_size=2 * world_size, seq_len=12, seed=5, rank=rank, world_size=world_size, device=device)
@@ -111,7 +111,7 @@ def _train(kind: str) -> Run:
 
 
 def _reduce(model: nn.Module, divide_by: int) -> None:
-    """Add up the gradients of all ranks, in one call, and divide them."""
+    """Add up the gradients of all ranks in one call, and divide them."""
     import torch
     import torch.distributed as dist
 
@@ -133,7 +133,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _built(kind: str) -> tuple[nn.Module, list[Any], Callable[[bool], object]]:
-    """The model, the tensors that its optimizer holds, and what to call before each micro-batch."""
+    """Return the model, the tensors that its optimizer holds, and the function to call before each micro-batch."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

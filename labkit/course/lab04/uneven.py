@@ -14,12 +14,12 @@ from labkit.ranks import RankResults
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What one rank saw.
+    """One rank's observations.
 
     Attributes:
-        result: What the learner's function returned.
+        result: The result of the learner's function.
         losses: The true loss of each of this rank's batches, by a model that is not sharded.
-        filler_loss: That of the filler.
+        filler_loss: The loss of the filler.
     """
 
     result: Any
@@ -30,7 +30,8 @@ class Evaluated:
 def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
     """Exercise 5: ``eval_loss(model, batches, filler)`` gives the mean loss over all batches of all ranks, on every rank.
 
-    It is called twice. Rank 0 has the most batches and the last rank two; then the last rank of several has none.
+    It is called twice. First, rank 0 has the most batches and the last rank has two. Then, with several ranks, the last one has
+    none.
 
     Args:
         pool: The pool; ``eval_loss`` is defined on its ranks.
@@ -40,7 +41,7 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
         A line with the measured loss.
 
     Raises:
-        ExerciseError: The call hangs or raises, or a rank gets another value; the message says by how much.
+        ExerciseError: The call hangs or raises, or a rank gets another value; the message shows the difference.
 
     Ranks: controller. Blocks for two times ``timeout_s`` and a few seconds at most.
     """
@@ -139,7 +140,7 @@ def _is_close(value: Any, target: float) -> bool:
 
 
 def _evaluate(num_batches: list[int]) -> Evaluated:
-    """The learner's function with so many batches, by rank."""
+    """Call the learner's function with the given number of batches for each rank."""
     import torch
     import torch.distributed as dist
 

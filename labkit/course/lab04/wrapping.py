@@ -22,7 +22,7 @@ _NOTHING_FOUND = (
 
 
 class Row(NamedTuple):
-    """What ``wrap`` is asked for: the bytes of the root and of each layer, and the limit."""
+    """The arguments of ``wrap``: the bytes of the root and of each layer, and the limit."""
 
     root: int
     sizes: list[int]
@@ -34,10 +34,10 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What a wrapping did on a rank.
+    """The effect of a wrapping on a rank.
 
     Attributes:
-        peak_bytes: The most bytes that were whole or on their way.
+        peak_bytes: The peak of the bytes that were gathered or being gathered.
         num_gathers: All-gathers of a step; with one rank, unshards.
     """
 
@@ -48,19 +48,19 @@ class Wrapped:
 def check_wrap(pool: Pool, wrap: Wrap, *, timeout_s: float = 60.0) -> str:
     """Exercise 3: ``wrap(root, sizes, cap)`` cuts a row of layers into groups.
 
-    First it is tried on many random rows against every possible cut; then one row is built, wrapped as the answer says, and
-    its peak is measured on the ranks.
+    First it is tried on many random rows and compared with every possible cut. Then one row is built, wrapped according to the
+    answer, and its peak is measured on the ranks.
 
     Args:
         pool: The pool.
-        wrap: Takes the root's bytes, the bytes of each layer and the limit; returns how many layers each group has, in order.
+        wrap: Takes the root's bytes, the bytes of each layer and the limit; returns the number of layers in each group, in order.
         timeout_s: Seconds after which the measuring counts as hung.
 
     Returns:
         A line with the measured peak and the number of all-gathers.
 
     Raises:
-        ExerciseError: A limit is exceeded, fewer groups would do, or ``wrap`` raises; the message shows one case.
+        ExerciseError: A limit is exceeded, fewer groups would be enough, or ``wrap`` raises; the message shows one case.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -85,7 +85,7 @@ def check_wrap(pool: Pool, wrap: Wrap, *, timeout_s: float = 60.0) -> str:
 
 
 def live_peak(root: int, groups: Sequence[int]) -> int:
-    """The most bytes that are alive: the root, the group in use, and the one that backward has asked for."""
+    """Return the peak of live bytes: the root, the group in use, and the group that backward has already asked for."""
     return root + max([sum(pair) for pair in pairwise(groups)] or [groups[0]])
 
 
@@ -135,7 +135,7 @@ def _groups(sizes: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def _fewest(row: Row, peak: Callable[[int, Sequence[int]], int] = live_peak) -> int:
-    """The fewest groups whose peak is within the limit, 0 if there is no way; a peak may be a wrong one."""
+    """Return the fewest groups whose peak is within the limit, 0 if there are none. ``peak`` may be a wrong rule."""
     for num_groups in range(1, len(row.sizes) + 1):
         for cuts in combinations(range(1, len(row.sizes)), num_groups - 1):
             groups = [sum(row.sizes[begin:end]) for begin, end in pairwise((0, *cuts, len(row.sizes)))]
@@ -181,7 +181,7 @@ def _hint_for_number(wrap: Wrap, row: Row, groups: list[int], fewest: int) -> st
 
 
 def _counts_two_largest(wrap: Wrap) -> bool:
-    """Whether every answer has as many groups as the rule of the two largest wants; where it finds none, any answer will do."""
+    """Detect that every answer has as many groups as the rule of the two largest wants, except where that rule has no answer."""
     wanted = [(row, _fewest(row, lambda root, groups: root + sum(sorted(groups)[-2:]))) for row in _cases()]
     return all(len(wrap(row.root, list(row.sizes), row.cap)) == number for row, number in wanted if number)
 

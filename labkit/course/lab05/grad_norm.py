@@ -1,4 +1,4 @@
-"""Exercise 4 of notebook 05: the norm of all gradients where parameters live on different meshes."""
+"""Exercise 4 of notebook 05: the norm of all gradients when parameters are on different meshes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from labkit.course.checks import Pool, ask, from_cell, refuse, require_on_ranks,
 from labkit.course.lab05.grad_norm_model import norm_model
 from labkit.errors import ExerciseError
 
-# Of one parameter a rank may send this many elements: its share of the norm over a few axes, never the gradient.
+# The number of elements that a rank may send per parameter: its share of the norm over a few axes, never the gradient.
 _FEW = 16
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank measured.
+    """The measurements of one rank.
 
     Attributes:
-        norm: What ``grad_norm`` returned.
+        norm: The result of ``grad_norm``.
         truth: The norm of the whole gradients.
-        sent: Elements that this rank put into collectives, those that DTensor starts among them, per parameter with a gradient.
-        num_changed: Gradients that are others afterwards.
-        num_grads: Parameters with a gradient.
-        guesses: The norms that known mistakes give on this rank, by the mistake's name.
+        sent: Elements that this rank passed to collectives, including those that DTensor starts, per parameter with a gradient.
+        num_changed: Number of gradients that have changed afterwards.
+        num_grads: Number of parameters with a gradient.
+        guesses: The norms that known mistakes produce on this rank, by the mistake's name.
     """
 
     norm: float
@@ -43,10 +43,10 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
         timeout_s: Seconds after which a rank counts as hung.
 
     Returns:
-        A line with the norm and what was sent for it.
+        A line with the norm and the number of elements sent for it.
 
     Raises:
-        ExerciseError: A rank has another norm, or whole gradients were sent, or the gradients are others afterwards.
+        ExerciseError: A rank has another norm, whole gradients were sent, or the gradients have changed afterwards.
         RunTimeoutError: The ranks called different collectives.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
@@ -119,14 +119,14 @@ def _measure() -> Seen:
 
 
 def _asked(model: Any) -> Any:
-    """What ``grad_norm`` returns. The case is a call that works in a cell."""
+    """Call ``grad_norm`` and return its result. The case is a call that works in a cell."""
     try:
         return ask(from_cell("grad_norm"), model, case="grad_norm(norm_model())")
     except ExerciseError as error:
         said = str(error.__cause__ or "")
         if "mesh" not in said:
             raise
-        # torch tells the layout of every gradient, some kilobytes of it.
+        # Shorten torch's message: it describes the layout of every gradient in some kilobytes.
         refuse(
             f"grad_norm raised {type(error.__cause__).__name__}: {said.splitlines()[0][:100]} ...",
             "one number from gradients on two meshes.",
@@ -135,7 +135,7 @@ def _asked(model: Any) -> Any:
 
 
 def _norms(grads: list[Any]) -> tuple[float, dict[str, float]]:
-    """The norm of the whole gradients, and what known mistakes make of them on this rank."""
+    """Return the norm of the whole gradients, and the norms that known mistakes produce on this rank."""
     import torch
 
     whole = [float(grad.full_tensor().double().norm()) for grad in grads]
@@ -181,7 +181,7 @@ def _added(value: Any, group: Any = None) -> float:
 
 
 def _counter() -> Any:
-    """A context manager that counts the elements which this rank puts into collectives."""
+    """Return a context manager that counts the elements that this rank passes to collectives."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -194,7 +194,7 @@ def _counter() -> Any:
             super().__init__()  # type: ignore[no-untyped-call]
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            # DTensor has to do its part first: it starts collectives of its own, and those come here with plain tensors.
+            # Let DTensor do its part first: it starts collectives itself, and those come here with plain tensors.
             if any(issubclass(one, DTensor) for one in types):
                 return NotImplemented
             helper = func.__name__.startswith(("wait", "_"))

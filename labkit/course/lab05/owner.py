@@ -1,4 +1,4 @@
-"""Exercise 1 of notebook 05: which ranks hold an element of a tensor that two mesh axes cut."""
+"""Exercise 1 of notebook 05: the ranks that hold an element of a tensor that two mesh axes cut."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def check_owner(pool: Pool, owner: Owner) -> str:
     """Exercise 1: ``owner(row, col, shape, mesh, splits)`` returns the ranks that hold one element.
 
     The answers are compared with real DTensors on this pool, and on larger meshes with the arithmetic that torch does for a
-    DTensor. Sizes that do not divide are among them, except where TP cuts rows before FSDP: of those torch's arithmetic puts
-    some into the wrong place, see `labkit.spmd.tensor_parallel.lint_plan`.
+    DTensor. Sizes that do not divide are included, except when TP cuts rows before FSDP: there torch's arithmetic puts some rows
+    into the wrong place, see `labkit.spmd.tensor_parallel.lint_plan`.
 
     Args:
         pool: The pool.

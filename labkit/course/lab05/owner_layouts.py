@@ -1,4 +1,4 @@
-"""The layouts of exercise 1 in notebook 05, with the truth about each: real tensors on the pool, and larger meshes."""
+"""The layouts of exercise 1 in notebook 05 and the truth about each: real tensors on the pool, and larger meshes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Case:
     Attributes:
         shape: Rows and columns of the tensor.
         grid: The ranks of the mesh, one tuple per place on its first axis.
-        splits: What each axis does.
-        boxes: Per rank its first row and column, and its numbers of rows and columns.
+        splits: The split of each axis.
+        boxes: Per rank, its first row and column, and its numbers of rows and columns.
     """
 
     shape: Shape
@@ -40,7 +40,7 @@ class Case:
     boxes: dict[int, tuple[Shape, Shape]]
 
     def owners(self, row: int, col: int) -> set[int]:
-        """The ranks that hold an element."""
+        """Return the ranks that hold an element."""
         return {
             rank
             for rank, ((top, left), (rows, cols)) in self.boxes.items()
@@ -54,18 +54,18 @@ class Case:
 
 
 def real_cases(pool: Pool) -> list[Case]:
-    """Layouts of DTensors on this pool, read from the ranks. Ranks: controller."""
+    """Return layouts of DTensors on this pool, read from the ranks. Ranks: controller."""
     return _merged(pool.run(_real_cases))
 
 
 def pretended_cases(pool: Pool) -> list[Case]:
-    """Layouts on meshes of any size, from torch's arithmetic. Ranks: controller."""
+    """Return layouts on meshes of any size, by torch's arithmetic. Ranks: controller."""
     cases: list[Case] = pool.run(_pretended_cases, ranks=[0])[0]
     return cases
 
 
 def _pretended_cases() -> list[Case]:
-    """Layouts on meshes larger than the pool, by torch's own arithmetic for one coordinate."""
+    """Return layouts on meshes larger than the pool, by torch's own arithmetic for one coordinate."""
     import torch.distributed.tensor as dt
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as local_part
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -76,7 +76,7 @@ def _pretended_cases() -> list[Case]:
         for splits in [*product((COPY, ROWS, COLUMNS), repeat=2), (ROWS_STRIDED, ROWS), (ROWS, ROWS_STRIDED)]:
             if splits[0].strided and shape[0] % across:
                 continue
-            # A second axis that cuts after the first one is what torch writes as two plain shards.
+            # torch writes a second axis that cuts after the first one as two plain shards.
             placements: list[Any] = [
                 dt.Replicate()
                 if split.dim is None
@@ -94,7 +94,7 @@ def _pretended_cases() -> list[Case]:
 
 
 def _real_cases() -> list[Any]:
-    """The records of real two-axis tensors on this rank: cut by hand, and by TP and FSDP2. With them the grid."""
+    """Return the grid and the records of real two-axis tensors on this rank: cut by hand, and by TP and FSDP2."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -1,4 +1,4 @@
-"""The hint for a wrong answer to exercise 1 of notebook 05: which known mistake gives the same answers."""
+"""The hint for a wrong answer to exercise 1 of notebook 05: the known mistake that gives the same answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from labkit.course.lab05.owner_layouts import Case, Shape
 
 
 def hint_for_answers(case: Case, answers: dict[Shape, set[int]]) -> str:
-    """The hint of the mistake that explains all answers for a layout, or a general one."""
+    """Return the hint of the mistake that explains all answers for a layout, or a general one."""
     for rule, hint in _WRONG_RULES:
         if answers == rule(case):
             return hint
@@ -16,7 +16,7 @@ def hint_for_answers(case: Case, answers: dict[Shape, set[int]]) -> str:
 
 
 def hint_for_error(error: BaseException | None) -> str:
-    """The hint for what the learner's function raised; empty where no mistake is known for it."""
+    """Return the hint for an error of the learner's function; empty if it fits no known mistake."""
     if isinstance(error, IndexError | ZeroDivisionError):
         return (
             "An axis has len(mesh) or len(mesh[0]) places, and pieces are rounded up. Rounded down they are too many, or empty: "
@@ -35,7 +35,7 @@ def _by_rule(
     cut: _Cut | None = None,
     num: int | None = None,
 ) -> dict[Shape, set[int]]:
-    """The answers of a solution that is right but for what the flags say."""
+    """Return the answers of a solution that is right except for the mistakes that the arguments describe."""
     shape, grid = case.shape, case.grid
     sizes = (len(grid), len(grid[0]))
     order = order or sorted((0, 1), key=lambda axis: case.splits[axis].strided)
@@ -59,7 +59,7 @@ def _by_rule(
     return answers
 
 
-# Of an index, a length and a number of pieces: the piece, the index in it, and its length.
+# From an index, a length and a number of pieces: the piece, the index in it, and its length.
 _Cut = Callable[[int, int, int], tuple[int, int, int]]
 
 
@@ -92,7 +92,7 @@ def _interleaved(index: int, length: int, num: int) -> tuple[int, int, int]:
 
 
 def _balanced(index: int, length: int, num: int) -> tuple[int, int, int]:
-    """As ``torch.tensor_split`` cuts: sizes differ by one at most, the larger ones first."""
+    """Cut as ``torch.tensor_split`` does: sizes differ by at most one, the larger ones first."""
     small, num_large = divmod(length, num)
     for at in range(num):
         size = small + (at < num_large)

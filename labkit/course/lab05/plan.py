@@ -14,7 +14,7 @@ Lint = Callable[[Mapping[str, Any], Any, int], Set[str]]
 
 @dataclass(frozen=True)
 class Case:
-    """A plan, how many ranks it is for, the keys that are wrong with it, and what a wrong answer has overlooked."""
+    """A plan, the number of ranks it is for, its bad keys, and the hint for a wrong answer."""
 
     what: str
     plan: Mapping[str, Any]
@@ -48,10 +48,10 @@ def check_plan_linter(lint: Lint) -> str:
 
 
 def plan_case(what: str) -> tuple[dict[str, Any], Any, int]:
-    """What `check_plan_linter` asks in one of its cases: plan, model and number of TP ranks.
+    """Return the arguments of one of `check_plan_linter`'s cases: plan, model and number of TP ranks.
 
     Args:
-        what: The case, as the check names it.
+        what: The case's name in the check.
 
     Ranks: controller.
     """
@@ -60,7 +60,7 @@ def plan_case(what: str) -> tuple[dict[str, Any], Any, int]:
 
 
 def _asked(lint: Lint, case: Case) -> Any:
-    """What ``lint`` returns. The case is a call that works in a cell."""
+    """Call ``lint`` and return its result. The case is a call that works in a cell."""
     try:
         return ask(lint, dict(case.plan), case.model, case.tp_size, case=f"lint(*lab05.plan_case({case.what!r}))")
     except ExerciseError as error:

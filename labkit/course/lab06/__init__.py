@@ -1,4 +1,4 @@
-"""Notebook 06: five checkpoints with one fault each, and checks of what the learner found out about them."""
+"""Notebook 06: five checkpoints with one fault each, and checks of the learner's findings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the learner found, against what was planted."""
+"""The checks that compare the learner's findings with the planted faults."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
     Args:
         cases: The planted cases.
         file: The file's name in ``cases.short``.
-        missing_bytes: How many bytes it should have by the index and has not.
+        missing_bytes: The number of bytes that it lacks according to the index.
 
     Returns:
         A sentence with the numbers.
 
     Raises:
-        ExerciseError: Another file, or another number.
+        ExerciseError: The answer is another file, or another number.
     """
     _require_file(cases.short, file)
     size_bytes = (cases.short / file).stat().st_size
@@ -75,7 +75,7 @@ def _kind(answer: object) -> str:
 
 
 def _needed_bytes(folder: Path, file: str) -> int:
-    """How long a file has to be by the index."""
+    """Return the length that a file must have according to the index."""
     checkpoint = open_checkpoint(folder)
     pieces: list[Chunk | ValueEntry] = [chunk for entry in checkpoint.tensors.values() for chunk in entry.chunks]
     pieces += checkpoint.values.values()
@@ -87,13 +87,13 @@ def check_not_finite(cases: Cases, names: Collection[str]) -> str:
 
     Args:
         cases: The planted cases.
-        names: The tensors' names as the checkpoint has them.
+        names: The tensors' names in the checkpoint.
 
     Returns:
         A sentence with the names.
 
     Raises:
-        ExerciseError: A tensor too few or too many.
+        ExerciseError: A tensor is missing in the answer, or there is one too many.
     """
     given = _texts(names)
     if given != cases._not_finite:
@@ -125,13 +125,13 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
 
     Args:
         cases: The planted cases.
-        names: The parameters' names, as ``model.named_parameters()`` has them.
+        names: The parameters' names, as in ``model.named_parameters()``.
 
     Returns:
         A sentence with the number.
 
     Raises:
-        ExerciseError: A parameter too few or too many.
+        ExerciseError: A parameter is missing in the answer, or there is one too many.
     """
     given = _texts(names)
     if given != cases._lost_state:
@@ -179,7 +179,7 @@ def check_stale_file(cases: Cases, file: Any) -> str:
         A sentence with the name.
 
     Raises:
-        ExerciseError: Another file.
+        ExerciseError: The answer is another file.
     """
     _require_file(cases.stale, file)
     if file != cases._stale_file:
@@ -196,19 +196,19 @@ def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
 
     Args:
         cases: The planted cases.
-        repaired: Where it is.
+        repaired: Its path.
         model: The model that has to find its names in it.
 
     Returns:
-        A sentence with what was compared.
+        A sentence with the number of compared tensors.
 
     Raises:
-        ExerciseError: There is nothing there, it is not DCP's or not made of the case, names are missing, or bits differ.
+        ExerciseError: Nothing is there, it is not a DCP checkpoint or not made of the case, names are missing, or bits differ.
     """
     path = _repaired_path(cases, repaired)
     checkpoint = _opened_dcp(path)
     report = verify(path, model=model, against=cases.good)
-    # Names with a wrapper in them are a warning: verify looks past it, and the model does not.
+    # Names with a wrapper in them are only a warning: verify ignores the wrapper, but the model does not.
     faults = [finding for finding in report.findings if finding.severity == "error" or finding.code == "wrapped-name"]
     if faults:
         kinds = sorted({finding.code for finding in report.findings})
@@ -259,7 +259,7 @@ def _opened_dcp(path: Path) -> Checkpoint:
 
 
 def _require_made_of(case: Path, checkpoint: Checkpoint) -> None:
-    """What belongs neither to the model nor to the optimizer is the case's own, and the good checkpoint lacks it."""
+    """Require the values that only the case has: they belong neither to the model nor to the optimizer."""
     original = open_checkpoint(case)
     with Reader(original) as given, Reader(checkpoint) as made:
         for name, entry in original.values.items():

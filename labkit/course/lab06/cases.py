@@ -1,4 +1,4 @@
-"""The five checkpoints: each is a good one with one fault, as accidents make them."""
+"""The five checkpoints: each is a good one with one fault, of a kind that accidents cause."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from labkit.checkpoint import open_checkpoint
 from labkit.course.checks import Pool, from_cell
 from labkit.errors import ExerciseError
 
-# Bytes of a file of some hundred kilobytes: not seen in its size at a glance.
+# Bytes to cut off a file of some hundred kilobytes, so that its size does not obviously reveal it.
 _LEAST_CUT, _LARGEST_CUT = 1_000, 30_000
 
 
 @dataclass(frozen=True)
 class Cases:
-    """Where the five checkpoints lie. What is wrong with them is not shown.
+    """The folders of the five checkpoints. Their faults are not shown.
 
     Attributes:
         short, not_finite, lost_state, stale, wrapped: The folders of the cases.
-        good: The checkpoint that they were made from.
+        good: The checkpoint from which they were made.
     """
 
     short: Path
@@ -44,14 +44,14 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
     """Make the five checkpoints.
 
     Args:
-        pool: Its ranks hold ``model`` and ``optimizer``. They are in the state of ``late`` afterwards.
-        early: A DCP checkpoint of the same run, some steps before.
-        late: A DCP checkpoint; files of the same names as in ``early``.
-        folder: Where to put them; it gets a folder for each, in place of what an earlier call left there.
-        seed: Decides files, parameters and bytes.
+        pool: Its ranks hold ``model`` and ``optimizer``, which are in the state of ``late`` afterwards.
+        early: A DCP checkpoint of the same run, some steps earlier.
+        late: A DCP checkpoint; its files have the same names as those of ``early``.
+        folder: The parent of the new folders, one for each case. They replace those of an earlier call.
+        seed: Determines files, parameters and bytes.
 
     Returns:
-        The cases, in alphabetical folders that do not tell the fault.
+        The cases, in folders named by letters, which do not reveal the fault.
 
     Raises:
         ExerciseError: The ranks have no model and optimizer, or there is no checkpoint.
@@ -83,7 +83,7 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
     shutil.copytree(late, paths["stale"])
     shutil.copyfile(early / stale_file, paths["stale"] / stale_file)
     for changed, name in ((paths["short"], short_file), (paths["stale"], stale_file)):
-        shutil.copystat(late / name, changed / name)  # as after a copy to another disk: no date tells the tale
+        shutil.copystat(late / name, changed / name)  # as after a copy to another disk: no date reveals the fault
     moments = zip(poisoned, ("exp_avg", "exp_avg_sq"), strict=True)
     return Cases(
         **paths,
@@ -96,7 +96,7 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
 
 
 def _without_witness(late: Path, files: list[str]) -> list[str]:
-    """The files whose step counters, from another save, disagree with nothing: those that hold none of them, or all."""
+    """Return the files whose stale step counters would contradict nothing: those that hold none of the counters, or all."""
     tensors = open_checkpoint(late).tensors
     held = Counter(chunk.file for name, entry in tensors.items() if name.endswith(".step") for chunk in entry.chunks)
     return [file for file in files if held[file] in (0, held.total())]
@@ -110,7 +110,7 @@ def _is_trained() -> bool:
 
 
 def _load(late: Path) -> None:
-    """Bring the cell's model and optimizer into the state of ``late``, whatever they did since."""
+    """Restore the cell's model and optimizer to the state of ``late``, whatever they have done since."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -139,10 +139,10 @@ def _save(state: dict[str, Any], folder: Path) -> None:
 
 
 def _save_not_finite(folder: Path, names: list[str]) -> None:
-    """One element of two moments is NaN and inf: what an overflow leaves that was not noticed."""
+    """Save with NaN in one moment and inf in another, one element each: the result of an unnoticed overflow."""
     state = _state()
     for name, moment, value in zip(names, ("exp_avg", "exp_avg_sq"), (float("nan"), float("inf")), strict=True):
-        # The optimizer's own dict must stay as it is.
+        # The optimizer's own dict must not be changed.
         states = state["optimizer"]["state"][name] = {**state["optimizer"]["state"][name]}
         states[moment] = poisoned = states[moment].clone()
         if from_cell("rank") == 0:
@@ -151,14 +151,14 @@ def _save_not_finite(folder: Path, names: list[str]) -> None:
 
 
 def _save_without_state(folder: Path, names: list[str]) -> None:
-    """The moments of one block are missing: it was frozen when the optimizer was made, and is no longer."""
+    """Save without the moments of one block, as if it had been frozen when the optimizer was made, and is no longer."""
     state = _state()
     states = {name: value for name, value in state["optimizer"]["state"].items() if name not in names}
     _save({**state, "optimizer": {**state["optimizer"], "state": states}}, folder)
 
 
 def _save_wrapped(folder: Path, run_name: str) -> None:
-    """The names of a compiled model: each carries the wrapper's. The run's name tells what was made of this case."""
+    """Save with the names of a compiled model, each with the wrapper's prefix. The run's name marks what was made of this case."""
     state = _state()
     optimizer = state["optimizer"]
     wrapped = {"state": {_wrapped(name): value for name, value in optimizer["state"].items()}}

@@ -1,4 +1,4 @@
-"""What notebook 07 needs of its own, above all checks of its exercises: each measures what the learner's code does."""
+"""The parts that only notebook 07 needs, mainly checks of its exercises: each measures what the learner's code does."""
 
 from __future__ import annotations
 

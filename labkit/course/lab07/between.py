@@ -16,7 +16,7 @@ BetweenBytes = Callable[[Groups, int, int], int]
 
 @dataclass(frozen=True)
 class Case:
-    """Groups of ranks, and on how many of their ranks the next one is on another node."""
+    """Groups of ranks, and the number of ranks whose successor is on another node."""
 
     what: str
     groups: tuple[tuple[int, ...], ...]
@@ -35,7 +35,7 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
         A line with the number of meshes.
 
     Raises:
-        ExerciseError: An answer is wrong; the message says for which groups, and by how much.
+        ExerciseError: An answer is wrong; the message names the groups and the difference.
 
     Ranks: controller.
     """
@@ -62,7 +62,7 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
 
 
 def _if(count: Callable[[Case], float]) -> Callable[[Sequence[float]], bool]:
-    """Whether a mistake explains every answer, given how many links it takes to be between nodes."""
+    """Return a test of whether a mistake explains every answer, given the number of links that it counts as between nodes."""
     return lambda answers: all(answer == count(case) for answer, case in zip(answers, _cases(), strict=True))
 
 

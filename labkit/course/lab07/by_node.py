@@ -15,15 +15,15 @@ _RINGS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True)
 class Tried:
-    """What one rank saw.
+    """One rank's observations.
 
     Attributes:
-        result: What the learner's function returned, as numbers; None where it was no tensor.
+        result: The result of the learner's function, as numbers; None if it was not a tensor.
         target: The sum over all ranks.
         node_sum: The sum over this rank's node.
-        between_bytes: What this rank sent to other nodes.
-        between_kinds: The kinds of collectives with which it did.
-        strange: Whether it called a group that is not the mesh's.
+        between_bytes: The bytes that this rank sent to other nodes.
+        between_kinds: The kinds of collectives that sent them.
+        strange: Whether it used a group that does not belong to the mesh.
         size_bytes: Bytes of the tensor.
     """
 
@@ -41,13 +41,13 @@ def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
 
     Args:
         pool: The pool; ``all_reduce_by_node`` is defined on its ranks.
-        num_nodes: Nodes that the ranks are on, or are thought to be on, equally many on each.
+        num_nodes: The real or simulated number of nodes of the ranks, with equally many ranks on each.
 
     Returns:
         A line with the bytes.
 
     Raises:
-        ExerciseError: A rank gets another result, or too much goes between nodes; the message says by how much.
+        ExerciseError: A rank gets another result, or too much is sent between nodes; the message shows the difference.
 
     Ranks: controller.
     """
@@ -135,7 +135,7 @@ def _try(num_nodes: int) -> Tried:
             following = ranks[(ranks.index(rank) + 1) % len(ranks)] if rank in ranks else rank
             between += call.sent_bytes if following // per_node != rank // per_node else 0
         elif ranks:
-            # A tree over the nodes: the tensor comes to each other node once.
+            # For a tree over the nodes, the tensor is sent to each other node once.
             between += call.size_bytes * (len(set(nodes)) - 1) / len(ranks)
     return Tried(
         result.detach().cpu().flatten().tolist() if isinstance(result, torch.Tensor) else None,

@@ -1,4 +1,4 @@
-"""Exercise 3 of notebook 07: what a checkpoint loses with the files of one node."""
+"""Exercise 3 of notebook 07: the tensors that a checkpoint loses with the files of one node."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Writers = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class Case:
-    """A checkpoint by the files that hold each tensor's pieces, and a node that is lost."""
+    """A checkpoint, described by the files that hold each tensor's pieces, and a node that is lost."""
 
     what: str
     files: Writers
@@ -27,11 +27,11 @@ class Case:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tensors of which a piece is in a file that the lost node wrote."""
+        """The tensors that have a piece in a file that the lost node wrote."""
         return self.lost_where(lambda file: _rank(file) // self.ranks_per_node)
 
     def lost_where(self, of_file: Callable[[str], int], enough: Callable[[Iterable[bool]], bool] = any) -> frozenset[str]:
-        """The tensors of which a file, or every file, is the lost node's by some rule."""
+        """Return the tensors with a file, or with all files, that some rule assigns to the lost node."""
         return frozenset(name for name, files in self.files.items() if enough(of_file(file) == self.node for file in files))
 
 
@@ -45,7 +45,7 @@ def check_lost_names(lost_names: LostNames) -> str:
         A line with the number of checkpoints.
 
     Raises:
-        ExerciseError: The answer is no set, or a name is missing or too much; the message says for which checkpoint.
+        ExerciseError: The answer is not a set, or a name is missing or one too many; the message names the checkpoint.
 
     Ranks: controller.
     """
@@ -80,7 +80,7 @@ def _second(file: str) -> int:
 
 
 def _if(names: Callable[[Case], frozenset[str]]) -> Callable[[Sequence[frozenset[str]]], bool]:
-    """Whether a mistake explains every answer, given the names that it takes to be lost."""
+    """Return a test of whether a mistake explains every answer, given the names that it takes to be lost."""
     return lambda answers: all(answer == names(case) for answer, case in zip(answers, _cases(), strict=True))
 
 
@@ -140,7 +140,7 @@ def _cases() -> list[Case]:
 
 
 def _write(folder: Path, files: Writers) -> None:
-    """The index of a checkpoint; what the exercise asks does not need its data."""
+    """Write the index of a checkpoint; the exercise does not need its data."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (

@@ -1,4 +1,4 @@
-"""How many machines notebook 07 plays with its ranks."""
+"""The number of machines that notebook 07 simulates with its ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ _WORLD_SIZES = (2, 3, 4)
 
 
 def num_nodes(world_size: int, batch_size: int) -> int:
-    """The number of nodes: two, or one for each rank where two nodes cannot have equally many.
+    """Return the number of nodes: two, or one for each rank if the ranks cannot be divided equally between two nodes.
 
     Args:
         world_size: The number of ranks.
         batch_size: Sequences in one batch over all ranks.
 
     Raises:
-        ValueError: The notebook's model or its batch cannot be shared out equally; the message says what to set.
+        ValueError: The notebook's model or its batch cannot be divided equally; the message says what to set.
 
     Ranks: controller.
     """

@@ -14,7 +14,7 @@ _MIB, _TIB = 1 << 20, 1 << 40
 
 
 def plan_table(plans: Mapping[str, Plan]) -> Markdown:
-    """Compare two plans with a checkpoint, line by line, and say by what factor the second one differs.
+    """Compare two plans with a checkpoint, line by line, and show the factor by which the second one differs.
 
     Args:
         plans: Two plans by name.
@@ -30,7 +30,7 @@ def plan_table(plans: Mapping[str, Plan]) -> Markdown:
 
 
 def ring_steps(plan: Plan, *, inside: bool) -> int:
-    """Steps that the rings of a step take one after the other: in rings inside nodes, or in those that leave them.
+    """Count the sequential steps of the rings in a step: of rings inside nodes, or of those that leave them.
 
     A ring of n ranks gathers or reduces in n - 1 steps; an all-reduce does both.
     """

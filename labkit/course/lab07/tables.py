@@ -8,12 +8,12 @@ from IPython.display import Markdown
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Markdown:
-    """A Markdown table.
+    """Return a Markdown table.
 
     Args:
         columns: The head of each column.
-        rows: A value for each column. Whole numbers get commas between thousands; what only looks like a number, such as a process
-            id, comes as text.
+        rows: A value for each column. Whole numbers get commas between thousands. Pass a value that only looks like a number, such
+            as a process id, as text.
 
     Ranks: controller.
     """
