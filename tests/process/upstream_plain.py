@@ -16,9 +16,10 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from tests.process.upstream import LIMIT_S, MODULE, WORLD_SIZE, Verdict, judge, names, run_body, upstream, verdicts
+from tests.process.upstream import LIMIT_S, OUT_OF_STEP, WORLD_SIZE, Verdict, judge, names, run_body, upstream, verdicts
 
 GROUP_TIMEOUT = timedelta(seconds=60)  # as torch's runner has it
+NEXT_TIMEOUT = timedelta(seconds=10)
 
 
 def plain_rank(rank: int, name: str, folder: str) -> None:
@@ -34,9 +35,27 @@ def plain_rank(rank: int, name: str, folder: str) -> None:
     )
     run_body(name, folder)
     # Others may still need this process: they read from its sockets, or wait for it in torch's file barrier.
-    while len(list(Path(folder).glob("outcome_?"))) < WORLD_SIZE:
-        time.sleep(0.01)
+    _await_all(folder, "outcome")
+    _note_next_collective(rank, folder)
+    _await_all(folder, "next")
     os._exit(0)
+
+
+def _await_all(folder: str, what: str) -> None:
+    while len(list(Path(folder).glob(f"{what}_?"))) < WORLD_SIZE:
+        time.sleep(0.01)
+
+
+def _note_next_collective(rank: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    ones = torch.ones(1)
+    try:
+        dist.all_reduce(ones, async_op=True).wait(NEXT_TIMEOUT)
+    except RuntimeError:
+        pass  # the sum is not right then
+    Path(folder, f"next_{rank}").write_text(str(float(ones)))
 
 
 def in_plain_processes(name: str, folder: Path, start_method: str = "forkserver") -> Verdict:
@@ -57,14 +76,17 @@ def in_plain_processes(name: str, folder: Path, start_method: str = "forkserver"
         for process in ranks.processes:
             process.kill()
             process.join()
-    return judge(folder)
+    verdict = judge(folder)
+    if verdict == Verdict("passes") and {path.read_text() for path in folder.glob("next_?")} != {str(float(WORLD_SIZE))}:
+        return Verdict("passes", OUT_OF_STEP)
+    return verdict
 
 
 def grouped(found: dict[str, Verdict]) -> str:
     """Return the bodies that did not pass as groups of ``upstream_verdicts.toml``, in which the reasons are still to be written."""
     groups: dict[Verdict, list[str]] = {}
     for name, verdict in sorted(found.items()):
-        if verdict.kind != "passes":
+        if verdict != Verdict("passes"):
             groups.setdefault(verdict, []).append(name)
     return "\n".join(
         f"[[exceptions]]\nreason = ''\nverdict = {json.dumps(verdict.kind)}\nsays = {json.dumps(verdict.says)}\n"
