@@ -1,8 +1,8 @@
 """PyTorch's own test bodies in plain processes, without labkit: the control for the same bodies on a pool.
 
 ``python -m tests.process.upstream_plain [BODY...]`` runs all bodies or some, and prints what did not pass as groups for
-``upstream_verdicts.toml``. Each body gets four fresh processes from ``torch.multiprocessing``. They are forked from a server that has
-imported torch and has run no operator; ``--spawn`` starts each from nothing, which takes several seconds a body.
+``upstream_verdicts.toml``. Each body gets four fresh processes from ``torch.multiprocessing``. They are forked from a server that
+has imported torch and has run no operator; ``--spawn`` starts each from nothing, which takes several seconds a body.
 """
 
 from __future__ import annotations
