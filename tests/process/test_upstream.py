@@ -29,6 +29,7 @@ KINDS = {OpenCollectiveError: "reported", RunTimeoutError: "hangs", WorkerDiedEr
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
     """A pool that no other test uses: bodies leave many groups behind."""
+    listed("pool")  # before a pool is started for nothing
     with WorkerPool(WORLD_SIZE, device="cpu", replace=True) as own:
         yield own
 
@@ -44,7 +45,7 @@ def listed(where: str) -> Expected:
 
 
 def on_pool(pool: WorkerPool, name: str, restart: bool, folder: Path) -> Verdict:
-    """Run one body on the pool, then the next collective; restart the pool where the body is known to need that."""
+    """Run one body on the pool, then the next collective; restart the pool after a death, or where the body is known to need it."""
     try:
         pool.run(upstream.run_body, name, str(folder), timeout_s=LIMIT_S)
         verdict = upstream.judge(folder)
@@ -54,7 +55,7 @@ def on_pool(pool: WorkerPool, name: str, restart: bool, folder: Path) -> Verdict
             verdict = Verdict("fails", str(error))  # before or after the body
     except RunReport as error:
         verdict = Verdict(KINDS.get(type(error), "fails"), str(error).splitlines()[0])
-    if restart:
+    if restart or pool.dead_ranks:
         pool.restart()
     elif not works(pool):
         # A collective that fails makes labkit renew the groups.
@@ -110,3 +111,18 @@ def test_every_body_gets_the_listed_verdict_in_plain_processes() -> None:
     found = {name: Verdict(*verdict) for name, verdict in json.loads(told.stdout).items() if name not in expected.left_out}
     surprises = expected.surprises(found)
     assert not surprises, "\n".join(surprises)
+
+
+def test_a_surprise_in_either_direction_is_named_with_both_verdicts() -> None:
+    error = Verdict("fails", "ValueError: no")
+    expected = Expected({"a": error, "b": error, "c": error, "d": Verdict("varies", "no")}, frozenset(), (), frozenset())
+    right = {"a": error, "d": Verdict("passes"), "e": Verdict("passes")}
+    wrong = {"b": Verdict("passes"), "c": Verdict("fails", "KeyError: 3"), "d": Verdict("hangs"), "f": Verdict("passes", OUT_OF_STEP)}
+    assert expected.surprises(right) == []
+    assert expected.surprises(wrong) == [
+        "b: expected fails: ValueError: no; got passes",
+        "c: expected fails: ValueError: no; got fails: KeyError: 3",
+        "d: expected varies: no; got hangs",
+        f"f: expected passes; got passes: {OUT_OF_STEP}",
+    ]
+    assert expected.unknown(["a", "b", "c"]) == [f"d: listed in {upstream_list.FILE.name}, and no body of this torch"]

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 WORLD_SIZE = 4
-# Seconds for one body. The slowest that passes took 8 on two cores.
+# Seconds for one body. The slowest took 6 on two cores that others used too.
 LIMIT_S = 90.0
 # What a body that passes may leave behind.
 OUT_OF_STEP = "the next collective of the default group fails"
