@@ -149,6 +149,8 @@ def _unequal_groups(holders: Holders) -> dict[str, str]:
     """Return the groups that are not the same on all of their ranks, or cannot be rebuilt there."""
     broken = {}
     for name, found in holders.items():
+        if all(group.ranks == (rank,) and not group.obstacle for rank, group in found.items()):
+            continue  # groups of one rank each may share a name: they meet nobody
         first = next(iter(found.values()))
         what = f"The process group {name!r} of {_subject(first.ranks)}"
         obstacles = sorted({group.obstacle for group in found.values() if group.obstacle})
@@ -167,7 +169,8 @@ def _out_of_step(conditions: Sequence[Condition], broken: Mapping[str, str]) -> 
     sequences: dict[str, set[tuple[int, ...]]] = {}
     for condition in conditions:
         for name, group in condition.groups.items():
-            sequences.setdefault(name, set()).add(group.sequence)
+            if group.ranks != (condition.rank,):
+                sequences.setdefault(name, set()).add(group.sequence)
     return any(len(found) > 1 for name, found in sequences.items() if name not in broken)
 
 

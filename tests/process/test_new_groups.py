@@ -56,6 +56,25 @@ def test_p3_p17_pairs_that_make_different_groups_are_named_and_live_on(pool: Wor
         assert "Every rank has to make every group in the same order" in failure.message
 
 
+def test_p3_groups_of_one_rank_each_may_differ_and_are_kept_through_a_stop(pool: WorkerPool) -> None:
+    total = "[float(dist.all_reduce(t := torch.ones(1), group=g) or t) for g in (half, alone)]"
+    made = pool.run_cell(
+        "half, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])\nalone, _ = dist.new_subgroups(1, group=half)\n"
+        f"{total}, dist.get_process_group_ranks(alone)",
+        want_value=True,
+        timeout_s=60,
+    )
+    assert made is not None
+    assert dict(made) == {rank: ([2.0, 1.0], [rank]) for rank in range(4)}
+    with pytest.raises(RunTimeoutError) as caught:
+        pool.run_cell("if rank:\n    dist.barrier()", timeout_s=1.0)
+    assert "cannot be" not in str(caught.value)
+    assert "exists only on" not in str(caught.value)
+    again = pool.run_cell(total, want_value=True, timeout_s=60)
+    assert again is not None
+    assert again.same() == [2.0, 1.0]
+
+
 def test_p3_groups_that_share_some_ranks_are_named_and_who_waits_for_the_others_is_freed(pool: WorkerPool) -> None:
     with pytest.raises(RankFailedError) as caught:
         pool.run_cell("g = dist.new_group([0, 1, 2] if rank < 2 else [1, 2, 3])", timeout_s=60)

@@ -119,6 +119,12 @@ def test_one_name_for_two_groups_breaks_both() -> None:
     assert "4" in judge(ranks({"groups": {"0": WORLD, "4": pair}}, {"groups": {"0": WORLD, "4": alone}})).broken
 
 
+def test_groups_of_one_rank_each_may_share_a_name() -> None:
+    first, second = GroupCondition((0,), (1,)), GroupCondition((1,), (5,))
+    verdict = judge(ranks({"groups": {"0": WORLD, "4": first}}, {"groups": {"0": WORLD, "4": second}}))
+    assert (verdict.renew, verdict.broken) == (False, {})
+
+
 def test_a_group_of_an_unknown_backend_is_named() -> None:
     group = GroupCondition((0, 1), (), obstacle="labkit does not know its backend 'ucc'")
     groups = {"0": WORLD, "4": group}
