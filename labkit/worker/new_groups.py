@@ -3,8 +3,8 @@
 Each rank numbers its new_group calls itself, and torch lets the members of a group find each other under that number. If ranks make
 different groups in one call, ranks meet that do not belong together, and wait in native code for connections that never come. So
 the first rank at a call writes down which group it makes, and any rank that makes another one raises an error that names both. This
-takes one request to the store, and no rank waits for another. Groups of one
-rank each may differ, because their members look for no other rank: ``dist.new_subgroups(1, group=...)`` makes such groups.
+takes one request to the store, and no rank waits for another. Groups of one rank each may differ, because their members look for
+no other rank: ``dist.new_subgroups(1, group=...)`` makes such groups.
 
 Two cases are not noticed here: groups made with ``use_local_synchronization``, which torch finds by their ranks and not by a
 number, and calls that only some ranks make. The counters reveal those at the end of the run.
