@@ -8,5 +8,5 @@ import pytest
 
 
 def matrix(first: Any, *rest: Any) -> list[Any]:
-    """Return values for ``params`` or ``parametrize``, those after the first marked slow."""
-    return [first, *(pytest.param(value, marks=pytest.mark.slow) for value in rest)]
+    """Return values for ``params`` or ``parametrize``, those after the first marked slow. A tuple is a row of several values."""
+    return [first, *(pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.slow) for row in rest)]

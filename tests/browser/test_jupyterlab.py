@@ -14,6 +14,7 @@ import pytest
 from labkit.course.handouts.cells import is_executed
 from tests.browser.conftest import LabServer
 from tests.browser.lab_page import LabPage
+from tests.matrix import matrix
 from tests.notebooks.conventions import NOTEBOOKS, ROOT
 
 Open = Callable[[str], LabPage]
@@ -54,7 +55,7 @@ def _shows_something(output: dict[str, object]) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", RUN_HERE, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", matrix(*RUN_HERE), ids=lambda path: path.stem)
 def test_a_notebook_runs_and_shows_everything_again_when_it_is_reopened(
     open_notebook: Open, server: LabServer, shots: Path, path: Path
 ) -> None:
@@ -92,7 +93,7 @@ def _executed_copy(path: Path) -> Path:
     pytest.skip(f"nothing has executed this {path.name}: run tests/notebooks first")
 
 
-@pytest.mark.parametrize("path", [path for path in NOTEBOOKS if path not in RUN_HERE], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", matrix(*(path for path in NOTEBOOKS if path not in RUN_HERE)), ids=lambda path: path.stem)
 def test_an_executed_copy_from_elsewhere_shows_everything(open_notebook: Open, server: LabServer, shots: Path, path: Path) -> None:
     # JupyterLab does not trust it: scripts and inline SVG are taken out of its outputs.
     tab = open_notebook(_added(server, _executed_copy(path), f"executed-{path.name}"))

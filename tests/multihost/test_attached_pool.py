@@ -23,6 +23,7 @@ from labkit.controller.launch_text import Launch
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile, write_private
 from labkit.wire.transport import Keys
+from tests.matrix import matrix
 from tests.multihost.hosts import NETWORK, Host
 from tests.process.patience import LOAD, until
 
@@ -186,11 +187,11 @@ def test_a_machine_with_another_key_says_so_and_is_not_heard(
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [
-        ([], "the pool has its 2 machines already"),
+    matrix(
         (["--node-rank", "1"], r"--node-rank says that it is node 1, which process \d+ on .* is\. Start one labkit process"),
         (["--node-rank", "2"], r"--node-rank says that it is node 2, and the notebook attaches 2, counted from 0: make both equal"),
-    ],
+        ([], "the pool has its 2 machines already"),
+    ),
 )
 def test_s1_a_machine_too_many_is_told_so_and_harms_nobody(
     pool: WorkerPool, hosts: list[Host], called: list[Launch], options: list[str], message: str

@@ -15,6 +15,7 @@ import pytest
 from labkit import PoolStateError, RunTimeoutError, WorkerPool
 from labkit.controller.launch_text import Launch
 from labkit.errors import InvalidPoolError
+from tests.matrix import matrix
 from tests.multihost.hosts import NETWORK, Host
 from tests.process.patience import until
 
@@ -96,7 +97,7 @@ def spare(bridge: None) -> Iterator[Host]:
     host.remove()
 
 
-@pytest.mark.parametrize(("place", "elsewhere"), [(1, False), (0, False), (1, True), (0, True)])
+@pytest.mark.parametrize(("place", "elsewhere"), matrix((0, False), (1, False), (1, True), (0, True)))
 def test_s1_an_agent_that_is_started_again_takes_its_place_and_the_other_machine_keeps_its_variables(
     hosts: list[Host], called: list[Launch], tmp_path: Path, spare: Host, place: int, elsewhere: bool
 ) -> None:

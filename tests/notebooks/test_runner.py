@@ -28,6 +28,7 @@ from labkit.course.parameters import known_parameters
 from labkit.course.runner import run_notebooks
 from labkit.course.summary import write_summary
 from tests.conftest import MakeNotebook
+from tests.matrix import matrix
 
 pytestmark = pytest.mark.process
 
@@ -121,13 +122,15 @@ SPAWNING = (
 @pytest.mark.parametrize(
     ("name", "cell"),
     [
-        ("lines", PRINTING.format("line\n")),
-        ("one line", PRINTING.format("x")),
-        ("returns", PRINTING.format("\r")),
-        ("backspaces", PRINTING.format("\b")),
-        ("flushes", "while True:\n    print('.', end='', flush=True)"),
-        ("displays", "from IPython.display import HTML, display\nwhile True:\n    display(HTML('<b>x</b>' * 50))"),
-        ("past the notebook", "import os\nwhile True:\n    os.write(1, b'x' * 10_000)"),
+        *matrix(
+            ("one line", PRINTING.format("x")),
+            ("lines", PRINTING.format("line\n")),
+            ("returns", PRINTING.format("\r")),
+            ("backspaces", PRINTING.format("\b")),
+            ("flushes", "while True:\n    print('.', end='', flush=True)"),
+            ("displays", "from IPython.display import HTML, display\nwhile True:\n    display(HTML('<b>x</b>' * 50))"),
+            ("past the notebook", "import os\nwhile True:\n    os.write(1, b'x' * 10_000)"),
+        ),
         ("a kernel that ignores the interrupt", STUBBORN),
         ("a child that goes on", SPAWNING),
     ],

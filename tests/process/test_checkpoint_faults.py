@@ -21,6 +21,7 @@ from labkit import checkpoint
 from labkit.checkpoint import Reader, manifest, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.read import same_bits
+from tests.matrix import matrix
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
 KILLS = [pytest.param(3, id="few"), pytest.param(200, id="many", marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
@@ -175,7 +176,7 @@ print(count)
 """
 
 
-@pytest.mark.parametrize("name", ["out", "out.pt"])
+@pytest.mark.parametrize("name", matrix("out", "out.pt"))
 def test_a_kill_at_any_system_call_leaves_nothing_or_everything_and_a_rerun_finishes(tmp_path: Path, name: str) -> None:
     (tmp_path / "source").mkdir()
     torch.save({f"t{index}": torch.full((100,), float(index)) for index in range(6)}, tmp_path / "source/x.pt")

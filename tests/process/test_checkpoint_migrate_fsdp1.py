@@ -26,6 +26,7 @@ from labkit import checkpoint
 from labkit.checkpoint import migrate, verify
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
+from tests.matrix import matrix
 from tests.process.checkpoint_models import Net, adam, fsdp1, fsdp2, train
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
@@ -86,7 +87,13 @@ def load_new(rank: int, folder: str, how: str) -> Any:
 
 # torch itself refuses to number flat parameters that hold several.
 @pytest.mark.parametrize(
-    ("form", "use_orig_params"), [(form, flag) for form in FORMS for flag in (True, False) if flag or form != "full_optim"]
+    ("form", "use_orig_params"),
+    [
+        pytest.param(form, flag, marks=[pytest.mark.slow] * (not flag and form != "local"))
+        for form in FORMS
+        for flag in (True, False)
+        if flag or form != "full_optim"
+    ],
 )
 def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
     launcher: Launcher, tmp_path: Path, form: str, use_orig_params: bool
@@ -153,8 +160,8 @@ def save_numbered(rank: int, form: str, use_orig_params: bool, inner: bool, fold
     return order
 
 
-@pytest.mark.parametrize("inner", [False, True], ids=["plain", "checkpointed"])
-@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("inner", matrix(True, False), ids=["checkpointed", "plain"])
+@pytest.mark.parametrize("use_orig_params", matrix(False, True))
 @pytest.mark.parametrize("form", ["sharded", "full", "local"])
 def test_p14_the_order_that_the_help_prints_names_the_numbers_of_every_form(
     launcher: Launcher, tmp_path: Path, form: str, use_orig_params: bool, inner: bool

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labkit import checkpoint
 from labkit.checkpoint import PerRank, Reader, manifest, open_checkpoint
 from labkit.checkpoint.errors import CheckpointWriteError, FQNMismatchError, RankDivergenceError
+from tests.matrix import matrix
 from tests.process.checkpoint_models import Net, adam, fsdp1, fsdp2, train, two_d
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
@@ -90,17 +91,19 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize(
     ("kind", "world_size", "other", "other_size"),
     [
-        ("fsdp2", 2, "fsdp2", 2),
         ("fsdp2", 3, "plain", 1),
-        ("plain", 1, "fsdp2", 2),
-        ("ddp", 2, "fsdp2", 2),
         ("2d", 4, "fsdp2", 2),
-        ("fsdp2", 2, "2d", 4),
-        ("hsdp", 4, "fsdp2", 3),
-        ("fsdp1", 2, "fsdp2", 2),
-        ("fsdp1", 2, "fsdp1", 2),
-        ("fsdp1_flat", 2, "fsdp2", 3),
-        ("fsdp2", 2, "fsdp1", 2),
+        *matrix(
+            ("fsdp1_flat", 2, "fsdp2", 3),
+            ("fsdp2", 2, "fsdp2", 2),
+            ("plain", 1, "fsdp2", 2),
+            ("ddp", 2, "fsdp2", 2),
+            ("fsdp2", 2, "2d", 4),
+            ("hsdp", 4, "fsdp2", 3),
+            ("fsdp1", 2, "fsdp2", 2),
+            ("fsdp1", 2, "fsdp1", 2),
+            ("fsdp2", 2, "fsdp1", 2),
+        ),
     ],
 )
 def test_weights_moments_and_the_steps_after_survive_another_sharding(

@@ -64,7 +64,10 @@ MOVES = {
     "2_to_1x2": (2, 2, True),
 }
 # FULL holds whole tensors whoever saved it, so fewer moves are enough for it.
-CASES = [("SHARDED", move) for move in MOVES] + [("FULL", move) for move in ("2_to_2", "4_to_3", "2_to_1x2")]
+CASES = [
+    *matrix(("SHARDED", "4_to_3"), *(("SHARDED", move) for move in MOVES if move != "4_to_3")),
+    *matrix(("FULL", "2_to_2"), ("FULL", "4_to_3"), ("FULL", "2_to_1x2")),
+]
 
 
 @pytest.mark.parametrize(("form", "move"), CASES)
