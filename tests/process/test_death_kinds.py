@@ -143,7 +143,9 @@ def test_gloo_shape_mismatch_that_aborts_a_rank_is_explained_by_its_last_output(
     assert (death.exitcode, death.type_name) == (-signal.SIGABRT, "SIGABRT")
     assert "its last output says which" in death.message
     assert "Received data size doesn't match expected size" in death.last_output
-    assert error.failed_ranks + error.interrupted_ranks + error.finished
+    # The other rank may have got its result, the same error, or be freed from waiting.
+    other = 1 - death.rank
+    assert [other in ranks for ranks in (error.failed_ranks, error.interrupted_ranks, error.finished)].count(True) == 1
 
 
 def test_every_rank_dies(pool: WorkerPool) -> None:
