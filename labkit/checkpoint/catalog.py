@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from labkit.checkpoint import manifest, sections
+from labkit.checkpoint.counted_names import gap_of_one, gaps
 from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
 from labkit.checkpoint.errors import (
     AmbiguousCheckpointError,
+    CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
@@ -26,6 +28,7 @@ from labkit.checkpoint.parts import (
     parts_of,
 )
 from labkit.checkpoint.plain_files import open_regular, refuse_special
+from labkit.checkpoint.rank_files import missing_ranks
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import read_safetensors
 from labkit.checkpoint.staging_leftovers import START_OVER, is_partial, partial_folder
@@ -82,10 +85,31 @@ def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
 def _finished(checkpoint: Checkpoint, step: int | None) -> Checkpoint:
     checkpoint.step = step
     sections.classify(checkpoint)
+    if checkpoint.kind in ("torch", "safetensors") and not checkpoint.index and not checkpoint.ranks:
+        _find_gaps(checkpoint)
     if checkpoint.kind == "dcp":
         # Only labkit writes a tie so. In optimizer state, which has none, two entries in one place are a fault.
         tie(checkpoint.section("model"))
     return checkpoint
+
+
+def _find_gaps(checkpoint: Checkpoint) -> None:
+    names = list(checkpoint.files)
+    weights = {entry.key for entry in checkpoint.section("model")}
+
+    def other_weights(file: Path) -> bool:
+        try:
+            other = _read_file(file, "opaque")
+        except (CheckpointError, OSError):
+            return False
+        sections.classify(other)
+        theirs = {entry.key for entry in other.section("model")}
+        return bool(theirs and weights) and not theirs & weights
+
+    checkpoint.gaps = gaps(names, checkpoint.root)
+    if len(names) == 1 and (gap := gap_of_one(names[0], checkpoint.root, other_weights)) is not None:
+        checkpoint.gaps.append(gap)
+    checkpoint.notes += [gap.what for gap in checkpoint.gaps if gap.severity == "warning"]
 
 
 def _read(path: Path, unknown: Unknown) -> Checkpoint:
@@ -115,8 +139,11 @@ def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
         listed = listed_in(path) or []
         check_numbered(path.parent, listed)
         if listed and not all(name.endswith(".safetensors") for name in listed):
-            return read_torch(path, path.parent, indexed_files(path), unknown=unknown)
-        return read_safetensors(path)
+            checkpoint = read_torch(path, path.parent, indexed_files(path), unknown=unknown)
+        else:
+            checkpoint = read_safetensors(path)
+        checkpoint.index = path.name
+        return checkpoint
     kind = format_of(path)
     if kind == "safetensors":
         return read_safetensors(path)
@@ -134,10 +161,14 @@ def _begins_like_torch(path: Path) -> bool:
 def _read_pattern(pattern: Path, unknown: Unknown) -> Checkpoint:
     root, files, ranks = matching_files(pattern)
     formats = {format_of(root / name) for name in files}
-    if formats == {"safetensors"} and ranks is None:
-        return read_safetensors(pattern, files, root)
+    if formats == {"safetensors"}:
+        checkpoint = read_safetensors(pattern, files, root)
+        if ranks is not None:
+            checkpoint.ranks = dict(ranks)
+            checkpoint.missing_ranks = missing_ranks(pattern, checkpoint.ranks.values())
+        return checkpoint
     if formats != {"torch"}:
-        raise CheckpointFormatError(pattern, f"not all of the {len(files)} files that match are torch.save files ({files[0]}, ...)")
+        raise CheckpointFormatError(pattern, f"the {len(files)} files that match are not of one format ({files[0]}, ...)")
     return read_torch(pattern, root, files, ranks=ranks, together=True, unknown=unknown)
 
 

@@ -25,6 +25,8 @@ __all__ = [
     "VerificationError",
 ]
 
+#: What to do about a file that is missing or cut off.
+COPY_ADVICE = "Copy it from where it was saved, or use an earlier checkpoint."
 # In place of a file in an error about what was given.
 STATE = "the state"
 

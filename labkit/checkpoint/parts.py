@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Literal
 
 from labkit.checkpoint.archive import TorchArchive
+from labkit.checkpoint.counted_names import lacking
 from labkit.checkpoint.errors import (
+    COPY_ADVICE,
     AmbiguousCheckpointError,
     CheckpointError,
     CheckpointFormatError,
@@ -30,7 +32,7 @@ from labkit.checkpoint.errors import (
     IncompleteCheckpointError,
 )
 from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular, refuse_special, regular_size
-from labkit.checkpoint.wording import counted
+from labkit.checkpoint.wording import counted, listed
 
 METADATA_FILE = ".metadata"
 INDEX_SUFFIX = ".index.json"
@@ -38,7 +40,6 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 Format = Literal["dcp", "torch", "safetensors", "directory"]
 
 _WHAT = {"dcp": "DCP", "torch": "torch.save", "safetensors": "safetensors", "directory": "a directory with a checkpoint"}
-_NUMBERED = re.compile(r"-([0-9]+)-of-([0-9]+)\b")
 _PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
 
 
@@ -202,15 +203,13 @@ def only_part(root: Path) -> Part:
 
 def check_numbered(root: Path, names: Sequence[str]) -> None:
     """Raise :class:`IncompleteCheckpointError` where files that are numbered in Hugging Face's form are not all there."""
-    found = [match for name in names if (match := _NUMBERED.search(name)) is not None]
-    numbers = {int(match[1]) for match in found}
-    missing = sorted(set(range(1, max((int(match[2]) for match in found), default=0) + 1)) - numbers)
-    if missing:
-        example = _NUMBERED.sub(f"-{missing[0]:0{len(found[0][1])}d}-of-{found[0][2]}", names[0])
+    total, number, missing = lacking(names)
+    if number:
+        are = "is" if number == 1 else "are"
         raise IncompleteCheckpointError(
             root,
-            f"its files are numbered to {int(found[0][2])}, and {counted(len(missing), 'file')} of them is missing: {example}"
-            + (" and others" if len(missing) > 1 else ""),
+            f"its files are numbered to {total:,}, and {counted(number, 'file')} of them {are} missing: "
+            f"{listed(missing, number)}. {COPY_ADVICE}",
         )
 
 

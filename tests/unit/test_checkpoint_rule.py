@@ -343,7 +343,7 @@ def test_a_part_that_a_pattern_names_is_not_called_left_out(tmp_path: Path) -> N
     parts = [("model", "model.safetensors"), ("rng", "rng_state_{rank}.pth")]
     result = migrate(tmp_path / "c", tmp_path / "new", parts=parts)
     assert not any("left out" in note for note in result.notes)
-    with pytest.raises(AmbiguousCheckpointError, match=r"in their names: rng_state_\{rank\}\.pth"):
+    with pytest.raises(AmbiguousCheckpointError, match=r"in their names: 'rng_state_\{rank\}\.pth'"):
         migrate(tmp_path / "c", tmp_path / "other", parts=[parts[0], ("rng", "rng_state_*.pth")])
 
 
