@@ -16,7 +16,7 @@ from labkit.checkpoint.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
 )
-from labkit.checkpoint.model import Checkpoint, ChunkTable, tie
+from labkit.checkpoint.model import Checkpoint, ChunkTable, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.parts import (
     INDEX_SUFFIX,
     check_numbered,
@@ -181,7 +181,7 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     Args:
         root: The directory.
         parts: For each part the name under which its entries come, or nothing for as they are, and its path in the directory, as
-            :func:`open_checkpoint` takes it.
+            :func:`open_checkpoint` takes it. A part that holds a dict of this name and nothing else comes as it is.
         unknown: As for :func:`open_checkpoint`.
 
     Raises:
@@ -191,13 +191,17 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     Ranks: local.
     """
     whole = Checkpoint(path=root, root=root, kind="parts")
-    for name, relative in parts:
+    for given, relative in parts:
         try:
             part = open_checkpoint(root / relative, unknown=unknown)
         except AmbiguousCheckpointError as error:
             raise error.seen_from(root) from None
         if not part.root.resolve().is_relative_to(root.resolve()):
             raise CheckpointFormatError(root, f"the part {relative} lies elsewhere. Name the directory that holds all parts.")
+        name = given
+        if given and _top_level_keys(part) == {given}:
+            name = ""
+            whole.notes.append(f"the part {relative} holds {given} and nothing else, and is taken as it is")
         _add_part(whole, name, part)
     sections.classify(whole)
     read = set(whole.files)
@@ -205,6 +209,12 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     left = [part.text for part in parts_of(root) if part.name not in read | folders and not read & set(part.files)]
     whole.notes += [f"left out, since no --part names it: {text}" for text in left]
     return whole
+
+
+def _top_level_keys(part: Checkpoint) -> set[str]:
+    """Return the keys of the dicts that a checkpoint holds, and a dot where tensors or values lie in none."""
+    entries: list[TensorEntry | ValueEntry] = [*part.tensors.values(), *part.values.values()]
+    return {str(entry.path[0]) if len(entry.path) > 1 else "." for entry in entries}
 
 
 def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:

@@ -72,7 +72,9 @@ def gaps(names: Sequence[str], root: Path) -> list[Gap]:
         pattern = root / _STATED.sub(lambda match: f"-*-of-{match[2]}", names[0])
         there = all((root / name).exists() for name in missing)
         way = "Name the directory, or their index" if there else "Copy them from where they were saved, and name the directory"
-        what = f"of the {total:,} files that its name counts, {_are(number)} not read: {listed(missing, number, _MOST_NAMED)}. {way}"
+        what = (
+            f"of the {total:,} files that its name counts, {_are(number)} not read: {listed(missing, number, _MOST_NAMED)}. {way}"
+        )
         result.append(Gap("error", f"{what}, or {quoted(pattern)}"))
     groups: dict[str, list[str]] = {}
     for name in names:

@@ -256,7 +256,7 @@ def _patterns(files: Sequence[RankFile]) -> list[str]:
             covered.setdefault(pattern, []).append((file, int(match[0])))
     found = []
     for same in covered.values():
-        pattern = rank_pattern([file.name for file, _ in same]) if len(same) > 1 else None
-        if pattern is not None and all(file.writers <= {number - ("{rank+1}" in pattern)} for file, number in same):
-            found.append(pattern)
+        spelled = rank_pattern([file.name for file, _ in same]) if len(same) > 1 else None
+        if spelled is not None and all(file.writers <= {number - ("{rank+1}" in spelled)} for file, number in same):
+            found.append(spelled)
     return found[:4]
