@@ -19,6 +19,7 @@ from labkit.checkpoint.errors import (
 from labkit.checkpoint.model import Checkpoint, ChunkTable, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.parts import (
     INDEX_SUFFIX,
+    Part,
     check_numbered,
     format_of,
     is_pattern,
@@ -33,6 +34,8 @@ from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import read_safetensors
 from labkit.checkpoint.staging_leftovers import START_OVER, is_partial, partial_folder
 from labkit.checkpoint.torch_format import indexed_files, read_torch
+from labkit.checkpoint.unread_files import unread_files
+from labkit.checkpoint.wording import quoted
 
 _UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfinished. {START_OVER}"
 
@@ -69,7 +72,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         )
     refuse_special(path)
     if path.is_dir() and is_partial(path):
-        raise IncompleteCheckpointError(path, f"it {_UNFINISHED}")
+        raise IncompleteCheckpointError(path, f"it {_UNFINISHED}", advice="")
     return read_checkpoint(path, unknown=unknown)
 
 
@@ -116,8 +119,16 @@ def _read(path: Path, unknown: Unknown) -> Checkpoint:
     if path.is_file():
         return _read_file(path, unknown)
     if any(path.glob("__*_*.distcp")) and not (path / METADATA_FILE).exists():
-        raise IncompleteCheckpointError(path, "it has .distcp files and no .metadata: the save into it did not finish")
+        raise IncompleteCheckpointError(
+            path, "it has .distcp files and no .metadata: the save into it did not finish, or .metadata was not copied along"
+        )
     part = only_part(path)
+    checkpoint = _read_part(path, part, unknown)
+    checkpoint.notes += unread_files(path, {*part.files, *checkpoint.files, part.name})
+    return checkpoint
+
+
+def _read_part(path: Path, part: Part, unknown: Unknown) -> Checkpoint:
     if part.format == "dcp":
         return read_dcp(path, unknown=unknown)
     if part.name.endswith(INDEX_SUFFIX):
@@ -206,8 +217,10 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     sections.classify(whole)
     read = set(whole.files)
     folders = {name.partition("/")[0] for name in read if "/" in name}
-    left = [part.text for part in parts_of(root) if part.name not in read | folders and not read & set(part.files)]
+    every = parts_of(root)
+    left = [part.text for part in every if part.name not in read | folders and not read & set(part.files)]
     whole.notes += [f"left out, since no --part names it: {text}" for text in left]
+    whole.notes += unread_files(root, read.union(*(part.files for part in every), (part.name for part in every)))
     return whole
 
 
@@ -233,7 +246,8 @@ def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
     for key in (*part.tensors, *part.values):
         if key_of(key) in whole.tensors or key_of(key) in whole.values:
             raise CheckpointFormatError(
-                whole.root, f"two parts have an entry {key_of(key)!r}. Give one of them a name: --part NAME={part.path.name}"
+                whole.root,
+                f"two parts have an entry {key_of(key)!r}. Give one of them a name: --part {quoted(f'NAME={part.path.name}')}",
             )
     for key, entry in part.tensors.items():
         whole.tensors[key_of(key)] = replace(

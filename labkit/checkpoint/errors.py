@@ -107,6 +107,9 @@ class UnsupportedTensorError(CheckpointFormatError):
 class IncompleteCheckpointError(CheckpointFormatError):
     """Part of a checkpoint is missing: a file, the end of a file, a region of a tensor, or the manifest."""
 
+    def __init__(self, path: object, reason: str, *, advice: str = COPY_ADVICE) -> None:
+        super().__init__(path, f"{reason.removesuffix('.')}. {advice}" if advice else reason)
+
 
 class CorruptCheckpointError(CheckpointFormatError):
     """The bytes of a file are not the bytes that were written: a hash or checksum differs."""

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from labkit.checkpoint.archive import TorchArchive
-from labkit.checkpoint.counted_names import lacking
+from labkit.checkpoint.counted_names import lacking, rank_pattern
 from labkit.checkpoint.errors import (
-    COPY_ADVICE,
     AmbiguousCheckpointError,
     CheckpointError,
     CheckpointFormatError,
@@ -32,7 +31,7 @@ from labkit.checkpoint.errors import (
     IncompleteCheckpointError,
 )
 from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular, refuse_special, regular_size
-from labkit.checkpoint.wording import counted, listed
+from labkit.checkpoint.wording import counted, listed, quoted
 
 METADATA_FILE = ".metadata"
 INDEX_SUFFIX = ".index.json"
@@ -58,10 +57,19 @@ class Part:
     files: tuple[str, ...] = ()
 
     @property
+    def offered(self) -> str:
+        """A name that is accepted: where the numbers of several files do not say how they belong together, that of the first."""
+        return self.files[0] if "*" in self.name and not lacking(self.files)[0] else self.name
+
+    @property
     def text(self) -> str:
         """The part in words."""
         number = f", {counted(len(self.files), 'file')}" if len(self.files) > 1 else ""
-        return f"{self.name}  ({_WHAT[self.format]}{number})"
+        if self.offered != self.name:
+            number = f", one of {len(self.files)} files such as {self.name}"
+        elif is_pattern(Path(self.name)) and "*" not in self.name:
+            number += ", if they are those of ranks"
+        return f"{self.offered}  ({_WHAT[self.format]}{number})"
 
 
 def parts_of(root: Path) -> list[Part]:
@@ -105,7 +113,7 @@ def _own_parts(root: Path) -> list[Part]:
         if kind_of is not None:
             groups.setdefault((kind_of, re.sub("[0-9]+", "*", file.name)), []).append(file.name)
     for (kind, _), found in groups.items():
-        parts.append(Part(_pattern_of(found), kind, tuple(by_number(found))))
+        parts.append(Part(rank_pattern(found) or _pattern_of(found), kind, tuple(by_number(found))))
     return parts
 
 
@@ -184,7 +192,15 @@ def only_part(root: Path) -> Part:
     if len(parts) == 1 and parts[0].format != "directory":
         check_numbered(root, parts[0].files)
         return parts[0]
+    if len(parts) == 1:
+        raise AmbiguousCheckpointError(
+            root,
+            f"it holds no checkpoint itself, and its folder {parts[0].name} does",
+            [str(root / parts[0].name)],
+            advice=f"Name that folder: {quoted(root / parts[0].name)}.",
+        )
     here = any(part.format != "directory" for part in parts)
+    example = next((part for part in parts if not is_pattern(Path(part.offered))), parts[0])
     number = counted(len(parts), "checkpoint")
     folders = [part.name for part in parts if part.format == "directory"]
     alike = len(folders) > 1 and len({re.sub("[0-9]+", "", name) for name in folders}) == 1
@@ -195,9 +211,9 @@ def only_part(root: Path) -> Part:
         if here
         else f"it holds none itself, and {number} in folders",
         [part.text for part in parts[:20]],
-        advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them "
-        "together: --part NAME=PART reads a part under that name, and may be repeated."
-        + (f" If each folder is that of a rank, write {pattern}." if pattern is not None else ""),
+        advice=f"Name one of them, such as {quoted(root / example.offered)}. If they are parts of one checkpoint, migrate puts "
+        "them together: --part NAME=PART reads a part under that name, and may be repeated."
+        + (f" If each folder is that of a rank, write {quoted(pattern)}." if pattern is not None else ""),
     )
 
 
@@ -208,8 +224,7 @@ def check_numbered(root: Path, names: Sequence[str]) -> None:
         are = "is" if number == 1 else "are"
         raise IncompleteCheckpointError(
             root,
-            f"its files are numbered to {total:,}, and {counted(number, 'file')} of them {are} missing: "
-            f"{listed(missing, number)}. {COPY_ADVICE}",
+            f"its files are numbered to {total:,}, and {counted(number, 'file')} of them {are} missing: {listed(missing, number)}",
         )
 
 

@@ -57,7 +57,7 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
         )
     for gap in checkpoint.gaps:
         report_gap = report.error if gap.severity == "error" else report.warning
-        report_gap("missing-rank", checkpoint.path, gap.what, "what is in them is not loaded")
+        report_gap("missing-rank", checkpoint.path, gap.what, "what the others hold is not loaded")
     if checkpoint.kind == "dcp":
         _check_strays(checkpoint, set(needed), report)
     return broken

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from labkit.checkpoint import migrate, open_checkpoint
