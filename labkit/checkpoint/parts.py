@@ -68,7 +68,7 @@ class Part:
         if self.offered != self.name:
             number = f", one of {len(self.files)} files such as {self.name}"
         elif is_pattern(Path(self.name)) and "*" not in self.name:
-            number += ", if they are those of ranks"
+            number += f" if they are those of ranks, else one such as {self.files[0]}"
         return f"{self.offered}  ({_WHAT[self.format]}{number})"
 
 

@@ -93,11 +93,11 @@ def _keep_only(contents: Contents, only: Sequence[str]) -> None:
     heads = {top_level(item) for item in contents.items}
     strange = [name for name in only if name not in heads]
     if strange:
+        keys = listed([quoted(head) for head in sorted(heads)], most=12)
         raise FQNMismatchError(
             contents.checkpoint.path,
             missing=strange,
-            advice=f"Its top-level keys are {listed([quoted(head) for head in sorted(heads)], most=12)}; '.' stands for the tensors "
-            "that lie in no dict.",
+            advice=f"Its top-level keys are {keys}; '.' stands for the tensors that lie in no dict.",
         )
     left = left_out(item for item in contents.items if top_level(item) not in only)
     contents.tensors = [item for item in contents.tensors if top_level(item) in only]
