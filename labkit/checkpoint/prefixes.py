@@ -22,12 +22,12 @@ class PrefixChange:
 
     @property
     def rule(self) -> str:
-        """The change as a line of a rename table."""
+        """Return the change as a line of a rename table."""
         return f"{self.old}* -> {self.new}*"
 
     @property
     def advice(self) -> str:
-        """What to do, for people."""
+        """Say what to do, for people."""
         return f"All names fit after one change: echo {quoted(self.rule)} > names.txt, and add --rename names.txt (rules=[...])."
 
 
