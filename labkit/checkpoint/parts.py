@@ -58,7 +58,7 @@ class Part:
 
     @property
     def offered(self) -> str:
-        """Return a name that is accepted: where the numbers of several files do not say how they belong together, that of the first."""
+        """Return a name that is accepted: that of the first of several files whose numbers do not say how they belong together."""
         return self.files[0] if "*" in self.name and not lacking(self.files)[0] else self.name
 
     @property

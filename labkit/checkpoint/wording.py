@@ -27,5 +27,5 @@ def listed(names: Sequence[str], number: int | None = None, most: int = 3) -> st
 
 
 def quoted(text: object) -> str:
-    """Return a name or path between quotes for a shell, so that it can be copied, whatever is in it and whatever follows."""
+    """Return a name or path between quotes for a shell, so that it can be copied whatever is in it or follows."""
     return "'" + str(text).replace("'", "'\"'\"'") + "'"
