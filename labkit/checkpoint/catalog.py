@@ -7,16 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from labkit.checkpoint import manifest, sections
+from labkit.checkpoint.counted_names import gap_of_one, gaps
 from labkit.checkpoint.dcp_format import METADATA_FILE, read_dcp
 from labkit.checkpoint.errors import (
     AmbiguousCheckpointError,
+    CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     IncompleteCheckpointError,
 )
-from labkit.checkpoint.model import Checkpoint, ChunkTable, tie
+from labkit.checkpoint.model import Checkpoint, ChunkTable, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.parts import (
     INDEX_SUFFIX,
+    Part,
     check_numbered,
     format_of,
     is_pattern,
@@ -26,10 +29,13 @@ from labkit.checkpoint.parts import (
     parts_of,
 )
 from labkit.checkpoint.plain_files import open_regular, refuse_special
+from labkit.checkpoint.rank_files import missing_ranks
 from labkit.checkpoint.safe_pickle import Unknown
 from labkit.checkpoint.safetensors_format import read_safetensors
 from labkit.checkpoint.staging_leftovers import START_OVER, is_partial, partial_folder
 from labkit.checkpoint.torch_format import indexed_files, read_torch
+from labkit.checkpoint.unread_files import unread_files
+from labkit.checkpoint.wording import quoted
 
 _UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfinished. {START_OVER}"
 
@@ -66,7 +72,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         )
     refuse_special(path)
     if path.is_dir() and is_partial(path):
-        raise IncompleteCheckpointError(path, f"it {_UNFINISHED}")
+        raise IncompleteCheckpointError(path, f"it {_UNFINISHED}", advice="")
     return read_checkpoint(path, unknown=unknown)
 
 
@@ -82,18 +88,47 @@ def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
 def _finished(checkpoint: Checkpoint, step: int | None) -> Checkpoint:
     checkpoint.step = step
     sections.classify(checkpoint)
+    if checkpoint.kind in ("torch", "safetensors") and not checkpoint.index and not checkpoint.ranks:
+        _find_gaps(checkpoint)
     if checkpoint.kind == "dcp":
         # Only labkit writes a tie so. In optimizer state, which has none, two entries in one place are a fault.
         tie(checkpoint.section("model"))
     return checkpoint
 
 
+def _find_gaps(checkpoint: Checkpoint) -> None:
+    names = list(checkpoint.files)
+    weights = {entry.key for entry in checkpoint.section("model")}
+
+    def other_weights(file: Path) -> bool:
+        try:
+            other = _read_file(file, "opaque")
+        except (CheckpointError, OSError):
+            return False
+        sections.classify(other)
+        theirs = {entry.key for entry in other.section("model")}
+        return bool(theirs and weights) and not theirs & weights
+
+    checkpoint.gaps = gaps(names, checkpoint.root)
+    if len(names) == 1 and (gap := gap_of_one(names[0], checkpoint.root, other_weights)) is not None:
+        checkpoint.gaps.append(gap)
+    checkpoint.notes += [gap.what for gap in checkpoint.gaps if gap.severity == "warning"]
+
+
 def _read(path: Path, unknown: Unknown) -> Checkpoint:
     if path.is_file():
         return _read_file(path, unknown)
     if any(path.glob("__*_*.distcp")) and not (path / METADATA_FILE).exists():
-        raise IncompleteCheckpointError(path, "it has .distcp files and no .metadata: the save into it did not finish")
+        raise IncompleteCheckpointError(
+            path, "it has .distcp files and no .metadata: the save into it did not finish, or .metadata was not copied along"
+        )
     part = only_part(path)
+    checkpoint = _read_part(path, part, unknown)
+    checkpoint.notes += unread_files(path, {*part.files, *checkpoint.files, part.name})
+    return checkpoint
+
+
+def _read_part(path: Path, part: Part, unknown: Unknown) -> Checkpoint:
     if part.format == "dcp":
         return read_dcp(path, unknown=unknown)
     if part.name.endswith(INDEX_SUFFIX):
@@ -115,8 +150,11 @@ def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
         listed = listed_in(path) or []
         check_numbered(path.parent, listed)
         if listed and not all(name.endswith(".safetensors") for name in listed):
-            return read_torch(path, path.parent, indexed_files(path), unknown=unknown)
-        return read_safetensors(path)
+            checkpoint = read_torch(path, path.parent, indexed_files(path), unknown=unknown)
+        else:
+            checkpoint = read_safetensors(path)
+        checkpoint.index = path.name
+        return checkpoint
     kind = format_of(path)
     if kind == "safetensors":
         return read_safetensors(path)
@@ -134,10 +172,14 @@ def _begins_like_torch(path: Path) -> bool:
 def _read_pattern(pattern: Path, unknown: Unknown) -> Checkpoint:
     root, files, ranks = matching_files(pattern)
     formats = {format_of(root / name) for name in files}
-    if formats == {"safetensors"} and ranks is None:
-        return read_safetensors(pattern, files, root)
+    if formats == {"safetensors"}:
+        checkpoint = read_safetensors(pattern, files, root)
+        if ranks is not None:
+            checkpoint.ranks = dict(ranks)
+            checkpoint.missing_ranks = missing_ranks(pattern, checkpoint.ranks.values())
+        return checkpoint
     if formats != {"torch"}:
-        raise CheckpointFormatError(pattern, f"not all of the {len(files)} files that match are torch.save files ({files[0]}, ...)")
+        raise CheckpointFormatError(pattern, f"the {len(files)} files that match are not of one format ({files[0]}, ...)")
     return read_torch(pattern, root, files, ranks=ranks, together=True, unknown=unknown)
 
 
@@ -150,7 +192,7 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     Args:
         root: The directory.
         parts: For each part the name under which its entries come, or nothing for as they are, and its path in the directory, as
-            :func:`open_checkpoint` takes it.
+            :func:`open_checkpoint` takes it. A part that holds a dict of this name and nothing else comes as it is.
         unknown: As for :func:`open_checkpoint`.
 
     Raises:
@@ -160,20 +202,32 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     Ranks: local.
     """
     whole = Checkpoint(path=root, root=root, kind="parts")
-    for name, relative in parts:
+    for given, relative in parts:
         try:
             part = open_checkpoint(root / relative, unknown=unknown)
         except AmbiguousCheckpointError as error:
             raise error.seen_from(root) from None
         if not part.root.resolve().is_relative_to(root.resolve()):
             raise CheckpointFormatError(root, f"the part {relative} lies elsewhere. Name the directory that holds all parts.")
+        name = given
+        if given and _top_level_keys(part) == {given}:
+            name = ""
+            whole.notes.append(f"the part {relative} holds {given} and nothing else, and is taken as it is")
         _add_part(whole, name, part)
     sections.classify(whole)
     read = set(whole.files)
     folders = {name.partition("/")[0] for name in read if "/" in name}
-    left = [part.text for part in parts_of(root) if part.name not in read | folders and not read & set(part.files)]
+    every = parts_of(root)
+    left = [part.text for part in every if part.name not in read | folders and not read & set(part.files)]
     whole.notes += [f"left out, since no --part names it: {text}" for text in left]
+    whole.notes += unread_files(root, read.union(*(part.files for part in every), (part.name for part in every)))
     return whole
+
+
+def _top_level_keys(part: Checkpoint) -> set[str]:
+    """Return the keys of the dicts that a checkpoint holds, and a dot where tensors or values lie in none."""
+    entries: list[TensorEntry | ValueEntry] = [*part.tensors.values(), *part.values.values()]
+    return {str(entry.path[0]) if len(entry.path) > 1 else "." for entry in entries}
 
 
 def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
@@ -192,7 +246,8 @@ def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
     for key in (*part.tensors, *part.values):
         if key_of(key) in whole.tensors or key_of(key) in whole.values:
             raise CheckpointFormatError(
-                whole.root, f"two parts have an entry {key_of(key)!r}. Give one of them a name: --part NAME={part.path.name}"
+                whole.root,
+                f"two parts have an entry {key_of(key)!r}. Give one of them a name: --part {quoted(f'NAME={part.path.name}')}",
             )
     for key, entry in part.tensors.items():
         whole.tensors[key_of(key)] = replace(

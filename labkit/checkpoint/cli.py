@@ -34,7 +34,10 @@ Examples:
   labkit checkpoint migrate new new.safetensors --only model --dtype '*=bfloat16'
   labkit checkpoint migrate old.pt new --drop 'scheduler.*' --rename names.txt
   labkit checkpoint migrate 'old/step_100_rank_{rank}.pt' new     Files of ranks among others: where the rank stands
-  labkit checkpoint migrate checkpoint-3 new --part model=pytorch_model_fsdp_0 --part scheduler=scheduler.pt
+  labkit checkpoint migrate checkpoint-3 new --part =pytorch_model_fsdp_0 --part =optimizer_0 --part scheduler=scheduler.bin
+
+A part that holds a dict of its own, as 'model' is one in pytorch_model_fsdp_0 of accelerate, needs no name before the =. Any other
+part does: --part model=model.safetensors.
 
 A pattern of --drop matches names as show lists them. Those of --rename and --dtype match names of parameters in the model, such as
 layers.0.weight. A line of the file for --rename is 'old.*.weight -> new.*.weight'; each * stands for the same text on both sides.
@@ -171,7 +174,7 @@ def verify_command(
     "parts",
     multiple=True,
     metavar="NAME=PATH",
-    help="Put a checkpoint together: read PATH inside SOURCE under NAME (which may be empty). May be repeated.",
+    help="Put a checkpoint together: read PATH inside SOURCE under NAME, or as it is where NAME is empty. May be repeated.",
 )
 @click.option("--only", multiple=True, metavar="NAME", help="Keep this top-level key alone, such as model. May be repeated.")
 @click.option("--drop", multiple=True, metavar="PATTERN", help="Leave out names such as 'scheduler.*'. May be repeated.")

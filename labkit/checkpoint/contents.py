@@ -123,7 +123,7 @@ def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Content
         if not (checkpoint.root / name).is_file():
             raise IncompleteCheckpointError(
                 checkpoint.root / name,
-                "the checkpoint names this file, and it is missing. Copy it from where it was saved, or use an earlier checkpoint.",
+                "the checkpoint names this file, and it is missing",
             )
     result = Contents(checkpoint)
     per_rank = _per_rank_roots(checkpoint, copies, result.notes)

@@ -44,7 +44,7 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
         data = b"" if columns is not None else read_regular(path)
     except FileNotFoundError:
         raise IncompleteCheckpointError(
-            root, "it has no .metadata: the save into it did not finish. Use an earlier checkpoint."
+            root, "it has no .metadata: the save into it did not finish, or .metadata was not copied along"
         ) from None
     if columns is not None:
         if columns.opaque and unknown == "refuse":

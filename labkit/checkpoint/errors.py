@@ -25,6 +25,8 @@ __all__ = [
     "VerificationError",
 ]
 
+#: What to do about a file that is missing or cut off.
+COPY_ADVICE = "Copy it from where it was saved, or use an earlier checkpoint."
 # In place of a file in an error about what was given.
 STATE = "the state"
 
@@ -105,6 +107,9 @@ class UnsupportedTensorError(CheckpointFormatError):
 class IncompleteCheckpointError(CheckpointFormatError):
     """Part of a checkpoint is missing: a file, the end of a file, a region of a tensor, or the manifest."""
 
+    def __init__(self, path: object, reason: str, *, advice: str = COPY_ADVICE) -> None:
+        super().__init__(path, f"{reason.removesuffix('.')}. {advice}" if advice else reason)
+
 
 class CorruptCheckpointError(CheckpointFormatError):
     """The bytes of a file are not the bytes that were written: a hash or checksum differs."""
@@ -116,6 +121,11 @@ class CheckpointExistsError(CheckpointFormatError):
 
 class CheckpointWriteError(CheckpointFormatError):
     """A checkpoint could not be written. What was complete before is untouched."""
+
+
+def _first(problems: Sequence[str], most: int) -> list[str]:
+    more = len(problems) - most
+    return [*problems[:most], *([f"and {more} more"] if more > 0 else [])]
 
 
 class CheckpointMismatchError(CheckpointError):
@@ -133,9 +143,7 @@ class CheckpointMismatchError(CheckpointError):
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
         self.path, self.problems = str(path), tuple(problems)
-        lines = [self._headline(), *(f"  - {problem}" for problem in self.problems[: self.max_listed])]
-        if len(self.problems) > self.max_listed:
-            lines.append(f"  - and {len(self.problems) - self.max_listed} more")
+        lines = [self._headline(), *(f"  - {problem}" for problem in self._listed())]
         if advice:
             lines.append(advice)
         super().__init__("\n".join(map(printable, lines)))
@@ -145,6 +153,9 @@ class CheckpointMismatchError(CheckpointError):
 
     def _headline(self) -> str:
         return f"{self.path} {self.verdict}:"
+
+    def _listed(self) -> list[str]:
+        return _first(self.problems, self.max_listed)
 
 
 class FQNMismatchError(CheckpointMismatchError):
@@ -157,6 +168,9 @@ class FQNMismatchError(CheckpointMismatchError):
     ``problems`` are sentences about names that are neither.
     """
 
+    #: Where there are problems of several kinds, at most this many of each are spelled out.
+    max_listed_of_each = 5
+
     def __init__(
         self,
         path: object,
@@ -167,9 +181,19 @@ class FQNMismatchError(CheckpointMismatchError):
         advice: str = "",
     ) -> None:
         self.missing, self.unexpected = tuple(missing), tuple(unexpected)
-        problems = [*problems, *(f"missing in the checkpoint: {name}" for name in self.missing)]
-        problems += [f"unexpected in the checkpoint: {name}" for name in self.unexpected]
-        super().__init__(path, problems, advice=advice)
+        self._groups = [
+            list(problems),
+            [f"missing in the checkpoint: {name}" for name in self.missing],
+            [f"unexpected in the checkpoint: {name}" for name in self.unexpected],
+        ]
+        super().__init__(path, [problem for group in self._groups for problem in group], advice=advice)
+
+    def _listed(self) -> list[str]:
+        """Return some problems of each kind, so that names which one side lacks stand beside those that the other one lacks."""
+        groups = [group for group in self._groups if group]
+        if len(groups) < 2 or len(self.problems) <= self.max_listed:
+            return super()._listed()
+        return [line for group in groups for line in _first(group, self.max_listed_of_each)]
 
 
 class DtypeNarrowingError(CheckpointMismatchError):

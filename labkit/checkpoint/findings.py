@@ -19,7 +19,7 @@ CODES: Mapping[str, str] = {
     "flat-parameters": "it holds flat parameters of FSDP1, which nothing can be compared with",
     "late-file": "a data file is newer than the index, which a save writes last",
     "missing-file": "a file that the index or the manifest names is missing",
-    "missing-rank": "the file of a rank is missing, and with it what only that rank saved",
+    "missing-rank": "the file of a rank, or one of several numbered files, is missing, and with it what only that file holds",
     "missing-key": "the model or the other checkpoint has a tensor that this one lacks",
     "newer-python": "the Python here cannot read the index, since a Python of another version or system wrote it",
     "newer-torch": "the torch here cannot read the index, since a torch of another version wrote it",

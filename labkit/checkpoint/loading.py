@@ -174,4 +174,4 @@ def _raise_problems(root: Path, everyone: Sequence[Problems]) -> None:
             root, dtypes, advice="Nothing was loaded. Pass narrowing=True to convert; overflow is still refused."
         )
     if gaps := union(lambda p: p.gaps):
-        raise IncompleteCheckpointError(root, "; ".join(gaps) + ". Nothing was loaded.")
+        raise IncompleteCheckpointError(root, "; ".join(gaps), advice="Nothing was loaded.")

@@ -27,6 +27,7 @@ from labkit.checkpoint.errors import (
 from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
 
 MANIFEST_FILE = "manifest.json"
+_EARLIER = "Use an earlier step."
 FORMAT = "labkit-checkpoint"
 VERSION = 1
 _STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as step_directory writes it: no second name for a step
@@ -193,9 +194,9 @@ def check_file(directory: Path, name: str, expected: FileSum, *, content: bool =
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise IncompleteCheckpointError(path, "the manifest lists this file, and it is missing. Use an earlier step.") from None
+        raise IncompleteCheckpointError(path, "the manifest lists this file, and it is missing", advice=_EARLIER) from None
     if size != expected.size:
-        raise IncompleteCheckpointError(path, f"it has {size} bytes, and {expected.size} were written. Use an earlier step.")
+        raise IncompleteCheckpointError(path, f"it has {size} bytes, and {expected.size} were written", advice=_EARLIER)
     if content and hash_file(path, from_disk=from_disk).hash != expected.hash:
         raise CorruptCheckpointError(
             path,

@@ -22,6 +22,7 @@ from labkit.checkpoint.sections import name_in, nest_of, nest_text
 from labkit.checkpoint.ties import lost_ties, tie_note, tied_tensors
 from labkit.checkpoint.transform import Options, transform
 from labkit.checkpoint.verify_against import ModelSource, build_model
+from labkit.checkpoint.wording import quoted
 from labkit.checkpoint.writers import OutFile, SafetensorsWriter, Ties, TorchWriter, Writer, whole
 from labkit.progress import task
 
@@ -187,11 +188,11 @@ def _safetensors(contents: Contents, destination: Path, shard_bytes: int | None)
     rest = [item for item in contents.items if item.section != "model" or nest_of(item.path) != nests[0]]
     if rest:
         inside = [item.key for item in rest if top_level(item) == nest_text(nests[0])]
-        chosen = " or ".join(f"--only {nest_text(nest)}" for nest in nests)
+        chosen = " or ".join(f"--only {quoted(nest_text(nest))}" for nest in nests)
         raise CheckpointError(
             f"{contents.checkpoint.path}: safetensors hold the tensors of one model and nothing else, and here is more than "
             f"{nest_text(nests[0])}: {left_out(rest)}. "
-            + (f"Leave it out with drop={inside[:1]!r} (--drop {inside[0]!r})." if inside else f"Say what to keep: {chosen}.")
+            + (f"Leave it out with drop={inside[:1]!r} (--drop {quoted(inside[0])})." if inside else f"Say what to keep: {chosen}.")
         )
     tensors = [replace(item, path=(name_in(item.path),)) for item in models]
     note = "tied, and held under one name, as transformers expects it"

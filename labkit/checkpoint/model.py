@@ -16,6 +16,7 @@ import torch
 from labkit.checkpoint.pickle_records import Lazy, UnsupportedTensor
 
 if TYPE_CHECKING:
+    from labkit.checkpoint.counted_names import Gap
     from labkit.checkpoint.source_files import FileState
 
 _NOT_LAZY = Lazy()
@@ -284,6 +285,8 @@ class Checkpoint:
         step: The step in a labkit store; None elsewhere.
         ranks: File name to the rank that wrote it, where the files are those of ranks.
         missing_ranks: The ranks whose files are not there, as far as the others tell.
+        index: The index file that lists its files; empty where none does.
+        gaps: What the names of its files say is missing, where no index lists them.
         parts: The checkpoints that it was put together from.
         records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
         states: What each file has to be whenever it is read, by name; empty where nobody asked for that.
@@ -301,6 +304,8 @@ class Checkpoint:
     step: int | None = None
     ranks: dict[str, int] = field(default_factory=dict)
     missing_ranks: tuple[int, ...] = ()
+    index: str = ""
+    gaps: list[Gap] = field(default_factory=list)
     parts: list[Checkpoint] = field(default_factory=list)
     records: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
     states: dict[str, FileState] = field(default_factory=dict)

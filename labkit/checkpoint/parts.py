@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from labkit.checkpoint.archive import TorchArchive
+from labkit.checkpoint.counted_names import lacking, rank_pattern
 from labkit.checkpoint.errors import (
     AmbiguousCheckpointError,
     CheckpointError,
@@ -30,7 +31,7 @@ from labkit.checkpoint.errors import (
     IncompleteCheckpointError,
 )
 from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular, refuse_special, regular_size
-from labkit.checkpoint.wording import counted
+from labkit.checkpoint.wording import counted, listed, quoted
 
 METADATA_FILE = ".metadata"
 INDEX_SUFFIX = ".index.json"
@@ -38,7 +39,6 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 Format = Literal["dcp", "torch", "safetensors", "directory"]
 
 _WHAT = {"dcp": "DCP", "torch": "torch.save", "safetensors": "safetensors", "directory": "a directory with a checkpoint"}
-_NUMBERED = re.compile(r"-([0-9]+)-of-([0-9]+)\b")
 _PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
 
 
@@ -57,10 +57,19 @@ class Part:
     files: tuple[str, ...] = ()
 
     @property
+    def offered(self) -> str:
+        """Return a name that is accepted: that of the first of several files whose numbers do not say how they belong together."""
+        return self.files[0] if "*" in self.name and not lacking(self.files)[0] else self.name
+
+    @property
     def text(self) -> str:
         """The part in words."""
         number = f", {counted(len(self.files), 'file')}" if len(self.files) > 1 else ""
-        return f"{self.name}  ({_WHAT[self.format]}{number})"
+        if self.offered != self.name:
+            number = f", one of {len(self.files)} files such as {self.name}"
+        elif is_pattern(Path(self.name)) and "*" not in self.name:
+            number += f" if they are those of ranks, else one such as {self.files[0]}"
+        return f"{self.offered}  ({_WHAT[self.format]}{number})"
 
 
 def parts_of(root: Path) -> list[Part]:
@@ -104,7 +113,7 @@ def _own_parts(root: Path) -> list[Part]:
         if kind_of is not None:
             groups.setdefault((kind_of, re.sub("[0-9]+", "*", file.name)), []).append(file.name)
     for (kind, _), found in groups.items():
-        parts.append(Part(_pattern_of(found), kind, tuple(by_number(found))))
+        parts.append(Part(rank_pattern(found) or _pattern_of(found), kind, tuple(by_number(found))))
     return parts
 
 
@@ -183,7 +192,15 @@ def only_part(root: Path) -> Part:
     if len(parts) == 1 and parts[0].format != "directory":
         check_numbered(root, parts[0].files)
         return parts[0]
+    if len(parts) == 1:
+        raise AmbiguousCheckpointError(
+            root,
+            f"it holds no checkpoint itself, and its folder {parts[0].name} does",
+            [str(root / parts[0].name)],
+            advice=f"Name that folder: {quoted(root / parts[0].name)}.",
+        )
     here = any(part.format != "directory" for part in parts)
+    example = next((part for part in parts if not is_pattern(Path(part.offered))), parts[0])
     number = counted(len(parts), "checkpoint")
     folders = [part.name for part in parts if part.format == "directory"]
     alike = len(folders) > 1 and len({re.sub("[0-9]+", "", name) for name in folders}) == 1
@@ -194,23 +211,20 @@ def only_part(root: Path) -> Part:
         if here
         else f"it holds none itself, and {number} in folders",
         [part.text for part in parts[:20]],
-        advice=f"Name one of them, such as {root / parts[0].name}. If they are parts of one checkpoint, migrate puts them "
-        "together: --part NAME=PART reads a part under that name, and may be repeated."
-        + (f" If each folder is that of a rank, write {pattern}." if pattern is not None else ""),
+        advice=f"Name one of them, such as {quoted(root / example.offered)}. If they are parts of one checkpoint, migrate puts "
+        "them together: --part NAME=PART reads a part under that name, and may be repeated."
+        + (f" If each folder is that of a rank, write {quoted(pattern)}." if pattern is not None else ""),
     )
 
 
 def check_numbered(root: Path, names: Sequence[str]) -> None:
     """Raise :class:`IncompleteCheckpointError` where files that are numbered in Hugging Face's form are not all there."""
-    found = [match for name in names if (match := _NUMBERED.search(name)) is not None]
-    numbers = {int(match[1]) for match in found}
-    missing = sorted(set(range(1, max((int(match[2]) for match in found), default=0) + 1)) - numbers)
-    if missing:
-        example = _NUMBERED.sub(f"-{missing[0]:0{len(found[0][1])}d}-of-{found[0][2]}", names[0])
+    total, number, missing = lacking(names)
+    if number:
+        are = "is" if number == 1 else "are"
         raise IncompleteCheckpointError(
             root,
-            f"its files are numbered to {int(found[0][2])}, and {counted(len(missing), 'file')} of them is missing: {example}"
-            + (" and others" if len(missing) > 1 else ""),
+            f"its files are numbered to {total:,}, and {counted(number, 'file')} of them {are} missing: {listed(missing, number)}",
         )
 
 

@@ -3,7 +3,8 @@
 | the files | are |
 | --- | --- |
 | the caller names them by a pattern with ``{rank}`` | the files of these ranks |
-| no tensor is in two files, and values that are in several are equal | parts of one state |
+| no tensor is in two files, and values that are in several are equal | parts of one state; \
+:mod:`labkit.checkpoint.counted_names` says whether one is missing |
 | each holds tensors that say which rank wrote them (DTensor, ShardedTensor), all differ, and so do the names in that number alone \
 | the files of the ranks that they say |
 | weights that are in several files are equal, so are the optimizer's settings and step counts, the numbers at the top level are \
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,16 +29,16 @@ from typing import Any
 import torch
 
 from labkit.checkpoint import safe_pickle
-from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError
+from labkit.checkpoint.counted_names import MOST_RANKS, rank_pattern
+from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError, CheckpointFormatError
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry
 from labkit.checkpoint.plain_files import open_regular
 from labkit.checkpoint.sections import classify
 from labkit.checkpoint.values import digest
-from labkit.checkpoint.wording import listed
+from labkit.checkpoint.wording import listed, quoted
 
 _NUMBER = re.compile(r"[0-9]+")
 _COMPARED_BYTES = 1 << 12
-MOST_RANKS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -103,6 +104,18 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     if any(file.writers for file in files):
         raise _undecided(files, root, "not each of them says of one rank that it wrote it")
     return _by_equal_weights(files, root)
+
+
+def missing_ranks(path: object, ranks: Collection[int], world_size: int = 0) -> tuple[int, ...]:
+    """Return the ranks that have no file, of those up to the last that has one, and of ``world_size``.
+
+    Raises:
+        CheckpointFormatError: There would be too many for ranks.
+    """
+    world_size = max(world_size, *(rank + 1 for rank in ranks))
+    if world_size > MOST_RANKS:
+        raise CheckpointFormatError(path, f"by its names or by what it says there were {world_size:,} ranks. Name one file.")
+    return tuple(sorted(set(range(world_size)).difference(ranks)))
 
 
 def _are_parts(files: Sequence[RankFile]) -> bool:
@@ -224,21 +237,26 @@ def _same_value(left: Any, right: Any) -> bool:
 
 
 def _undecided(files: Sequence[RankFile], root: Path, why: str) -> AmbiguousCheckpointError:
-    names = [file.name for file in files]
+    patterns = [str(root / pattern) for pattern in _patterns(files)]
     return AmbiguousCheckpointError(
         root,
         f"{len(files)} files may be {len(files)} checkpoints or those of the ranks of one, and {why}",
-        [*(str(root / name) for name in names[:8]), *(str(root / pattern) for pattern in _patterns(names))],
+        [*(str(root / file.name) for file in files[:8]), *patterns],
         advice="Name one file; or, if they are the files of ranks, say where the rank stands in their names: "
-        f"{listed([str(root / pattern) for pattern in _patterns(names)]) or str(root / '...{rank}...')}.",
+        f"{listed([quoted(pattern) for pattern in patterns]) or quoted(root / '...{rank}...')}.",
     )
 
 
-def _patterns(names: Sequence[str]) -> list[str]:
-    """Return the patterns with ``{rank}`` in the place of one number that cover several of the names."""
-    found: dict[str, int] = {}
-    for name in names:
-        for match in _NUMBER.finditer(name):
-            pattern = f"{name[: match.start()]}{{rank}}{name[match.end() :]}"
-            found[pattern] = found.get(pattern, 0) + 1
-    return [pattern for pattern, count in found.items() if count > 1][:4]
+def _patterns(files: Sequence[RankFile]) -> list[str]:
+    """Return the patterns with the rank in the place of one number that cover several files and contradict none of them."""
+    covered: dict[str, list[tuple[RankFile, int]]] = {}
+    for file in files:
+        for match in _NUMBER.finditer(file.name):
+            pattern = f"{file.name[: match.start()]}{{rank}}{file.name[match.end() :]}"
+            covered.setdefault(pattern, []).append((file, int(match[0])))
+    found = []
+    for same in covered.values():
+        spelled = rank_pattern([file.name for file, _ in same]) if len(same) > 1 else None
+        if spelled is not None and all(file.writers <= {number - ("{rank+1}" in spelled)} for file, number in same):
+            found.append(spelled)
+    return found[:4]

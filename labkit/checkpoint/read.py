@@ -112,6 +112,7 @@ class Reader:
                 f"the chunks of {entry.key!r} give {filled} of the {result.numel()} elements "
                 f"at {tuple(offsets)}, size {tuple(sizes)}. If each rank wrote a file of its own, name the directory "
                 "that holds all of them.",
+                advice="",
             )
         return result
 

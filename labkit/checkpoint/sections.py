@@ -20,7 +20,7 @@ from collections.abc import Collection, Iterable
 from labkit.checkpoint.errors import CheckpointFormatError
 from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry, ValueEntry
 from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, wrappers_in
-from labkit.checkpoint.wording import listed
+from labkit.checkpoint.wording import listed, quoted
 
 OPTIMIZER_STATE_NAMES = frozenset(
     {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "sum", "step"}
@@ -130,7 +130,7 @@ def model_nest(checkpoint: Checkpoint, names: Collection[str] = ()) -> Nest:
         raise CheckpointFormatError(
             checkpoint.path,
             f"{len(nests)} parts of it may be the model: {listed(called, most=8)}. Say which with only={called[0]!r} "
-            f"(--only {called[0]}), or name the model.",
+            f"(--only {quoted(called[0])}), or name the model.",
         )
     return nests[0] if nests else ()
 

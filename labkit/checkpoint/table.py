@@ -156,6 +156,7 @@ def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue], rows: int | N
         lines.append(f"and {counted(len(missing) - len(shown), 'more missing file')} (rows=None, --all: every one)")
     for group in ties(checkpoint):
         lines.append("tied: " + " = ".join(group))
+    lines.extend(f"missing: {gap.what}" for gap in checkpoint.gaps if gap.severity == "error")
     lines.extend(f"note: {note}" for note in checkpoint.notes)
     strange = {*checkpoint.opaque, *(name for value in values for name in value.asks_for)}
     if strange:

@@ -13,7 +13,7 @@ from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import name_in, nest_of
 from labkit.checkpoint.sources import CastSource, Source
-from labkit.checkpoint.wording import listed
+from labkit.checkpoint.wording import listed, quoted
 
 _BLOCK_BYTES = 1 << 24
 
@@ -85,7 +85,7 @@ def _require_equal(contents: Contents, reader: Reader, item: OutTensor, first: O
         raise CheckpointMismatchError(
             contents.checkpoint.path,
             [f"{name} and {owner} are one tensor in the model, and differ in the checkpoint"],
-            advice=f"Leave one of them out: drop=[{item.key!r}] (--drop {item.key}). The other is then taken for both.",
+            advice=f"Leave one of them out: drop=[{item.key!r}] (--drop {quoted(item.key)}). The other is then taken for both.",
         )
 
 

@@ -14,7 +14,7 @@ from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, Tensor
 from labkit.checkpoint.names import FLAT_PARAMETER
 from labkit.checkpoint.pickle_records import Record, TensorRef, UnsupportedTensor, is_dtensor, is_sharded_tensor
 from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, read_regular
-from labkit.checkpoint.rank_files import MOST_RANKS, Found, RankFile, ranks_of
+from labkit.checkpoint.rank_files import Found, RankFile, missing_ranks, ranks_of
 from labkit.checkpoint.safe_pickle import Unknown, Walk
 from labkit.checkpoint.wording import counted
 
@@ -57,9 +57,7 @@ def read_torch(
     if numbers is not None:
         checkpoint.ranks = {file.name: numbers[file.name] for file in files}
         world_size = max(max(numbers.values()) + 1, *(file.world_size for file in files))
-        if world_size > MOST_RANKS:
-            raise CheckpointFormatError(path, f"by its names or by what it says there were {world_size:,} ranks. Name one file.")
-        checkpoint.missing_ranks = tuple(sorted(set(range(world_size)) - set(numbers.values())))
+        checkpoint.missing_ranks = missing_ranks(path, numbers.values(), world_size)
         checkpoint.metadata = {"ranks": world_size} if len(files) > 1 else {}
     for file in files:
         _drop_flat_views(file, checkpoint.notes)

@@ -28,7 +28,7 @@ from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import Nest, name_in, nest_of
 from labkit.checkpoint.sources import CastSource, EntrySource, FlatSource
 from labkit.checkpoint.ties import complete_ties
-from labkit.checkpoint.wording import counted, listed
+from labkit.checkpoint.wording import counted, listed, quoted
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,11 @@ def _keep_only(contents: Contents, only: Sequence[str]) -> None:
     heads = {top_level(item) for item in contents.items}
     strange = [name for name in only if name not in heads]
     if strange:
+        keys = listed([quoted(head) for head in sorted(heads)], most=12)
         raise FQNMismatchError(
             contents.checkpoint.path,
             missing=strange,
-            advice=f"Its top-level keys are {listed(sorted(heads), most=12)}; . stands for the tensors that lie in no dict.",
+            advice=f"Its top-level keys are {keys}; '.' stands for the tensors that lie in no dict.",
         )
     left = left_out(item for item in contents.items if top_level(item) not in only)
     contents.tensors = [item for item in contents.tensors if top_level(item) in only]
@@ -201,7 +202,8 @@ def _check_all_ranks(checkpoint: Checkpoint, flat: Iterable[TensorEntry]) -> Non
             raise IncompleteCheckpointError(
                 checkpoint.path,
                 f"{entry.key}: {entry.numel - found.missing} of its {entry.numel} elements are here. The files of other ranks are "
-                "missing. Name the directory with the files of all ranks together.",
+                "missing",
+                advice="Name the directory with the files of all ranks together.",
             )
 
 

@@ -11,6 +11,7 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry
+from labkit.checkpoint.name_findings import NOT_THE_SAME, report_alone, report_misfit
 from labkit.checkpoint.names import canonical_names, fqn_of, match_names
 from labkit.checkpoint.rank_shares import is_flat
 from labkit.checkpoint.read import Reader, same_bits
@@ -104,17 +105,9 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
     # One name of a tied parameter is enough.
     fqn = fqn_of(model)
     there = {tied.get(name, name) for name in map(fqn, matched)}
-    for name in expected:
-        if name not in matched and tied.get(fqn(name), fqn(name)) not in there:
-            report.error(
-                "missing-key",
-                name,
-                "the model has it and the checkpoint lacks it",
-                "it keeps its random initialisation with strict=False",
-            )
-    for name in have:
-        if name not in partners:
-            report.error("unexpected-key", name, "the checkpoint has it and the model lacks it", "DCP ignores it")
+    missing = [name for name in expected if name not in matched and tied.get(fqn(name), fqn(name)) not in there]
+    unexpected = [name for name in have if name not in partners]
+    report_misfit(checkpoint, expected, missing, unexpected, report)
     for name, entry in matched.items():
         report.count("model keys")
         want = expected[name]
@@ -206,10 +199,7 @@ def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, wor
                 report.unchecked.append(f"{path} has no {section} tensors, so {len(alone)} of the other side are not compared")
                 for name in alone:
                     del side[name]
-    for name in _alone(mine, theirs):
-        report.error("missing-key", name, f"{other.path} lacks it", "the two are not the same state")
-    for name in _alone(theirs, mine):
-        report.error("unexpected-key", name, f"only {other.path} has it", "the two are not the same state")
+    report_alone(checkpoint, other, _alone(mine, theirs), _alone(theirs, mine), report)
     jobs: list[tuple[str, TensorEntry, TensorEntry, Chunk]] = []
     for name in mine.keys() & theirs.keys():
         left, right = mine[name], theirs[name]
@@ -219,7 +209,7 @@ def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, wor
                 "wrong-shape",
                 name,
                 f"{left.shape} {left.dtype} here, {right.shape} {right.dtype} in {other.path}",
-                "the two are not the same state",
+                NOT_THE_SAME,
             )
             continue
         jobs.extend((name, left, right, chunk) for chunk in left.chunks)
@@ -236,7 +226,7 @@ def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, wor
             return
         if not same and name not in different:
             different.add(name)
-            report.error("other-bits", name, f"its bits differ from {other.path}", "the two are not the same state")
+            report.error("other-bits", name, f"its bits differ from {other.path}", NOT_THE_SAME)
         progress(chunk.numel * left.dtype.itemsize)
 
     each(jobs, compare, checkpoint, workers)

@@ -55,6 +55,9 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
             f"{name_ranks(checkpoint.missing_ranks)}. Copy them from where those ranks saved{hint}",
             "what those ranks saved is lost",
         )
+    for gap in checkpoint.gaps:
+        report_gap = report.error if gap.severity == "error" else report.warning
+        report_gap("missing-rank", checkpoint.path, gap.what, "what the others hold is not loaded")
     if checkpoint.kind == "dcp":
         _check_strays(checkpoint, set(needed), report)
     return broken

@@ -24,3 +24,8 @@ def listed(names: Sequence[str], number: int | None = None, most: int = 3) -> st
     """The first of some names: ``a, b, c and 13 more``; ``number`` is how many there are, where not all of them are given."""
     more = (len(names) if number is None else number) - len(names[:most])
     return ", ".join(names[:most]) + (f" and {more:,} more" if more else "")
+
+
+def quoted(text: object) -> str:
+    """Return a name or path between quotes for a shell, so that it can be copied whatever is in it or follows."""
+    return "'" + str(text).replace("'", "'\"'\"'") + "'"

@@ -207,7 +207,9 @@ def test_digits_that_dcp_made_of_parameter_numbers_become_numbers_again(tmp_path
 
 def test_safetensors_and_back(tmp_path: Path) -> None:
     model, _ = full_file(tmp_path / "full.pt")
-    with pytest.raises(CheckpointError, match=r"more than model: optim \(15 tensors, 12 values\), epoch \(1 value\).*--only model"):
+    with pytest.raises(
+        CheckpointError, match=r"more than model: optim \(15 tensors, 12 values\), epoch \(1 value\).*--only 'model'\."
+    ):
         migrate(tmp_path / "full.pt", tmp_path / "model.safetensors", model=Net())
     result = migrate(tmp_path / "full.pt", tmp_path / "model.safetensors", model=Net(), only=["model"])
     assert any("left out" in note and "optim (15 tensors, 12 values)" in note for note in result.notes)

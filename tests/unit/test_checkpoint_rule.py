@@ -171,7 +171,7 @@ def test_e_integers_and_counters_in_a_dict_of_their_own_are_no_model(tmp_path: P
     }
     torch.save(state, tmp_path / "x.pt")
     with pytest.raises(
-        CheckpointError, match=r"rng \(1 tensor\), scaler \(1 tensor\), epoch \(1 value\)\. Say what to keep: --only model"
+        CheckpointError, match=r"rng \(1 tensor\), scaler \(1 tensor\), epoch \(1 value\)\. Say what to keep: --only 'model'"
     ):
         migrate(tmp_path / "x.pt", tmp_path / "x.safetensors")
     result = migrate(tmp_path / "x.pt", tmp_path / "x.safetensors", only=["model"])
@@ -181,11 +181,11 @@ def test_e_integers_and_counters_in_a_dict_of_their_own_are_no_model(tmp_path: P
 
 def test_e_of_two_models_in_one_file_one_has_to_be_chosen(tmp_path: Path) -> None:
     torch.save({"model": {"w": ONE}, "ema": {"w": ONE * 2}}, tmp_path / "x.pt")
-    with pytest.raises(CheckpointError, match=r"--only model or --only ema"):
+    with pytest.raises(CheckpointError, match=r"--only 'model' or --only 'ema'\."):
         migrate(tmp_path / "x.pt", tmp_path / "x.safetensors")
     migrate(tmp_path / "x.pt", tmp_path / "x.safetensors", only=["ema"])
     assert torch.equal(load_file(tmp_path / "x.safetensors")["w"], ONE * 2)
-    with pytest.raises(FQNMismatchError, match="Its top-level keys are ema, model"):
+    with pytest.raises(FQNMismatchError, match="Its top-level keys are 'ema', 'model'"):
         migrate(tmp_path / "x.pt", tmp_path / "y.safetensors", only=["emma"])
 
 
@@ -343,7 +343,7 @@ def test_a_part_that_a_pattern_names_is_not_called_left_out(tmp_path: Path) -> N
     parts = [("model", "model.safetensors"), ("rng", "rng_state_{rank}.pth")]
     result = migrate(tmp_path / "c", tmp_path / "new", parts=parts)
     assert not any("left out" in note for note in result.notes)
-    with pytest.raises(AmbiguousCheckpointError, match=r"in their names: rng_state_\{rank\}\.pth"):
+    with pytest.raises(AmbiguousCheckpointError, match=r"in their names: 'rng_state_\{rank\}\.pth'"):
         migrate(tmp_path / "c", tmp_path / "other", parts=[parts[0], ("rng", "rng_state_*.pth")])
 
 

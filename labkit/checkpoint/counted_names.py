@@ -1,0 +1,215 @@
+"""Find the files that a checkpoint lacks, by the numbers in the names of those that are there and no index lists.
+
+| the names | are complete where |
+| --- | --- |
+| say how many there are: ``-00001-of-00003``, which Hugging Face's writers give | all numbers up to that one are there |
+| are those of parts of one state, and differ in one number | that counts from 0 |
+| the same, and they differ in several numbers | one of these counts from 0, or all combinations are there |
+
+Anything else lacks files, which is an error. A caller who reads one file of several is told with a warning: the file may be whole.
+What says so is that the file whose number is nearest, of those beside it, holds other weights of a model; or, where there is no
+such file, a word in front of a number above 0 (``rank1``). Numbers beyond :data:`MOST_RANKS`, such as dates, count nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Literal
+
+from labkit.checkpoint.wording import counted, listed, quoted
+
+MOST_RANKS = 1 << 20
+
+_NUMBER = re.compile(r"[0-9]+")
+_STATED = re.compile(r"-([0-9]+)-of-([0-9]+)\b")
+_ONE_OF_SEVERAL = re.compile(r"(?<![a-z])(?:rank|shard|stage|part)[-_=.]?([0-9]+)", re.IGNORECASE)
+_MOST_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Files that are not there, or not read, as far as names tell.
+
+    Attributes:
+        severity: ``error`` where something is missing, ``warning`` where it may be.
+        what: Which files, and what to do.
+    """
+
+    severity: Literal["error", "warning"]
+    what: str
+
+
+def lacking(names: Sequence[str]) -> tuple[int, int, list[str]]:
+    """Return how many files names such as ``-00001-of-00003`` state, how many of them are missing, and the first of these."""
+    found = [(name, match) for name in names if (match := _STATED.search(name)) is not None]
+    total = max((int(match[2]) for _, match in found), default=0)
+    there = {int(match[1]) for _, match in found if 1 <= int(match[1]) <= total}
+    missing: list[str] = []
+    if len(there) < total:
+        name, match = found[0]
+        number = 0
+        while len(missing) < min(_MOST_NAMED, total - len(there)):
+            number += 1
+            if number not in there:
+                missing.append(f"{name[: match.start()]}-{number:0{len(match[1])}d}-of-{match[2]}{name[match.end() :]}")
+    return total, total - len(there), missing
+
+
+def gaps(names: Sequence[str], root: Path) -> list[Gap]:
+    """Return what names of files that hold parts of one state say is missing, by the table of this module.
+
+    Args:
+        names: The names, relative to ``root``.
+        root: Their directory.
+    """
+    result = []
+    total, number, missing = lacking(names)
+    if number:
+        pattern = root / _STATED.sub(lambda match: f"-*-of-{match[2]}", names[0])
+        there = all((root / name).exists() for name in missing)
+        way = "Name the directory, or their index" if there else "Copy them from where they were saved, and name the directory"
+        what = (
+            f"of the {total:,} files that its name counts, {_are(number)} not read: {listed(missing, number, _MOST_NAMED)}. {way}"
+        )
+        result.append(Gap("error", f"{what}, or {quoted(pattern)}"))
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        if not _STATED.search(name):
+            groups.setdefault(_NUMBER.sub("*", name), []).append(name)
+    return result + [gap for group in groups.values() if len(group) > 1 and (gap := _gap(group, root)) is not None]
+
+
+def _gap(names: Sequence[str], root: Path) -> Gap | None:
+    columns = [(place, column) for place, column in enumerate(_columns(names)) if len(set(column)) > 1]
+    if not columns or any(max(column) >= MOST_RANKS for _, column in columns):
+        return None
+    if len(columns) > 1:
+        return _gap_of_several(names, [column for _, column in columns])
+    ((place, column),) = columns
+    missing = sorted(set(range(max(column) + 1)) - set(column))
+    if not missing:
+        return None
+    first = [_with_number(names[0], place, number) for number in missing[:_MOST_NAMED]]
+    hint = (
+        f"; if the names count from 1, write {quoted(root / _with_text(names[0], place, '{rank+1}'))}"
+        if sorted(column) == list(range(1, len(column) + 1))
+        else ""
+    )
+    return Gap(
+        "error",
+        f"its files hold parts of one state, and by the number in their names {_are(len(missing))} missing: "
+        f"{listed(first, len(missing), _MOST_NAMED)}. Copy them from where they were saved{hint}",
+    )
+
+
+def _gap_of_several(names: Sequence[str], columns: Sequence[Sequence[int]]) -> Gap | None:
+    if any(sorted(column) == list(range(len(names))) for column in columns):
+        return None
+    counts = all(set(column) == set(range(max(column) + 1)) for column in columns)
+    if counts and prod(len(set(column)) for column in columns) == len(names):
+        return None
+    return Gap(
+        "error",
+        f"its {len(names)} files hold parts of one state, and none of the {len(columns)} numbers in which their names differ "
+        f"({listed(names)}) counts through from 0, so files may be missing. Compare them with where they were saved",
+    )
+
+
+def gap_of_one(name: str, root: Path, other_weights: Callable[[Path], bool]) -> Gap | None:
+    """Return the warning that a file which is read alone may be one of several; None where nothing says so.
+
+    Args:
+        name: Its name, relative to ``root``.
+        root: The directory.
+        other_weights: Says whether another file holds a model's weights, and all of them under other names than this one.
+
+    Ranks: local. May read the index of one other file.
+    """
+    file = root / name
+    if _STATED.search(file.name):
+        return None
+    beside = _beside(file)
+    if beside:
+        place, nearest = min(
+            ((place, other) for place, others in beside.items() for other in others.values()),
+            key=lambda found: abs(_numbers(found[1].name)[found[0]] - _numbers(file.name)[found[0]]),
+        )
+        if not other_weights(nearest):
+            return None
+        pattern = file.with_name(_with_text(file.name, place, "{rank}"))
+        return Gap(
+            "warning",
+            f"it is read alone, and {nearest.name} beside it holds other weights, so it may be a part of the model only. "
+            f"Their name together is {quoted(pattern)}",
+        )
+    word = _ONE_OF_SEVERAL.search(file.name)
+    number = int(word[1]) if word is not None else 0
+    if word is None or not 0 < number < MOST_RANKS:
+        return None
+    place = len(_NUMBER.findall(file.name[: word.start(1)]))
+    others = [_with_number(file.name, place, before) for before in range(min(number, _MOST_NAMED))]
+    return Gap(
+        "warning",
+        f"it is read alone, and its name suggests that there are others before it: {listed(others, number, _MOST_NAMED)}. "
+        f"If each holds a part, copy them from where they were saved, and name them together: "
+        f"{quoted(file.with_name(_with_text(file.name, place, '{rank}')))}",
+    )
+
+
+def _beside(file: Path) -> dict[int, dict[int, Path]]:
+    """Return the files beside one whose names differ from its own in one number: the number's place, the number, and the file."""
+    mine, form = _numbers(file.name), _NUMBER.sub("*", file.name)
+    found: dict[int, dict[int, Path]] = {}
+    for other in sorted(file.parent.iterdir()) if mine else ():
+        if other.name != file.name and _NUMBER.sub("*", other.name) == form and other.is_file():
+            theirs = _numbers(other.name)
+            differing = [place for place, (left, right) in enumerate(zip(mine, theirs, strict=True)) if left != right]
+            if len(differing) == 1:
+                found.setdefault(differing[0], {})[theirs[differing[0]]] = other
+    return found
+
+
+def rank_pattern(names: Sequence[str]) -> str | None:
+    """Return names as one pattern with ``{rank}``, or ``{rank+1}``, where one number in them may be the rank; else None.
+
+    It may be where the names differ in that number alone, it is another one in each, and counts from 0 or 1 or leaves out no more
+    ranks than there are.
+    """
+    if len({_NUMBER.sub("*", name) for name in names}) != 1 or lacking(names)[0]:
+        return None
+    columns = [(place, column) for place, column in enumerate(_columns(names)) if len(set(column)) > 1]
+    if len(columns) != 1:
+        return None
+    ((place, column),) = columns
+    if len(set(column)) < len(names) or max(column) + 1 > 2 * len(names):
+        return None
+    from_one = sorted(column) == list(range(1, len(names) + 1))
+    return _with_text(names[0], place, "{rank+1}" if from_one else "{rank}")
+
+
+def _are(number: int) -> str:
+    return f"{counted(number, 'file')} {'is' if number == 1 else 'are'}"
+
+
+def _numbers(name: str) -> list[int]:
+    return [int(number) for number in _NUMBER.findall(name)]
+
+
+def _columns(names: Iterable[str]) -> list[list[int]]:
+    """Return the numbers in names that are equal but for them: one list for each place."""
+    return [list(column) for column in zip(*map(_numbers, names), strict=True)]
+
+
+def _with_number(name: str, place: int, number: int) -> str:
+    digits = _NUMBER.findall(name)[place]
+    width = len(digits)
+    return _with_text(name, place, f"{number:0{width}d}" if digits.startswith("0") else str(number))
+
+
+def _with_text(name: str, place: int, text: str) -> str:
+    match = list(_NUMBER.finditer(name))[place]
+    return name[: match.start()] + text + name[match.end() :]

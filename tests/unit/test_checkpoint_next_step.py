@@ -1,0 +1,143 @@
+"""A refusal ends with a next step, and what it offers is accepted as it is written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from labkit.checkpoint import open_checkpoint
+from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError, IncompleteCheckpointError
+
+ONE = torch.ones(2, 2)
+
+
+def refusal(*arguments: object) -> str:
+    result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    assert result.exit_code == 1, result.output
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("state", "key"),
+    [({"w": ONE, "epoch": 3}, "."), ({"my model": {"w": ONE}, "epoch": 3}, "my model"), ({"it's": {"w": ONE}, "epoch": 3}, "it's")],
+)
+def test_the_key_that_a_refusal_says_to_keep_can_be_copied(tmp_path: Path, state: dict[str, Any], key: str) -> None:
+    torch.save(state, tmp_path / "x.pt")
+    text = refusal("migrate", tmp_path / "x.pt", tmp_path / "x.safetensors")
+    (advice,) = re.findall(r"Say what to keep: (--only .*)\.\n", text)
+    assert shlex.split(advice) == ["--only", key]
+    result = CliRunner().invoke(command, ["migrate", str(tmp_path / "x.pt"), str(tmp_path / "x.safetensors"), *shlex.split(advice)])
+    assert result.exit_code == 0, result.output
+    assert set(load_file(tmp_path / "x.safetensors")) == {"w"}
+
+
+def verl(root: Path) -> Path:
+    for rank in range(2):
+        root.mkdir(exist_ok=True)
+        torch.save({"w": ONE}, root / f"model_world_size_2_rank_{rank}.pt")
+        torch.save({"rng": rank}, root / f"extra_world_size_2_rank_{rank}.pt")
+        torch.save({"state": {0: {"exp_avg": ONE[rank]}}}, root / f"optim_world_size_2_rank_{rank}.pt")
+    return root
+
+
+def test_several_kinds_of_rank_files_are_offered_with_the_place_of_the_rank(tmp_path: Path) -> None:
+    root = verl(tmp_path / "verl")
+    with pytest.raises(AmbiguousCheckpointError) as caught:
+        open_checkpoint(root)
+    offered = [reading.split("  ")[0] for reading in caught.value.readings]
+    assert offered == [f"{kind}_world_size_2_rank_{{rank}}.pt" for kind in ("extra", "model", "optim")]
+    assert f"such as '{root / offered[0]}'." in str(caught.value)
+    for name in offered:
+        assert len(open_checkpoint(root / name).ranks) == 2
+    parts = [part for name in offered for part in ("--part", f"{name[:5]}={name}")]
+    result = CliRunner().invoke(command, ["show", str(root / offered[2])])
+    assert result.exit_code == 0, result.output
+    left = CliRunner().invoke(command, ["migrate", str(root), str(tmp_path / "new"), *parts[:4]])
+    assert "no --part names it: optim_world_size_2_rank_{rank}.pt" in left.output
+
+
+@pytest.mark.parametrize("names", [["step_1000.pt", "step_2000.pt"], ["a1_b2.pt", "a3_b4.pt"]])
+def test_files_whose_numbers_may_be_no_ranks_are_offered_by_the_name_of_one(tmp_path: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        torch.save({"w": ONE * number}, tmp_path / name)
+    save_file({"w": ONE}, tmp_path / "model.safetensors")
+    with pytest.raises(AmbiguousCheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    for reading in caught.value.readings:
+        open_checkpoint(tmp_path / reading.split("  ")[0])
+
+
+def test_a_pattern_that_contradicts_the_names_or_the_files_is_not_offered(tmp_path: Path) -> None:
+    for size, rank in ((2, 0), (2, 1), (4, 0)):
+        torch.save({"w": ONE * size * 10 + rank}, tmp_path / f"model_world_size_{size}_rank_{rank}.pt")
+    with pytest.raises(AmbiguousCheckpointError) as caught:
+        open_checkpoint(tmp_path)
+    assert [reading for reading in caught.value.readings if "{" in reading] == [str(tmp_path / "model_world_size_2_rank_{rank}.pt")]
+
+
+def test_one_folder_with_a_checkpoint_is_named_in_one_sentence(tmp_path: Path) -> None:
+    dcp.save({"w": ONE}, checkpoint_id=tmp_path / "runs/step-100", no_dist=True)
+    with pytest.raises(AmbiguousCheckpointError) as caught:
+        open_checkpoint(tmp_path / "runs")
+    assert str(caught.value).splitlines() == [
+        f"{tmp_path}/runs: it holds no checkpoint itself, and its folder step-100 does.",
+        f"  - {tmp_path}/runs/step-100",
+        f"Name that folder: '{tmp_path}/runs/step-100'.",
+    ]
+
+
+def broken(kind: str, root: Path) -> Path:
+    if kind == "index":
+        save_file({"a": ONE}, root / "m1.safetensors")
+        (root / "m.safetensors.index.json").write_text('{"weight_map": {"a": "m1.safetensors", "b": "m2.safetensors"}}')
+    elif kind == "torch index":
+        torch.save({"a": ONE}, root / "m1.bin")
+        (root / "m.bin.index.json").write_text('{"weight_map": {"a": "m1.bin", "b": "m2.bin"}}')
+    elif kind == "numbered":
+        save_file({"a": ONE}, root / "m-00001-of-00002.safetensors")
+    elif kind in ("cut.pt", "cut.safetensors"):
+        save_file({"a": ONE}, root / kind) if kind.endswith("s") else torch.save({"a": ONE}, root / kind)
+        (root / kind).write_bytes((root / kind).read_bytes()[:-9])
+    elif kind == "empty":
+        (root / "x.pt").touch()
+    else:
+        dcp.save({"w": ONE}, checkpoint_id=root, no_dist=True)
+        (root / ".metadata").unlink()
+    return root
+
+
+@pytest.mark.parametrize("kind", ["index", "torch index", "numbered", "cut.pt", "cut.safetensors", "empty", "no metadata"])
+def test_what_is_missing_or_cut_off_is_refused_with_a_next_step(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(IncompleteCheckpointError, match=r"[^.]\. Copy it from where it was saved, or use an earlier checkpoint\.$"):
+        open_checkpoint(broken(kind, tmp_path))
+
+
+def test_files_that_no_reader_takes_are_named_once_and_decoration_is_not(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoint-200"
+    root.mkdir()
+    save_file({"w": ONE}, root / "model.safetensors")
+    for name in ("trainer_state.json", "config.json", "tokenizer.json", "README.md", "merges.txt", ".gitattributes"):
+        (root / name).write_text("{}")
+    result = CliRunner().invoke(command, ["migrate", str(root), str(tmp_path / "one")])
+    assert [line for line in result.output.splitlines() if "left out" in line] == [
+        "note: left out, since labkit reads no checkpoint from it: trainer_state.json"
+    ]
+    torch.save({"last_epoch": 3}, root / "scheduler.pt")
+    torch.save({"x": 3}, root / "training_args.bin")
+    parts = ["--part", "model=model.safetensors", "--part", "scheduler=scheduler.pt"]
+    result = CliRunner().invoke(command, ["migrate", str(root), str(tmp_path / "two"), *parts])
+    assert [line.split(": ", 2)[-1] for line in result.output.splitlines() if "left out" in line] == [
+        "training_args.bin  (torch.save)",
+        "trainer_state.json",
+    ]
+    with pytest.raises(CheckpointError, match="it holds 3 checkpoints"):
+        open_checkpoint(root)

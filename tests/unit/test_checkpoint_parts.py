@@ -1,0 +1,90 @@
+"""Checkpoints put together from parts: names that FSDP2 finds, and every file that is left out is told."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from click.testing import CliRunner
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+from labkit.checkpoint import migrate, open_checkpoint
+from labkit.checkpoint.cli import MIGRATE_HELP
+from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.errors import FQNMismatchError
+
+ONE = torch.ones(2, 2)
+README = Path(__file__).parents[2] / "README.md"
+
+
+def build() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def accelerate(root: Path) -> tuple[Path, torch.nn.Module, torch.optim.Optimizer]:
+    """What accelerate saves under FSDP: DCP folders that hold a dict ``model`` and a dict ``optimizer``."""
+    model, optimizer = trained()
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights}, checkpoint_id=root / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"optimizer": moments}, checkpoint_id=root / "optimizer_0", no_dist=True)
+    torch.save({"last_epoch": 3}, root / "scheduler.bin")
+    return root, model, optimizer
+
+
+def loaded(new: Path) -> dict[str, object]:
+    """What ``dcp.load`` puts into a fresh model's and optimizer's state."""
+    model = build()
+    weights, moments = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    target = {"model": weights, "optimizer": moments}
+    dcp.load(target, checkpoint_id=new, no_dist=True)
+    return target
+
+
+@pytest.mark.parametrize("text", [MIGRATE_HELP, README.read_text()], ids=["help", "readme"])
+def test_the_documented_parts_of_accelerate_give_names_that_dcp_finds(tmp_path: Path, text: str) -> None:
+    root, model, optimizer = accelerate(tmp_path / "checkpoint-3")
+    (parts,) = re.findall(r"migrate \S+ \S+ (--part \S*pytorch_model_fsdp_0[^`\n]*)", text)
+    result = CliRunner().invoke(command, ["migrate", str(root), str(tmp_path / "new"), *parts.split()])
+    assert result.exit_code == 0, result.output
+    target = loaded(tmp_path / "new")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(target["model"][name], tensor)  # type: ignore[index]
+    moments = get_state_dict(model, optimizer)[1]["state"]
+    for name in moments:
+        assert torch.equal(target["optimizer"]["state"][name]["exp_avg"], moments[name]["exp_avg"])  # type: ignore[index]
+
+
+def test_a_part_that_holds_its_own_name_and_nothing_else_is_taken_as_it_is_and_told(tmp_path: Path) -> None:
+    root, _, _ = accelerate(tmp_path / "c")
+    result = migrate(root, tmp_path / "new", parts=[("model", "pytorch_model_fsdp_0"), ("optim", "optimizer_0")])
+    assert "the part pytorch_model_fsdp_0 holds model and nothing else" in " ".join(result.notes)
+    names = set(open_checkpoint(tmp_path / "new").tensors)
+    assert {"model.0.weight", "optim.optimizer.state.0.weight.exp_avg"} <= names
+
+
+@pytest.mark.parametrize("state", [{"model": {"w": ONE}, "epoch": 3}, {"w": ONE}, {"model": ONE}])
+def test_a_part_that_holds_more_or_less_than_its_name_comes_under_it(tmp_path: Path, state: dict[str, object]) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    migrate(tmp_path, tmp_path.parent / f"{tmp_path.name}-new", parts=[("model", "a.pt")])
+    found = open_checkpoint(tmp_path.parent / f"{tmp_path.name}-new")
+    assert all(key.startswith("model.") for key in (*found.tensors, *found.values))
+
+
+def test_a_part_under_a_second_name_does_not_fit_the_model_and_the_refusal_says_how_to_name_it(tmp_path: Path) -> None:
+    root, _, _ = accelerate(tmp_path / "c")
+    with pytest.raises(FQNMismatchError, match=r"--part '=pytorch_model_fsdp_0'"):
+        migrate(root, tmp_path / "new", parts=[("net", "pytorch_model_fsdp_0")], model=build)
+    migrate(root, tmp_path / "new", parts=[("", "pytorch_model_fsdp_0")], model=build)
+    assert "model.0.weight" in open_checkpoint(tmp_path / "new").tensors
