@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit import places
 from labkit.errors import InvalidPoolError
+from labkit.places import PlaceError
 from labkit.wire.transport import Keys
 
 
@@ -70,20 +72,23 @@ def write_private(path: Path, content: dict[str, Any]) -> None:
     Raises:
         InvalidPoolError: It cannot be written, or a link or a folder is in its place.
     """
-    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(16)}")
+    beside = f".{path.name[:100]}.{secrets.token_hex(16)}"
     try:
         if path.is_symlink() or path.is_dir():
             kind = "link" if path.is_symlink() else "folder"
             raise InvalidPoolError(f"a {kind} is where the key file {path} would be written. Name another: key_file=...")
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            with os.fdopen(fd, "w") as file:
-                os.fchmod(fd, 0o600)
-                json.dump(content, file)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+        with places.opened(path.parent) as folder:
+            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            try:
+                with os.fdopen(fd, "w") as file:
+                    os.fchmod(fd, 0o600)
+                    json.dump(content, file)
+                os.replace(beside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                os.unlink(beside, dir_fd=folder)
+                raise
+    except PlaceError as error:
+        raise InvalidPoolError(f"the key file {path} cannot be written: {error} Or name another: key_file=...") from None
     except OSError as error:
         raise InvalidPoolError(f"the key file {path} cannot be written: {error.strerror}. Name another: key_file=...") from None
 
@@ -99,11 +104,13 @@ def read_private(path: Path, otherwise: str) -> dict[str, Any]:
         InvalidPoolError: It is not there, others may read it, or it is no JSON.
     """
     try:
-        with open(path) as file:
+        with places.open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
             content = json.load(file)
     except OSError as error:
         raise InvalidPoolError(f"the key file {path} cannot be read: {error.strerror}. {otherwise}") from None
+    except PlaceError as error:
+        raise InvalidPoolError(f"the key file {error}. {otherwise}") from None
     except ValueError:
         raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.") from None
     if mode & 0o077:
