@@ -6,6 +6,8 @@ import ast
 import importlib
 import json
 import math
+import os
+import re
 import shlex
 import signal
 import sys
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
 
 INTERRUPTED_EXIT_CODE = 130
 _ERROR_LINES = 40
+# What the shell has opened, as `>(...)` names it, is no file in a folder where somebody else could have put it.
+_STREAMS = {"stdout": 1, "stderr": 2}
+_STREAM = re.compile(r"/dev/(stdout|stderr)|(?:/dev|/proc/self)/fd/([0-9]{1,9})")
 
 
 # Commands defined in other modules: where each one is, and the line that `labkit --help` shows without importing it.
@@ -156,7 +161,8 @@ def run(
 def script(notebook: Path, out: Path | None, parameters: tuple[tuple[str, str], ...]) -> None:
     """Write NOTEBOOK as one script for torchrun.
 
-    --out may name a script that this command wrote before; no other file is written over.
+    --out may name a script that this command wrote before; no other file is written over. Of what is no file it may name what the
+    shell has opened: /dev/stdout, /dev/stderr, /dev/fd/N.
 
     The %%spmd cells become plain code; what the notebook's own process does is played by rank 0. Cells that teach a failure
     are left out, with a comment. How many ranks there are is torchrun's --nproc-per-node.
@@ -172,8 +178,9 @@ def script(notebook: Path, out: Path | None, parameters: tuple[tuple[str, str], 
         if out is None:
             click.echo(text, nl=False)
             return
-        if out.is_char_device() or out.is_fifo():
-            out.write_text(text, encoding="utf-8")
+        if found := _STREAM.fullmatch(str(out)):
+            with open(os.dup(_STREAMS.get(found[1]) or int(found[2])), "w", encoding="utf-8") as file:
+                file.write(text)
             return
         refuse_foreign(out, [notebook], is_script)
         replace_file(out, text)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -115,8 +116,9 @@ def publish(directory: Path, manifest: Manifest) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file beside its place, bring it to disk, and rename it into place."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    # Where others may write, too, no name that could be known before is opened, and none that is there.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(16)}.tmp")
+    with temporary.open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

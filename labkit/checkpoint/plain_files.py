@@ -13,15 +13,8 @@ import stat
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from labkit import places
 from labkit.checkpoint.errors import CheckpointFormatError
-
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-}
 
 
 def open_regular(path: Path) -> io.BufferedReader:
@@ -31,15 +24,10 @@ def open_regular(path: Path) -> io.BufferedReader:
         CheckpointFormatError: It is something else, which is left unopened.
         OSError: It is missing, or must not be read.
     """
-    _refuse_special(path, os.stat(path).st_mode)
-    # Without O_NONBLOCK, what takes its place in between could still hold the reader.
-    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     try:
-        _refuse_special(path, os.fstat(file.fileno()).st_mode)
-    except BaseException:
-        file.close()
-        raise
-    return file
+        return places.open_regular(path)
+    except places.NotRegularError as error:
+        raise _special(path, error.kind) from None
 
 
 def refuse_special(path: Path) -> None:
@@ -60,9 +48,12 @@ def regular_size(path: Path) -> int:
 
 
 def _refuse_special(path: Path, mode: int) -> None:
-    if not stat.S_ISREG(mode):
-        kind = _KINDS.get(stat.S_IFMT(mode), "no regular file")
-        raise CheckpointFormatError(path, f"it is {kind}{' behind a link' if path.is_symlink() else ''}, and was not opened")
+    if kind := places.kind_of(mode):
+        raise _special(path, kind)
+
+
+def _special(path: Path, kind: str) -> CheckpointFormatError:
+    return CheckpointFormatError(path, f"it is {kind}{' behind a link' if path.is_symlink() else ''}, and was not opened")
 
 
 def read_regular(path: Path) -> bytes:

@@ -8,7 +8,6 @@ crash at any moment leaves the previous steps as they were and a directory witho
 
 from __future__ import annotations
 
-import shutil
 import threading
 import time
 import warnings
@@ -31,6 +30,7 @@ from labkit.checkpoint.manifest import FileSum, Manifest
 from labkit.checkpoint.plain_tensors import to_cpu
 from labkit.checkpoint.ranks import Comm
 from labkit.checkpoint.state import Captured, capture
+from labkit.checkpoint.store_folder import StoreFolder
 from labkit.checkpoint.values import snapshot
 from labkit.progress import task
 from labkit.ranks import name_ranks
@@ -58,7 +58,7 @@ def save(
             that an optimizer trains belongs into the state too. Schedulers and counters need entries of their own.
         step: The training step; it names the directory ``step_00000010``.
         keep: After publishing, remove complete steps beyond the newest ``keep``, and what unfinished saves of earlier steps
-            left. None removes nothing.
+            left. Steps that are links or another user's stay, and do not count. None removes nothing.
         threads: Files that each rank writes at the same time.
         group: The ranks that save; None for all of them. Without a process group this process saves alone.
 
@@ -66,7 +66,8 @@ def save(
         The step's directory. It is a DCP checkpoint with a manifest.
 
     Raises:
-        CheckpointExistsError: The step is there already, complete.
+        CheckpointExistsError: The step is there already, complete; or what is in its place was left by nobody's save, or another
+            user's.
         RankDivergenceError: Ranks hold different values under one key that is not per rank.
         UnsavableStateError: A value or a tensor would not come back as it is; the message names all of them, each with a way out.
         FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
@@ -199,16 +200,24 @@ class _Save:
         self.store, self.step, self.captured, self.comm = store, step, captured, comm
         self.keep, self.threads = keep, threads
         self.directory = manifest.step_directory(store, step)
+        self.folder: StoreFolder | None = None
 
     def run(self) -> Path:
+        try:
+            return self._run()
+        finally:
+            if self.folder is not None:
+                self.folder.close()
+
+    def _run(self) -> Path:
         self.comm.on_first(self._prepare, self.directory)
         try:
             self._write_and_publish()
         except CheckpointError:
             # Every rank is here with the same error, so nobody writes any more. What is there never counted; on a full
             # disk it is in the way of everything else.
-            if self.comm.rank == 0 and not (self.directory / manifest.MANIFEST_FILE).exists():
-                shutil.rmtree(self.directory, ignore_errors=True)
+            if self.folder is not None:
+                self.folder.remove(self.directory.name, only_unfinished=True)
             raise
         if self.keep is not None:
             self.comm.on_first(self._retain, self.directory)
@@ -228,9 +237,8 @@ class _Save:
             raise CheckpointExistsError(
                 self.directory, f"step {self.step} is there already, complete. Save another step, or remove this one."
             )
-        if self.directory.exists():
-            shutil.rmtree(self.directory)  # what an unfinished save left; it never counted
-        self.directory.mkdir(parents=True)
+        self.folder = StoreFolder(self.store)
+        self.folder.make_step(self.directory.name)
         manifest.sync_directory(self.store)
 
     def _write(self, writer: DirectoryWriter) -> None:
@@ -265,30 +273,8 @@ class _Save:
 
     def _retain(self) -> None:
         assert self.keep is not None
-        retain(self.store, self.keep, newest=self.step)
-
-
-def retain(store: Path, keep: int, *, newest: int) -> list[Path]:
-    """Remove complete steps beyond the newest ``keep``, and unfinished steps below ``newest``.
-
-    A step's manifest goes first, so a crash in the middle leaves an unfinished step and never a damaged complete one.
-
-    Returns:
-        The removed directories.
-
-    Ranks: rank 0.
-    """
-    complete = manifest.complete_steps(store)
-    doomed = [manifest.step_directory(store, step) for step in complete[:-keep]]
-    for child in sorted(store.iterdir()):
-        step = manifest.step_of(child)
-        if step is not None and step < newest and step not in complete:
-            doomed.append(child)
-    for directory in doomed:
-        (directory / manifest.MANIFEST_FILE).unlink(missing_ok=True)
-        manifest.sync_directory(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-    return doomed
+        assert self.folder is not None
+        self.folder.retain(self.keep, newest=self.step)
 
 
 def _causes(error: CheckpointException) -> str:

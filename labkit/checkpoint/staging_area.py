@@ -20,8 +20,9 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from labkit import places
 from labkit.checkpoint import manifest
-from labkit.checkpoint.errors import CheckpointExistsError
+from labkit.checkpoint.errors import CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.staging_leftovers import (
     DATA,
     FOLDER_FLAGS,
@@ -35,6 +36,7 @@ from labkit.checkpoint.staging_leftovers import (
     remove_folder,
     remove_leftover,
 )
+from labkit.places import PlaceError
 
 _ATTEMPTS = 10  # runs that begin and end beside this one
 
@@ -50,7 +52,7 @@ class StagingArea:
 
     Raises:
         CheckpointExistsError: What lies where the folder is needed was not left by a killed run for this destination.
-        CheckpointWriteError: Another process is writing to this destination.
+        CheckpointWriteError: Another process is writing to this destination, or a link that another user has made leads there.
         OSError: The folder cannot be made.
     """
 
@@ -61,7 +63,7 @@ class StagingArea:
         self._result: tuple[int, int] | None = None
         self._made = [parent for parent in self.folder.parents if not parent.exists()]
         try:
-            self.folder.parent.mkdir(parents=True, exist_ok=True)
+            _make(self.folder.parent)
             whole = destination.parent.resolve() / destination.name
             self._text = json.dumps({"labkit": "unfinished", "destination": str(whole)}).encode()
             for _ in range(_ATTEMPTS):
@@ -170,6 +172,14 @@ class StagingArea:
             _close(self._marker_fd, self._folder_fd)
             self._folder_fd = self._marker_fd = -1
         return ""
+
+
+def _make(folder: Path) -> None:
+    try:
+        with places.opened(folder, make=True):
+            pass
+    except PlaceError as error:
+        raise CheckpointWriteError(error.path, f"it {error.reason}") from None
 
 
 def _close(*fds: int) -> None:

@@ -1,26 +1,29 @@
 """Reading of notebooks and writing of files for the commands: only files that labkit wrote itself are replaced.
 
-The rule: a file may be replaced if it has labkit's own mark and is unchanged since labkit wrote it. A notebook's mark is a hash of
-its cells in its metadata; a text's mark is a line near its beginning. An input, a link, and anything else is somebody's own work
-and is refused. A mark that somebody has added by hand is not recognized as such.
+The rule: a file may be replaced when it is yours, carries labkit's own mark and is as labkit left it. A notebook's mark is a hash
+of its cells in its metadata; of a text it is a line near its beginning. An input, a link, and anything else is somebody's own work,
+and is refused. A file that you have marked by hand is not told apart. :mod:`labkit.places` has the rule for folders that others may
+write to.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import secrets
-import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbformat import NotebookNode
 
+from labkit import places
 from labkit.errors import LabkitError
+from labkit.places import PlaceError
 
 _MARK = "labkit"
 # A mark is at the beginning of a file, which may be large or not a text at all.
@@ -86,7 +89,8 @@ def sealed(notebook: NotebookNode, writer: str) -> str:
 def is_sealed(path: Path, writer: str) -> bool:
     """Return whether a notebook was written by a command and has not been changed since."""
     try:
-        notebook = json.loads(path.read_text(encoding="utf-8"))
+        with places.open_regular(path, own=True) as file:
+            notebook = json.load(file)
         mark = notebook["metadata"][_MARK]
         return bool(mark == {"written_by": writer, "sha256": _hash(nbformat.from_dict(_joined(notebook["cells"])))})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -105,57 +109,83 @@ def _hash(cells: Any) -> str:
 def has_mark(path: Path, mark: str) -> bool:
     """Return whether labkit wrote a text file: ``mark`` is near its beginning."""
     try:
-        with open(path, "rb") as file:
+        with places.open_regular(path, own=True) as file:
             return mark.encode() in file.read(_HEAD_BYTES)
-    except OSError:
+    except (OSError, PlaceError):
         return False
 
 
-def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], bool]) -> None:
+def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], bool], *, within: Path | None = None) -> None:
     """Make sure that a file may be written.
 
     Args:
         path: The file to write.
-        inputs: The files that the command reads. They are recognized as files, however their paths are spelled.
-        is_own: Returns whether this command wrote the existing file.
+        inputs: What the command reads. They are recognised by what they are, not by how they are spelled.
+        is_own: Whether the file that is there was written by this command.
+        within: The folder that the user has named, when the file lies deeper: folders in it have to be the user's own.
 
     Raises:
-        OverwriteError: It is one of the inputs, a link, a folder, or not the command's own file.
+        OverwriteError: It is one of the inputs, a link, a folder, not the command's own, or another user's; or it would be written
+            through a link or into a folder of another user's.
     """
     try:
         folder = next(folder for folder in path.absolute().parents if folder.is_dir())
         if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
             raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
-        there = os.lstat(path)
+        with _folder_of(path, within) as fd:
+            there = os.stat(path.name, dir_fd=fd, follow_symlinks=False)
         same = next((source for source in inputs if os.path.exists(path) and os.path.samefile(source, path)), None)
     except (FileNotFoundError, NotADirectoryError):
         return
     except OSError as error:
         raise OverwriteError(f"{shown(path)} cannot be written: {error.strerror}. Choose another name.") from None
+    except PlaceError as error:
+        raise OverwriteError(str(error)) from None
     if same is not None:
         raise OverwriteError(f"{shown(path)} is {shown(same)} itself, which would be overwritten. Choose another place.")
-    if stat.S_ISLNK(there.st_mode):
+    kind = places.kind_of(there.st_mode)
+    if kind == "a link":
         raise OverwriteError(f"{shown(path)} is a link; what it leads to would be lost. Choose another place.")
-    if not stat.S_ISREG(there.st_mode) or not is_own(path):
+    if kind:
+        raise OverwriteError(f"{shown(path)} is {kind}, and nothing is written to it. Move it away, or choose another place.")
+    if not places.is_mine(there):
+        raise OverwriteError(f"{shown(path)} belongs to another user, and is not replaced. Choose another place.")
+    if not is_own(path):
         raise OverwriteError(
             f"{shown(path)} was not written by this command, or has been changed since. Nothing was touched. "
             "Move it away, or choose another place."
         )
 
 
-def replace_file(path: Path, text: str) -> None:
-    """Write a text file in one step: a reader finds either the old file or the new one, and a link is not followed.
+@contextlib.contextmanager
+def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterator[int]:
+    """Open the folder of a file as :mod:`labkit.places` says."""
+    named = path.parent if within is None else within
+    inside = path.parent.relative_to(named).parts
+    with places.opened(named, make=make) as outer, places.inside(outer, named, *inside, make=make) as fd:
+        yield fd
+
+
+def replace_file(path: Path, text: str, *, within: Path | None = None, make: bool = False) -> None:
+    """Write a text file in one step: whoever looks finds the file of before or the new one, and a link is not followed.
+
+    Args:
+        path: The file.
+        text: What to write.
+        within: As for :func:`refuse_foreign`.
+        make: Make the folders that it lies in.
 
     Raises:
-        OSError: It cannot be written. An existing file is unchanged.
+        PlaceError: It would be written through a link or into a folder of another user's; what was there is as it was.
+        OSError: It cannot be written; the same.
     """
-    draft = path.parent / f".labkit-{secrets.token_hex(8)}"
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-    try:
-        # A lone surrogate, which a kernel may send, becomes its JSON escape.
-        with open(fd, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(text)
-        os.replace(draft, path)
-    except BaseException:
-        os.unlink(draft)
-        raise
+    draft = f".labkit-{secrets.token_hex(8)}"
+    with _folder_of(path, within, make=make) as fd:
+        try:
+            # Half of a surrogate pair, which a kernel may send, becomes the escape that JSON has for it.
+            places.write_new(draft, text.encode("utf-8", "backslashreplace"), fd)
+            os.replace(draft, path.name, src_dir_fd=fd, dst_dir_fd=fd)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=fd)
+            raise

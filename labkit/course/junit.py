@@ -31,6 +31,7 @@ def write_report(results: Sequence[NotebookResult], path: Path) -> None:
 
     Raises:
         OverwriteError: See `require_place`.
+        PlaceError: A link that another user has made leads there.
         OSError: It cannot be written.
     """
     require_place(path, ())
@@ -47,8 +48,8 @@ def write_report(results: Sequence[NotebookResult], path: Path) -> None:
     for result in results:
         suite.append(_case(result))
     ET.indent(root)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, f'<?xml version="1.0" encoding="utf-8"?>\n{ET.tostring(root, encoding="unicode")}\n')
+    text = f'<?xml version="1.0" encoding="utf-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
+    replace_file(path, text, make=True)
 
 
 def _case(result: NotebookResult) -> ET.Element:

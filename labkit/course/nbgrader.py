@@ -17,6 +17,7 @@ from nbformat import NotebookNode
 from labkit.course.files import is_sealed, read_notebook, refuse_foreign, replace_file, sealed, shown
 from labkit.course.handouts.cells import tags
 from labkit.errors import LabkitError
+from labkit.places import PlaceError
 
 BEGIN = "### BEGIN SOLUTION"
 _WRITER = "labkit nbgrader"
@@ -67,7 +68,7 @@ def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
     Each of NOTEBOOKS goes to OUT/source/NAME/NAME.ipynb. In OUT, `nbgrader generate_assignment NAME --create` makes the release
     without solutions, and `nbgrader autograde NAME` grades what came back. A check gives as many points as its exercise has
     stars. All notebooks are read before the first is written. An assignment of an earlier call is replaced where nobody has changed
-    it since, and no other file is.
+    it since, and no other file is. Folders in OUT that are links, or another user's, are refused.
     """
     made: dict[Path, str] = {}
     try:
@@ -75,7 +76,7 @@ def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
             target = out / "source" / path.stem / f"{path.stem}.ipynb"
             if target in made:
                 raise AssignmentError(f"there are several notebooks named {shown(path.stem)}")
-            refuse_foreign(target, notebooks, lambda path: is_sealed(path, _WRITER))
+            refuse_foreign(target, notebooks, lambda path: is_sealed(path, _WRITER), within=out)
             made[target] = sealed(assignment_of(read_notebook(path)), _WRITER)
     except AssignmentError as error:
         raise click.ClickException(f"{shown(path)}: {error}") from None
@@ -83,8 +84,9 @@ def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
         raise click.ClickException(str(error)) from None
     for target, text in made.items():
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(target, text)
+            replace_file(target, text, within=out, make=True)
+        except PlaceError as error:
+            raise click.ClickException(str(error)) from None
         except OSError as error:
             raise click.ClickException(f"{shown(target)} cannot be written: {error.strerror}") from None
         click.echo(f"made {shown(target)}")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit import machine
+from labkit import machine, places
 from labkit.course.execution import WRITER, Attempt, Event, NotebookResult
 from labkit.course.files import NotebookError, OverwriteError, is_sealed, refuse_foreign, shown
 from labkit.course.parameters import refuse_unknown, source_of
@@ -66,15 +66,17 @@ def run_notebooks(
 
     Raises:
         UnknownParameterError: A notebook lacks one of ``parameters``. Nothing has run then.
-        ParameterValueError: A value is not a literal. Nothing has run then.
-        OverwriteError: A copy would overwrite a notebook, or a file that no earlier run wrote. Nothing has run then.
-        KeyboardInterrupt: Ctrl-C. All kernels have ended by then.
+        ParameterValueError: A value is no literal. Nothing has run then.
+        OverwriteError: A copy would overwrite a notebook, or what no earlier run wrote. Nothing has run then.
+        PlaceError: A link that another user has made leads to the folder. Nothing has run then.
+        KeyboardInterrupt: Ctrl-C. Every kernel is gone by then.
 
     Blocks for at most ``timeout_s`` plus 5 s per notebook. Ranks: controller.
     """
     plan = _plan(notebooks, out, parameters or {})
     session = _Session(timeout_s, dict(parameters or {}), on_cell, on_result)
-    out.mkdir(parents=True, exist_ok=True)
+    with places.opened(out, make=True):
+        pass  # it is there, or can be made
     return session.run(plan, max(1, jobs or default_jobs()))
 
 

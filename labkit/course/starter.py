@@ -7,6 +7,9 @@ from pathlib import Path
 
 import click
 
+from labkit import places
+from labkit.places import PlaceError
+
 STARTER = Path(__file__).with_name("starter.ipynb")
 _TITLE = "Title of the lab"
 _GUIDE = Path(__file__).with_name("README.md")
@@ -26,9 +29,10 @@ def new(notebook: Path) -> None:
     heading = json.dumps(title[:1].upper() + title[1:])[1:-1]
     text = STARTER.read_text(encoding="utf-8").replace(_TITLE, heading, 1)
     try:
-        notebook.parent.mkdir(parents=True, exist_ok=True)
-        with notebook.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with places.opened(notebook.parent, make=True) as fd:
+            places.write_new(notebook.name, text.encode(), fd)
+    except PlaceError as error:
+        raise click.ClickException(str(error)) from None
     except FileExistsError:
         raise click.ClickException(f"{notebook} exists already. Choose another name.") from None
     except OSError as error:

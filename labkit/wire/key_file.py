@@ -6,12 +6,13 @@ import json
 import os
 import secrets
 import socket
-import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit import places
 from labkit.errors import InvalidPoolError
+from labkit.places import PlaceError
 from labkit.wire.transport import Keys
 
 
@@ -71,20 +72,23 @@ def write_private(path: Path, content: dict[str, Any]) -> None:
     Raises:
         InvalidPoolError: The file cannot be written, or the path is a link or a folder.
     """
-    beside = path.with_name(f".{path.name[:100]}.{secrets.token_hex(16)}")
+    beside = f".{path.name[:100]}.{secrets.token_hex(16)}"
     try:
         if path.is_symlink() or path.is_dir():
             kind = "link" if path.is_symlink() else "folder"
             raise InvalidPoolError(f"a {kind} is where the key file {path} would be written. Name another: key_file=...")
-        fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            with os.fdopen(fd, "w") as file:
-                os.fchmod(fd, 0o600)
-                json.dump(content, file)
-            os.replace(beside, path)
-        except BaseException:
-            os.unlink(beside)
-            raise
+        with places.opened(path.parent) as folder:
+            fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+            try:
+                with os.fdopen(fd, "w") as file:
+                    os.fchmod(fd, 0o600)
+                    json.dump(content, file)
+                os.replace(beside, path.name, src_dir_fd=folder, dst_dir_fd=folder)
+            except BaseException:
+                os.unlink(beside, dir_fd=folder)
+                raise
+    except PlaceError as error:
+        raise InvalidPoolError(f"the key file {path} cannot be written: {error} Or name another: key_file=...") from None
     except OSError as error:
         raise InvalidPoolError(f"the key file {path} cannot be written: {error.strerror}. Name another: key_file=...") from None
 
@@ -100,23 +104,19 @@ def read_private(path: Path, otherwise: str) -> dict[str, Any]:
         InvalidPoolError: It is not there, belongs to another user than this one and root, others may read it, or it is no JSON.
     """
     try:
-        # O_NONBLOCK: a FIFO would be waited for. Links are followed, since Kubernetes mounts secrets as links.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise InvalidPoolError(f"{path} is no regular file. {otherwise}")
-            # The owner before the mode: an owner can change the mode at any time, and so what others may read now.
-            if status.st_uid not in (os.geteuid(), 0):
-                raise InvalidPoolError(
-                    f"the key file {path} belongs to another user (uid {status.st_uid}), who would get what you run. {otherwise}"
-                )
-            if status.st_mode & 0o077:
-                raise InvalidPoolError(
-                    f"others than its owner may read {path} (mode {status.st_mode & 0o777:o}). Run: chmod 600 {path}"
-                )
-            text = file.read()
+        with places.open_regular(path) as file:  # links are followed, because Kubernetes mounts secrets as links
+            status, text = os.fstat(file.fileno()), file.read()
     except OSError as error:
         raise InvalidPoolError(f"the key file {path} cannot be read: {error.strerror}. {otherwise}") from None
+    except PlaceError as error:
+        raise InvalidPoolError(f"the key file {error}. {otherwise}") from None
+    # Check the owner as well: an owner can change the mode at any time, and so the mode that is seen here.
+    if status.st_uid not in (os.geteuid(), 0):
+        raise InvalidPoolError(
+            f"the key file {path} belongs to another user (uid {status.st_uid}), who would get what you run. {otherwise}"
+        )
+    if status.st_mode & 0o077:
+        raise InvalidPoolError(f"others than its owner may read {path} (mode {status.st_mode & 0o777:o}). Run: chmod 600 {path}")
     try:
         content = json.loads(text)
     except ValueError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 
 import nbformat
@@ -13,6 +14,8 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from labkit.cli import main
 from labkit.course.nbgrader import AssignmentError, assignment_of
 from tests.notebooks.conventions import NOTEBOOKS
+
+NOBODY = 65534
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -88,6 +91,31 @@ def test_s5_an_assignment_is_written_over_nothing_but_an_earlier_one(tmp_path: P
     told = _nbgrader(lab, "-o", tmp_path)
     assert told.exit_code == 1
     assert target.read_bytes() == before == (lab.read_bytes() if kind in ("input", "hard link", "link") else before)
+
+
+@pytest.mark.parametrize("kind", ["linked name", "linked source", "another's name", "another's source", "shared folder"])
+def test_s5_an_assignment_is_written_into_no_folder_that_is_a_link_or_another_user_s(tmp_path: Path, kind: str) -> None:
+    lab, private, out = _lab(tmp_path / "a.ipynb"), tmp_path / "private", tmp_path / "out"
+    private.mkdir()
+    place = out / "source" if kind.endswith("source") else out / "source" / "a"
+    place.parent.mkdir(parents=True)
+    if kind.startswith("linked"):
+        place.symlink_to(private)
+    elif os.geteuid() != 0:
+        pytest.skip("only root may give a folder to another user")
+    elif kind == "shared folder":
+        os.chown(out, NOBODY, NOBODY)
+    else:
+        place.mkdir()
+        os.chown(place, NOBODY, NOBODY)
+    told = _nbgrader(lab, "-o", out)
+    if kind == "shared folder":
+        assert told.exit_code == 0, told.output
+        return
+    assert (told.exit_code, len(told.output.splitlines())) == (1, 1), told.output
+    assert f"{place} " in told.output
+    assert "place." in told.output
+    assert [*private.iterdir(), *out.rglob("*.ipynb")] == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -315,6 +316,56 @@ def test_s5_a_run_writes_over_no_notebook_and_nothing_that_it_did_not_write(
     assert result.exit_code == 2
     assert "Error: " in result.output
     assert (notebook.read_bytes(), sorted(tmp_path.rglob("*"))) == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+@pytest.mark.parametrize("place", ["copy", "summary", "report", "folder", "report's folder", "shared folder"])
+def test_s5_a_run_replaces_no_file_and_follows_no_link_of_another_user(
+    make_notebook: MakeNotebook, tmp_path: Path, place: str
+) -> None:
+    notebook, out, private = make_notebook("lab", "print(1)"), tmp_path / "out", tmp_path / "private"
+    private.mkdir()
+    command = ["run", notebook, "--out", "out", "--junit", "out/deep/report.xml"]
+    assert _labkit(*command).exit_code == 0
+    foreign = {"copy": "lab.ipynb", "summary": "index.html", "report": "deep/report.xml", "folder": "", "report's folder": "deep"}
+    path = out / foreign.get(place, "")
+    if "folder" in place and place != "shared folder":
+        shutil.rmtree(path)
+        path.symlink_to(private)
+    os.chown(path, 65534, 65534, follow_symlinks=False)
+    before = sorted((path, path.lstat().st_ino, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*"))
+    result = _labkit(*command)
+    if place == "shared folder":
+        assert result.exit_code == 0, result.output
+        return
+    assert result.exit_code == 2, result.output
+    assert "another user" in result.output
+    assert sorted((path, path.lstat().st_ino, path.lstat().st_mtime_ns) for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("place", ["lab.ipynb", "index.html", "report.xml"])
+def test_s5_a_fifo_in_the_place_of_a_copy_a_summary_or_a_report_is_refused(
+    make_notebook: MakeNotebook, tmp_path: Path, place: str
+) -> None:
+    (tmp_path / "out").mkdir()
+    os.mkfifo(tmp_path / "out" / place)
+    result = _labkit("run", make_notebook("lab", "print(1)"), "--out", "out", "--junit", "out/report.xml")
+    assert result.exit_code == 2, result.output
+    assert "is a FIFO, and nothing is written to it" in result.output
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link to another user")
+def test_s5_a_folder_exchanged_for_a_link_while_a_notebook_runs_costs_no_file_behind_it(
+    make_notebook: MakeNotebook, tmp_path: Path
+) -> None:
+    exchange = "import os; os.rename('out', 'away'); os.symlink('.', 'out'); os.chown('out', 65534, 65534, follow_symlinks=False)"
+    notebook = make_notebook("lab", exchange)
+    before = notebook.read_bytes()
+    result = _labkit("run", notebook, "--out", "out")
+    assert result.exit_code == 1, result.output
+    assert "another user" in result.output
+    assert notebook.read_bytes() == before
 
 
 def test_s5_a_copy_that_somebody_has_changed_is_refused_and_an_unchanged_one_replaced(

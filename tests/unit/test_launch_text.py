@@ -17,7 +17,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from labkit import doctor
+from labkit import WorkerPool, doctor
 from labkit.cli import main
 from labkit.controller.launch_text import TRUST, Launch
 from labkit.controller.launchers.agents import LocalAgents
@@ -189,19 +189,13 @@ def test_s13_a_key_file_is_made_exclusively_under_a_name_that_cannot_be_known(
 
 
 def test_s13_a_failure_on_the_way_leaves_no_secret_beside_the_key_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(InvalidPoolError, match="No space left"):
         KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_l3_a_fifo_in_a_key_file_s_place_is_refused_at_once(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "labkit.key", 0o600)
-    with pytest.raises(InvalidPoolError, match="is no regular file"):
-        KeyFile.read(tmp_path / "labkit.key")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -252,3 +246,30 @@ def test_a_key_file_that_cannot_be_trusted_is_refused(tmp_path: Path, content: s
     with pytest.raises(InvalidPoolError) as caught:
         KeyFile.read(path)
     assert message in str(caught.value)
+
+
+@pytest.mark.timeout(20)
+def test_s13_a_fifo_in_a_key_file_s_place_is_refused_and_holds_nobody(tmp_path: Path) -> None:
+    path = tmp_path / "labkit.key"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(InvalidPoolError, match=r"labkit\.key is a FIFO, and was not opened. Copy it here"):
+        KeyFile.read(path)
+    with pytest.raises(InvalidPoolError, match=r"labkit\.key is a FIFO"):
+        WorkerPool.attach(1, 1, "cpu", listen="tcp://127.0.0.1:*", host="127.0.0.1", key_file=path, start_timeout_s=4)
+    assert os.listdir(tmp_path) == ["labkit.key"]
+
+
+def test_s13_a_key_file_that_is_a_link_to_one_is_read_since_kubernetes_mounts_it_so(tmp_path: Path) -> None:
+    KeyFile.of(Keys.generate()).write(tmp_path / "secret")
+    (tmp_path / "labkit.key").symlink_to("secret")
+    assert KeyFile.read(tmp_path / "labkit.key") == KeyFile.read(tmp_path / "secret")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a link to another user")
+def test_s13_no_key_file_is_written_behind_a_link_that_another_user_has_made(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    os.chown(tmp_path / "link", 65534, 65534, follow_symlinks=False)
+    with pytest.raises(InvalidPoolError, match="is a link that another user has made"):
+        KeyFile.of(Keys.generate()).write(tmp_path / "link" / "labkit.key")
+    assert os.listdir(tmp_path / "real") == []

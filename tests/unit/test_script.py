@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,13 @@ import pytest
 from click.testing import CliRunner
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+import labkit
 from labkit.cli import main
 from labkit.course.script import ScriptError, write_script
 from labkit.notebook.rank_names import OPTIONS
 from labkit.spmd.cells import future_flags, run_cell, text_of
+
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -180,6 +186,65 @@ def test_s5_a_script_replaces_an_earlier_script_and_nothing_else(tmp_path: Path,
         assert what in told.output
     assert Path("mine.py").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lab.ipynb", "lab.py", "link.py", "mine.py"]
+
+
+@pytest.fixture
+def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    nbformat.write(new_notebook(cells=[new_code_cell("1 + 1", id="c0")]), "lab.ipynb")
+    return "lab.ipynb"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("with_reader", [True, False])
+def test_s5_a_fifo_in_a_script_s_place_is_refused_and_gets_nothing(lab: str, with_reader: bool) -> None:
+    os.mkfifo("lab.py")
+    reader = os.open("lab.py", os.O_RDONLY | os.O_NONBLOCK) if with_reader else None
+    told = CliRunner().invoke(main, ["script", lab, "-o", "lab.py"])
+    assert told.exit_code == 1
+    assert "lab.py is a FIFO, and nothing is written to it. Move it away, or choose another place." in told.output
+    assert "Run it" not in told.output
+    if reader is not None:
+        assert os.read(reader, 1) == b""
+        os.close(reader)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+@pytest.mark.parametrize("kind", ["file", "link", "linked folder", "shared folder"])
+def test_s5_a_script_replaces_no_file_and_follows_no_link_of_another_user(lab: str, tmp_path: Path, kind: str) -> None:
+    for folder in ("shared", "private"):
+        (tmp_path / folder).mkdir()
+        os.chown(folder, NOBODY, NOBODY)
+    place, private = Path("shared/lab.py"), Path("private/lab.py")
+    for path in (place, private):
+        assert CliRunner().invoke(main, ["script", lab, "-o", str(path)]).exit_code == 0  # one that it would replace
+    private.write_text(private.read_text() + "# mine")
+    before = private.read_bytes()
+    if kind == "file":
+        os.chown(place, NOBODY, NOBODY)
+    elif kind == "link":
+        place.unlink()
+        place.symlink_to(private.absolute())
+    elif kind == "linked folder":
+        Path("shared").rename("away")
+        Path("shared").symlink_to("private")
+        os.chown("shared", NOBODY, NOBODY, follow_symlinks=False)
+    told = CliRunner().invoke(main, ["script", lab, "-o", str(place)])
+    assert told.exit_code == (0 if kind == "shared folder" else 1), told.output
+    if kind != "shared folder":
+        assert {"file": "belongs to another user", "link": "is a link"}.get(kind, "that another user has made") in told.output
+    assert private.read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["/dev/stdout", "/dev/fd/{}", "/proc/self/fd/{}"])
+def test_a_script_goes_into_what_the_shell_has_opened(lab: str, place: str) -> None:
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "labkit", "script", lab, "-o", place.format(writing)]
+    env = os.environ | {"PYTHONPATH": str(Path(labkit.__file__).parents[1])}
+    done = subprocess.run(command, stdout=subprocess.PIPE, pass_fds=[writing], env=env, check=True)
+    os.close(writing)
+    with open(reading, "rb") as piped:
+        assert piped.read() + done.stdout == write_script(Path(lab)).encode()
 
 
 def test_a_limit_of_time_alone_is_dropped_and_the_cell_stays(script_of: Any) -> None:

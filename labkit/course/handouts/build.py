@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +60,8 @@ def make_handouts(
     A notebook that has not been run is run first; its executed copy goes to ``out/instructor/executed``, and into no zip. A link to
     a notebook that is not in the set becomes plain text. PDFs need Chromium and are left out without it.
 
-    Handouts of other notebooks that an earlier run made in the same folder stay, and the index and the zips include them.
-    Everything is built in a separate folder first: an error or an interrupt leaves ``out`` unchanged.
+    Handouts of other notebooks that an earlier run made in the same folder stay, and the index and the zips hold them too. All is
+    built elsewhere first: an error or an interrupt leaves ``out`` as it was.
 
     Args:
         notebooks: Notebooks with their solutions, executed or not. They are only read.
@@ -74,9 +73,10 @@ def make_handouts(
         on_result: The same.
 
     Raises:
-        HandoutError: A notebook fails when it runs, or cannot be made into a page, or a file in ``out`` is in the way.
-        SolutionLeakError: A student's file would contain a line of a solution.
-        NotebookError: A file is not a notebook.
+        HandoutError: A notebook fails when it runs, or cannot be made into a page; or something in ``out`` is in the way.
+        PlaceError: Handouts would be written through a link, or into a folder of another user's.
+        SolutionLeakError: A student's file would hold a line of a solution.
+        NotebookError: A file is no notebook.
         ValueError: Two notebooks have the same name.
 
     Blocks for at most ``timeout_s`` plus 30 s per notebook to be run, and about 10 s per notebook and audience after that.
@@ -94,7 +94,7 @@ def make_handouts(
     names += [f"{EXECUTED}/{path.name}" for path in to_run]
     names += [name for audience in AUDIENCES for name in (f"{audience}/{INDEX}", _zip_name(audience))]
     place.require_free(names)
-    with place.beside() as built:
+    with place.building() as built:
         others = _copy_others(place, built, stems)
         if to_run:
             read |= _run(to_run, built / EXECUTED, timeout_s, on_cell, on_result)
@@ -144,7 +144,7 @@ def _copy_others(place: Place, built: Path, stems: Sequence[str]) -> list[str]:
         for name in place.written:
             path = Path(name)
             if path.parent == Path(audience) and path.name != INDEX and path.stem not in stems:
-                shutil.copy2(place.out / name, built / name)
+                (built / name).write_bytes(place.read(name))
                 others.add(path.stem)
     return sorted(others)
 

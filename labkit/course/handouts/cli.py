@@ -32,7 +32,8 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
 
     A second call with other notebooks adds them to the set in OUT; one of the same name replaces its handouts. Files that no call
     wrote, or that have been changed since (OUT/handouts.json lists them), are never replaced: the command names them and stops.
-    Until everything is built, OUT stays as it was.
+    It also stops where the list, OUT/student or OUT/instructor is a link or another user's. Until everything is built, OUT stays as
+    it was.
 
     The exit code is 0 when everything was made, 1 when not, 130 after Ctrl-C.
     """

@@ -1,7 +1,9 @@
 """The folder of the handouts: files that an earlier run wrote there may be replaced, other files may not.
 
-A new set is built in a separate folder and moved to its place at the end. `handouts.json` in the folder lists the files that were
-written, each with its hash. A file that is not listed, or has been changed since, is somebody's own work.
+A new set is built in a folder of its own and put in the place of the old one at the end. `handouts.json` in the folder lists what
+was written, each file with its hash: a file that is not listed, or that has been changed since, is somebody's own work. Others may
+be able to write to the folder, so the list and what it lists count only as far as they are the caller's (:mod:`labkit.places`), and
+each file is looked at once more, in folders that are held open, before it is replaced or deleted.
 """
 
 from __future__ import annotations
@@ -10,14 +12,18 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
+import secrets
 import signal
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
 
+from labkit import places
 from labkit.course.handouts.errors import HandoutError
+from labkit.places import PlaceError
 
 LIST = "handouts.json"
 
@@ -36,12 +42,8 @@ class Place:
     def __init__(self, out: Path) -> None:
         self.out = out
         self.written: dict[str, str] = {}
-        if (out / LIST).exists():
-            try:
-                listed = json.loads((out / LIST).read_text(encoding="utf-8"))["files"]
-                self.written = {str(name): str(hashed) for name, hashed in listed.items() if self._is_inside(str(name))}
-            except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-                raise HandoutError(f"{out / LIST} is no list of handouts. Choose another folder.") from None
+        with contextlib.suppress(FileNotFoundError), places.opened(out) as fd:
+            self.written = self._read_list(fd)
 
     def require_apart(self, inputs: Sequence[Path], folders: Iterable[str]) -> None:
         """Refuse inputs that are in the folders for handouts.
@@ -61,31 +63,65 @@ class Place:
         Raises:
             HandoutError: There are such files; the message names them.
         """
-        foreign = {self.out / name: "" for name in names if os.path.lexists(self.out / name) and not self._is_own(name)}
-        foreign |= {folder: "" for name in names for folder in _files_above(self.out, name)}
+        with contextlib.suppress(FileNotFoundError), places.opened(self.out) as fd:
+            self._require_free(names, lambda name: self._folder_of(fd, name))
+
+    def _require_free(self, names: Iterable[str], folder_of: Callable[[str], AbstractContextManager[int]]) -> None:
+        foreign = []
+        for name in names:
+            try:
+                with folder_of(name) as fd, self._open(fd, name) as file:
+                    data = file.read()
+            except FileNotFoundError:
+                continue
+            except PlaceError as error:
+                if Path(error.path) != self.out / name:
+                    raise  # a folder on the way to it
+                data = None
+            if data is None or _hash(data) != self.written.get(name):
+                foreign.append(name)
         if foreign:
-            shown = "\n".join(f"    {path}" for path in foreign)
+            shown = "\n".join(f"    {self.out / name}" for name in foreign)
             raise HandoutError(
                 f"handouts would replace what no earlier run wrote, or what has been changed since:\n{shown}\n"
                 "Nothing was touched. Move these files away, or choose another folder with --out."
             )
 
+    def read(self, name: str) -> bytes:
+        """Return a file that an earlier run wrote.
+
+        Raises:
+            PlaceError: Something else is there now.
+            OSError: It cannot be read.
+        """
+        with places.opened(self.out) as out, self._folder_of(out, name) as fd, self._open(fd, name) as file:
+            return file.read()
+
     @contextlib.contextmanager
-    def beside(self) -> Iterator[Path]:
-        """Make an empty folder in which a set can be built, and remove it at the end."""
-        self.out.mkdir(parents=True, exist_ok=True)
-        built = Path(tempfile.mkdtemp(prefix=".building-", dir=self.out))
-        try:
-            yield built
-        finally:
-            shutil.rmtree(built, ignore_errors=True)
-            with contextlib.suppress(OSError):
-                self.out.rmdir()  # only if nothing was made
+    def building(self) -> Iterator[Path]:
+        """Make an empty folder in which a set can be built, where nobody else can write; it is gone afterwards."""
+        with places.opened(self.out, make=True) as self._fd:
+            # Files come here before they are renamed: at the end nothing fails for want of room, or of the right to write.
+            draft = f".building-{secrets.token_hex(8)}"
+            try:
+                os.mkdir(draft, 0o700, dir_fd=self._fd)
+                with (
+                    places.inside(self._fd, self.out, draft) as self._draft_fd,
+                    tempfile.TemporaryDirectory(prefix="labkit-handouts-", ignore_cleanup_errors=True) as built,
+                ):
+                    yield Path(built)
+            finally:
+                with contextlib.suppress(OSError):
+                    os.rmdir(draft, dir_fd=self._fd)
+                with contextlib.suppress(OSError):
+                    self.out.rmdir()  # only where nothing was made
 
     def take(self, built: Path, names: Sequence[str], stale: Iterable[str]) -> None:
         """Move the built files to their place, delete the files they replace, and rewrite the list.
 
-        Interrupts are ignored during this, so that no half of a set is left.
+        An interrupt in these moments comes too late: there is no half of a set. Everything is looked at, and every new file and the
+        list are written beside their places, before the first is renamed; files are deleted when the new list is in its place. What
+        can still fail then is a rename over a folder that somebody has made in the same moment.
 
         Args:
             built: The folder with the new files.
@@ -93,33 +129,76 @@ class Place:
             stale: Files of earlier runs that the new set no longer has.
 
         Raises:
-            HandoutError: A file is in the way, see `require_free`. Nothing has been moved then.
+            HandoutError: Something is in the way, see `require_free`. Nothing has been moved then.
+            PlaceError: A folder in the place is a link, or another user's. Nothing has been moved then.
         """
         gone = [name for name in stale if name not in names]
-        with _undisturbed():
-            self.require_free([*names, *gone])
-            new = {name: _hash(built / name) for name in names}
-            for name in names:
-                (self.out / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(built / name, self.out / name)
+        with _undisturbed(), contextlib.ExitStack() as stack:
+            folders = {
+                parent: stack.enter_context(places.inside(self._fd, self.out, *parent.parts, make=True))
+                for parent in dict.fromkeys(PurePosixPath(name).parent for name in [*names, *gone])
+            }
+            self._require_free([*names, *gone], lambda name: contextlib.nullcontext(folders[PurePosixPath(name).parent]))
+            drafts: dict[str, str] = {}
+            try:
+                new = {}
+                for name in names:
+                    data = (built / name).read_bytes()
+                    new[name] = _hash(data)
+                    self._write_draft(drafts, name, data)
+                written = {name: hashed for name, hashed in (self.written | new).items() if name not in gone}
+                self._write_draft(drafts, LIST, json.dumps({"files": written}, indent=1).encode())
+                for name in (*names, LIST):
+                    path = PurePosixPath(name)
+                    to = self._fd if name == LIST else folders[path.parent]
+                    os.replace(drafts[name], path.name, src_dir_fd=self._draft_fd, dst_dir_fd=to)
+                    del drafts[name]
+            finally:
+                for draft in drafts.values():
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(draft, dir_fd=self._draft_fd)
+            self.written = written
             for name in gone:
-                (self.out / name).unlink(missing_ok=True)
-            self.written = {name: hashed for name, hashed in (self.written | new).items() if name not in gone}
-            draft = built / LIST
-            draft.write_text(json.dumps({"files": self.written}, indent=1), encoding="utf-8")
-            os.replace(draft, self.out / LIST)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(PurePosixPath(name).name, dir_fd=folders[PurePosixPath(name).parent])
 
-    def _is_inside(self, name: str) -> bool:
-        """Return whether a listed name is a file in this folder. A list may come from elsewhere, and a link may lead outside."""
-        parts = Path(name).parts
-        above = [self.out.joinpath(*parts[:count]) for count in range(1, len(parts) + 1)]
-        if Path(name).is_absolute() or ".." in parts or any(path.is_symlink() for path in above):
+    def _write_draft(self, drafts: dict[str, str], name: str, data: bytes) -> None:
+        drafts[name] = str(len(drafts))
+        places.write_new(drafts[name], data, self._draft_fd)
+
+    def _read_list(self, fd: int) -> dict[str, str]:
+        """Return what a list says that may be believed: it and the files in it are the caller's, and lie in this folder."""
+        try:
+            with places.open_regular(LIST, dir_fd=fd, own=True) as file:
+                listed = json.load(file)["files"]
+            return {str(name): str(hashed) for name, hashed in listed.items() if self._is_there(fd, str(name))}
+        except FileNotFoundError:
+            return {}
+        except PlaceError as error:
+            raise HandoutError(f"{self.out / LIST} {error.reason}. Move it away, or choose another folder with --out.") from None
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise HandoutError(f"{self.out / LIST} is no list of handouts. Choose another folder.") from None
+
+    def _is_there(self, fd: int, name: str) -> bool:
+        """Return whether a listed name is a file of this folder: a list may come from elsewhere, and a link may lead there."""
+        parts = PurePosixPath(name).parts
+        if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
             return False
-        return (self.out / name).is_file()
+        try:
+            with self._folder_of(fd, name) as folder, self._open(folder, name):
+                return True
+        except (OSError, ValueError):  # of which PlaceError is one
+            return False
 
-    def _is_own(self, name: str) -> bool:
-        path = self.out / name
-        return name in self.written and path.is_file() and not path.is_symlink() and _hash(path) == self.written[name]
+    def _folder_of(self, out_fd: int, name: str) -> AbstractContextManager[int]:
+        return places.inside(out_fd, self.out, *PurePosixPath(name).parent.parts)
+
+    def _open(self, fd: int, name: str) -> BinaryIO:
+        """Open a file of the set in its folder."""
+        try:
+            return places.open_regular(PurePosixPath(name).name, dir_fd=fd, own=True)
+        except PlaceError as error:
+            raise PlaceError(self.out / name, error.reason) from None
 
 
 def _is_below(path: Path, folder: Path) -> bool:
@@ -127,14 +206,8 @@ def _is_below(path: Path, folder: Path) -> bool:
     return folder.exists() and any(above.samefile(folder) for above in path.resolve().parents)
 
 
-def _files_above(out: Path, name: str) -> list[Path]:
-    """Return the paths on the way to a file that should be folders and are not."""
-    above = [out.joinpath(*Path(name).parts[:count]) for count in range(1, len(Path(name).parts))]
-    return [path for path in above if os.path.lexists(path) and not path.is_dir()]
-
-
-def _hash(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _hash(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 @contextlib.contextmanager

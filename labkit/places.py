@@ -1,0 +1,230 @@
+"""Folders that others may write to: what labkit follows, enters, replaces and deletes in them.
+
+Whoever can write to a folder can plant names in it, and where it has no sticky bit also exchange them. The rule:
+
+- A new file may be made in any folder that you name, whoever owns it: a group's shared folder, or ``/tmp``.
+- What labkit replaces, deletes or believes (a list or mark that it has left) is a regular file of yours. What it goes into inside
+  of the folder that you name is a real folder of yours. Links, and what other users own, are refused or passed over.
+- On the way to the folder that you name, links of yours and of root's are followed, and nobody else's.
+
+A folder is held open while labkit works in it: when its name is exchanged meanwhile, that leads nowhere else. A folder of yours
+that you have opened to others is taken for yours; they can still exchange what is written into it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from labkit.errors import LabkitError, printable
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFLNK: "a link",
+}
+# To go through a folder one need not be able to list it; O_PATH is Linux's.
+_FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_MAX_LINKS = 40  # as in Linux
+
+
+class PlaceError(LabkitError, ValueError):
+    """A place that somebody else may have prepared is not used.
+
+    Attributes:
+        path: The place.
+        reason: What is wrong with it.
+    """
+
+    def __init__(self, path: object, reason: str) -> None:
+        self.path, self.reason = str(path), reason
+        super().__init__(f"{printable(self.path)} {reason}")
+
+
+class NotRegularError(PlaceError):
+    """Something else is in a regular file's place; it was not opened.
+
+    Attributes:
+        kind: What it is, such as "a FIFO".
+    """
+
+    def __init__(self, path: object, kind: str) -> None:
+        self.kind = kind
+        super().__init__(path, f"is {kind}, and was not opened")
+
+
+def kind_of(mode: int) -> str | None:
+    """Return what a file is, in words; None for a regular one."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
+
+
+def is_mine(status: os.stat_result) -> bool:
+    """Return whether a file belongs to the user whose rights this process has."""
+    return status.st_uid == os.geteuid()
+
+
+def open_regular(path: str | Path, *, dir_fd: int | None = None, own: bool = False) -> io.BufferedReader:
+    """Open a regular file for reading, and nothing else.
+
+    Args:
+        path: The file.
+        dir_fd: The folder that a name is in.
+        own: Take a file of the caller's only, and follow no link to it. Else a link to a regular file is followed.
+
+    Raises:
+        NotRegularError: It is something else, which is left unopened: a FIFO would hold the reader.
+        PlaceError: It belongs to another user.
+        OSError: It is missing, or must not be read.
+    """
+    _refuse(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not own), own=own)
+    # Without O_NONBLOCK, what takes its place in between could still hold the reader.
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
+    file = os.fdopen(os.open(path, flags, dir_fd=dir_fd), "rb")
+    try:
+        _refuse(path, os.fstat(file.fileno()), own=own)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def _refuse(path: str | Path, status: os.stat_result, *, own: bool) -> None:
+    if kind := kind_of(status.st_mode):
+        raise NotRegularError(path, kind)
+    if own and not is_mine(status):
+        raise PlaceError(path, "belongs to another user")
+
+
+@contextlib.contextmanager
+def opened(folder: Path, *, make: bool = False) -> Iterator[int]:
+    """Open a folder as the user names it, for work inside of it.
+
+    Args:
+        folder: The folder. Links on the way are followed when the caller or root has made them.
+        make: Make what is missing of it.
+
+    Yields:
+        A descriptor for ``dir_fd`` arguments. It need not be good for listing.
+
+    Raises:
+        PlaceError: A link on the way was made by another user.
+        OSError: There is no such folder, or it cannot be made.
+    """
+    fd = _walk(folder, make=make)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _walk(folder: Path, *, make: bool) -> int:
+    fd = os.open("/" if folder.is_absolute() else ".", _FOLDER)
+    left, at, num_links = [*reversed(_names(folder))], Path(folder.anchor), 0
+    try:
+        while left:
+            name = left.pop()
+            link = _link(fd, name, at / name)
+            if link is None:
+                inner = _enter(fd, name, make=make)
+                at /= name
+            else:
+                num_links += 1
+                if num_links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(folder))
+                left += reversed(_names(link))
+                if not link.is_absolute():
+                    continue
+                inner, at = os.open("/", _FOLDER), Path("/")
+            os.close(fd)
+            fd = inner
+    except BaseException as error:
+        os.close(fd)
+        if isinstance(error, OSError):
+            error.filename = str(folder)
+        raise
+    return fd
+
+
+def _names(path: Path) -> tuple[str, ...]:
+    return path.parts[1:] if path.is_absolute() else path.parts
+
+
+def _link(fd: int, name: str, path: Path) -> Path | None:
+    """Return where a link leads that may be followed; None for what is no link."""
+    try:
+        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISLNK(status.st_mode):
+        return None
+    target = Path(os.readlink(name, dir_fd=fd))
+    if status.st_uid not in (0, os.geteuid()) or not os.path.samestat(status, os.stat(name, dir_fd=fd, follow_symlinks=False)):
+        raise PlaceError(path, "is a link that another user has made, and is not followed. Name another place.")
+    return target
+
+
+def _enter(fd: int, name: str, *, make: bool) -> int:
+    try:
+        return os.open(name, _FOLDER, dir_fd=fd)
+    except FileNotFoundError:
+        if not make:
+            raise
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=fd)
+    return os.open(name, _FOLDER, dir_fd=fd)
+
+
+@contextlib.contextmanager
+def inside(fd: int, folder: Path, *names: str, make: bool = False) -> Iterator[int]:
+    """Go into folders of an open folder, one inside the other. All have to be real folders of the caller's.
+
+    Args:
+        fd: The open folder.
+        folder: Its path, for messages.
+        names: The folders.
+        make: Make those that are missing.
+
+    Yields:
+        A descriptor of the last one, as :func:`opened`.
+
+    Raises:
+        PlaceError: One of them is a link, no folder, or another user's.
+        OSError: One is missing, or cannot be made.
+    """
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            folder /= name
+            try:
+                fd = _enter(fd, name, make=make)
+            except OSError as error:
+                if error.errno not in (errno.ENOTDIR, errno.ELOOP):
+                    error.filename = str(folder)
+                    raise
+                kind = kind_of(os.stat(name, dir_fd=fd, follow_symlinks=False).st_mode) or "a file"
+                raise PlaceError(
+                    folder, f"is {kind} where a folder of yours is needed. Move it away, or choose another place."
+                ) from None
+            stack.callback(os.close, fd)
+            if not is_mine(os.fstat(fd)):
+                raise PlaceError(folder, "belongs to another user, and nothing is written into it. Choose another place.")
+        yield fd
+
+
+def write_new(name: str, data: bytes, dir_fd: int) -> None:
+    """Write a file that was not there.
+
+    Raises:
+        FileExistsError: Something of that name is there, a link for example.
+        OSError: It cannot be written; what there is of it stays.
+    """
+    with os.fdopen(os.open(name, _NEW, 0o666, dir_fd=dir_fd), "wb") as file:
+        file.write(data)
