@@ -13,9 +13,10 @@ from labkit.checkpoint.entry_names import DROP_ADVICE, is_group_parameters, map_
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.flat import ParameterList, Stretch, units_of
 from labkit.checkpoint.model import Chunk, ChunkTable, TensorEntry
+from labkit.checkpoint.moments import Piece, misshapen
 from labkit.checkpoint.names import canonical_fqn, canonical_names, match_names
 from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order, with_units_of
-from labkit.checkpoint.rank_shares import moment_shares
+from labkit.checkpoint.rank_shares import model_shapes, moment_shares
 from labkit.checkpoint.sections import is_moment_piece, name_in, parameters_of_group
 from labkit.checkpoint.sources import EntrySource, FlatSource
 from labkit.checkpoint.wording import counted, listed
@@ -68,7 +69,7 @@ def name_numbers(
                 contents.values[beside] = OutValue(contents.values[beside].path, item.section, listed)
     if parameters is not None:
         _join_pieces(contents, parameters)
-        _check_moments(contents, parameters)
+    _check_moments(contents, numbered, parameters)
 
 
 def _own_names(
@@ -303,13 +304,22 @@ def _concatenated(entry: TensorEntry) -> TensorEntry:
     return replace(entry, shape=(at,), chunks=ChunkTable.of(chunks, 1), replicas=(), flat=True)
 
 
-def _check_moments(contents: Contents, parameters: ParameterList) -> None:
-    wrong = []
-    for item in contents.tensors:
+def _check_moments(contents: Contents, groups: Sequence[OutValue], parameters: ParameterList | None) -> None:
+    """Compare pieces with the shapes of the model's parameters; without a model, with those of the checkpoint's own model."""
+    roots = {group.path[: group.path.index("param_groups")] for group in groups}
+    pieces: list[Piece] = []
+    beside: dict[str, set[str]] = {}
+    for item in contents.items:
         split = split_state(item.path) if item.section == "optimizer" else None
-        shape = parameters.shapes.get(split[1]) if split is not None else None
-        if split is not None and shape is not None and item.source.shape not in (shape, ()):
-            wrong.append(f"{item.key} has shape {item.source.shape}, and the parameter has {shape}")
+        if split is not None and split[0][:-1] in roots:
+            beside.setdefault(split[1], set()).add(split[2])
+            if isinstance(item, OutTensor):
+                pieces.append(Piece(item.key, split[1], split[2], item.source.shape))
+    models = [parameters.shapes] if parameters is not None else model_shapes(contents.checkpoint)
+    wrong = [
+        f"{piece.key} has shape {piece.shape}, and the parameter has {shape}"
+        for piece, shape in misshapen(pieces, beside, models, permuted=True)
+    ]
     if wrong:
         raise CheckpointMismatchError(
             contents.checkpoint.path,

@@ -6,13 +6,22 @@ from labkit.checkpoint.contents import copies_agree
 from labkit.checkpoint.model import Checkpoint, TensorEntry
 from labkit.checkpoint.names import FLAT_PARAMETER
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.sections import is_moment_piece
+from labkit.checkpoint.sections import Nest, is_moment_piece, name_in, nest_of
 
 
 def is_flat(entry: TensorEntry) -> bool:
     """Whether a model's tensor is a flat parameter of FSDP1, or an optimizer's tensor is state of one."""
     keys = [part for step in entry.path for part in str(step).split(".")]
     return entry.flat or (entry.section != "other" and FLAT_PARAMETER in keys[-2:])
+
+
+def model_shapes(checkpoint: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
+    """Return the names and shapes of each model in a checkpoint; flat parameters have none that are known."""
+    nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
+    for entry in checkpoint.section("model"):
+        if not is_flat(entry):
+            nests.setdefault(nest_of(entry.path), {})[name_in(entry.path)] = entry.shape
+    return list(nests.values())
 
 
 def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
