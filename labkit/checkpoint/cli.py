@@ -164,7 +164,9 @@ def verify_command(
     help="File with the names of the optimizer's parameters, one a line, in its order; for several parameter groups.",
 )
 @click.option(
-    "--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line, the first match wins; an empty right side drops."
+    "--rename",
+    type=TEXT_FILE,
+    help="Rename table: 'old.* -> new.*' a line, the first match wins; an empty right side drops the parameter.",
 )
 @click.option(
     "--part",

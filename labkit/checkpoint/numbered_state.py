@@ -43,6 +43,8 @@ def name_numbers(
     if not numbered or parameters is None:
         _refuse_shares(contents)
     if not numbered:
+        if order is not None:
+            _refuse_idle_order(contents)
         return
     _refuse_several(contents, numbered, ids)
     numbering = _numbering(contents, [ids[item.key] for item in numbered], parameters, where)
@@ -115,6 +117,17 @@ def _refuse_shares(contents: Contents) -> None:
             advice="Name the model that puts them together, model=... (--model FILE.py:FUNCTION), and keep the "
             "optimizer's param_groups.",
         )
+
+
+def _refuse_idle_order(contents: Contents) -> None:
+    states = [split[1] for item in contents.items if item.section == "optimizer" and (split := split_state(item.path)) is not None]
+    if any(name.isdigit() for name in states):
+        problem = "its optimizer state has numbers, and no param_groups that list them"
+    else:
+        problem = "its optimizer state has names" if states else "it has no optimizer state, or that is left out"
+    raise FQNMismatchError(
+        contents.checkpoint.path, problems=[f"{problem}: an order says nothing of it"], advice="Leave the order out (--order)."
+    )
 
 
 def _refuse_several(contents: Contents, groups: Sequence[OutValue], ids: Mapping[str, Any]) -> None:
