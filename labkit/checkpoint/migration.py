@@ -10,15 +10,17 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, left_out, read_values, top_level
+from labkit.checkpoint.contents import Contents, OutTensor, left_out, read_values, top_level
 from labkit.checkpoint.dcp_versions import fields_for, form_note
 from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import DROP_ADVICE
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Gate
 from labkit.checkpoint.flat import ParameterList
+from labkit.checkpoint.rank_copies import Copies
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import name_in, nest_of, nest_text
+from labkit.checkpoint.source_contents import contents_of
 from labkit.checkpoint.ties import lost_ties, tie_note, tied_tensors
 from labkit.checkpoint.transform import Options, transform
 from labkit.checkpoint.verify_against import ModelSource, build_model
@@ -72,7 +74,7 @@ def migrate(
         drop: Patterns of keys to leave out.
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.
-        copies: See :func:`labkit.checkpoint.contents.contents_of`.
+        copies: See :func:`labkit.checkpoint.source_contents.contents_of`.
         shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
         despite: Codes of errors of :func:`labkit.checkpoint.verify` to go on with (:data:`labkit.checkpoint.findings.CODES`).
@@ -115,7 +117,8 @@ def migrate(
     checkpoint = open_source(source, gate, parts)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
-    contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, only, drop, dtypes or {}))
+    contents = contents_of(checkpoint, copies=copies, only=only, drop=drop)
+    contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
     writer = _writer(contents, chosen, destination, shard_bytes, fields)
     contents.notes += form_note(fields)
     options: dict[str, Any] = {

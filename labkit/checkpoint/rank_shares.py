@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from labkit.checkpoint.contents import copies_agree
 from labkit.checkpoint.model import Checkpoint, TensorEntry
 from labkit.checkpoint.names import FLAT_PARAMETER
+from labkit.checkpoint.rank_copies import copies_agree
 from labkit.checkpoint.read import Reader
 from labkit.checkpoint.sections import Nest, is_moment_piece, name_in, nest_of
 
