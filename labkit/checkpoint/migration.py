@@ -20,6 +20,7 @@ from labkit.checkpoint.flat import ParameterList
 from labkit.checkpoint.rank_copies import Copies
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import name_in, nest_of, nest_text
+from labkit.checkpoint.several_optimizers import Order
 from labkit.checkpoint.source_contents import contents_of
 from labkit.checkpoint.ties import lost_ties, tie_note, tied_tensors
 from labkit.checkpoint.transform import Options, transform
@@ -39,7 +40,7 @@ def migrate(
     *,
     to: Format | None = None,
     model: ModelSource | None = None,
-    order: Sequence[str] | None = None,
+    order: Order | None = None,
     rules: Sequence[Rule] = (),
     parts: Sequence[tuple[str, str]] = (),
     only: Sequence[str] = (),
@@ -67,7 +68,8 @@ def migrate(
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
         order: The names of the optimizer's parameters in its order, where the model's order is not the optimizer's: several
-            parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them.
+            parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them. Where
+            several optimizers number their parameters, a dict: ``{"g_optimizer": [...], "d_optimizer": [...]}``.
         rules: Rename rules, from :func:`labkit.checkpoint.rename.read_rules`.
         parts: Name and path of checkpoints in ``source`` that make one together, see :func:`labkit.checkpoint.catalog.open_parts`.
         only: Top-level keys to keep, such as ``model``; ``.`` stands for the tensors that lie in no dict.

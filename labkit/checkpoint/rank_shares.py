@@ -16,12 +16,13 @@ def is_flat(entry: TensorEntry) -> bool:
 
 
 def model_shapes(checkpoint: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
-    """Return the names and shapes of each model in a checkpoint; flat parameters have none that are known."""
+    """Return the names and shapes of each model in a checkpoint, and of several together; flat parameters have none known."""
     nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
     for entry in checkpoint.section("model"):
         if not is_flat(entry):
             nests.setdefault(nest_of(entry.path), {})[name_in(entry.path)] = entry.shape
-    return list(nests.values())
+    together = {".".join([*map(str, nest), name]): shape for nest, found in nests.items() for name, shape in found.items()}
+    return [*nests.values(), *([together] if len(nests) > 1 else [])]
 
 
 def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:

@@ -27,6 +27,7 @@ from labkit.checkpoint.names import FLAT_PARAMETER, WRAPPERS, canonical_fqn, can
 from labkit.checkpoint.numbered_state import name_numbers
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import Nest, model_nests, name_in, nest_of
+from labkit.checkpoint.several_optimizers import Order
 from labkit.checkpoint.source_contents import near_key
 from labkit.checkpoint.sources import CastSource, EntrySource, FlatSource
 from labkit.checkpoint.ties import complete_ties
@@ -40,14 +41,14 @@ class Options:
     Attributes:
         parameters: The model's parameters, for flat parameters and for state numbered by position.
         order: Names in the order that the optimizer was given them, of parameters or of flat parameters; by default all or
-            the trainable ones in the model's order.
+            the trainable ones in the model's order. Of several optimizers, by the key under which each lies.
         rules: Rename rules for canonical parameter names, applied to the model and to its optimizer state alike.
         drop: Patterns of keys that are left out already. A name of the model that matches one may be missing.
         dtypes: Pattern of model names to dtype; the first match wins.
     """
 
     parameters: ParameterList | None = None
-    order: Sequence[str] | None = None
+    order: Order | None = None
     rules: Sequence[Rule] = ()
     drop: Sequence[str] = ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
