@@ -320,13 +320,13 @@ def _read_orders(texts: Sequence[str]) -> Order | None:
     if whole and len(texts) > 1:
         raise click.BadParameter("of several files, say of each which optimizer it is for: OPTIMIZER=FILE", param_hint="--order")
     if whole:
-        return read_names(Path(whole[0]))
+        return read_names(TEXT_FILE.convert(whole[0], None, None))
     orders: dict[str, list[str]] = {}
     for text in texts:
         root, _, file = text.partition("=")
         if root in orders:
             raise click.BadParameter(f"{root} is there twice", param_hint="--order")
-        orders[root] = read_names(Path(file))
+        orders[root] = read_names(TEXT_FILE.convert(file, None, None))
     return orders or None
 
 
