@@ -265,6 +265,7 @@ def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
     whole.ranks |= {file_of(file): rank for file, rank in part.ranks.items()}
     whole.missing_ranks = tuple(sorted({*whole.missing_ranks, *part.missing_ranks}))
     whole.opaque = tuple(sorted({*whole.opaque, *part.opaque}))
+    whole.conflicts |= {key_of(key): text for key, text in part.conflicts.items()}
     whole.notes += part.notes
     whole.parts.append(part)
     if "ranks" in part.metadata:

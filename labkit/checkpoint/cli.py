@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,6 +20,7 @@ from labkit.machine import ends_lines
 if TYPE_CHECKING:
     from labkit.checkpoint.engine import Result
     from labkit.checkpoint.findings import Report
+    from labkit.checkpoint.several_optimizers import Order
 
 INTERRUPTED_EXIT_CODE = 130
 PATH = click.Path(path_type=Path)
@@ -43,8 +44,9 @@ A pattern of --drop matches names as show lists them. Those of --rename and --dt
 layers.0.weight. A line of the file for --rename is 'old.*.weight -> new.*.weight'; each * stands for the same text on both sides.
 
 An optimizer's own state_dict() has numbers for names. With one parameter group, --model is enough to name them. Several groups,
-such as those with and without weight decay, need --order too. Where the old code has made the optimizer, this prints the file, of
-parameters or of FSDP1's flat parameters:
+such as those with and without weight decay, need --order too. Several optimizers need one each: --order g_optimizer=FILE, or, in a
+list, --order optimizer.0=FILE. Where the old code has made the optimizer, this prints the file, of parameters or of FSDP1's flat
+parameters:
 
 \b
   names = {id(p): n for n, p in model.named_parameters()}
@@ -163,11 +165,16 @@ def verify_command(
 )
 @click.option(
     "--order",
-    type=TEXT_FILE,
-    help="File with the names of the optimizer's parameters, one a line, in its order; for several parameter groups.",
+    "orders",
+    multiple=True,
+    metavar="[OPTIMIZER=]FILE",
+    help="File with the names of the optimizer's parameters, one a line, in its order; for several parameter groups. Where several "
+    "optimizers have numbers, one for each: --order optG=FILE --order optD=FILE.",
 )
 @click.option(
-    "--rename", type=TEXT_FILE, help="Rename table: 'old.* -> new.*' a line, the first match wins; an empty right side drops."
+    "--rename",
+    type=TEXT_FILE,
+    help="Rename table: 'old.* -> new.*' a line, the first match wins; an empty right side drops the parameter.",
 )
 @click.option(
     "--part",
@@ -201,7 +208,7 @@ def migrate_command(
     destination: Path,
     to: Literal["dcp", "safetensors", "torch"] | None,
     model: str | None,
-    order: Path | None,
+    orders: tuple[str, ...],
     rename: Path | None,
     parts: tuple[str, ...],
     only: tuple[str, ...],
@@ -220,7 +227,7 @@ def migrate_command(
     """
     from labkit.checkpoint.dtypes import parse_dtypes
     from labkit.checkpoint.migration import migrate
-    from labkit.checkpoint.rename import read_names, read_rules
+    from labkit.checkpoint.rename import read_rules
 
     def work() -> Result:
         return migrate(
@@ -228,7 +235,7 @@ def migrate_command(
             destination,
             to=to,
             model=model,
-            order=None if order is None else read_names(order),
+            order=_read_orders(orders),
             rules=[] if rename is None else read_rules(rename),
             parts=[_parse_part(text) for text in parts],
             only=only,
@@ -306,6 +313,24 @@ def _errors_told() -> Iterator[None]:
         raise click.ClickException(printable(f"{place}{error.strerror or error}")) from None
     except MemoryError:
         raise click.ClickException("there is not enough memory for it") from None
+
+
+def _read_orders(texts: Sequence[str]) -> Order | None:
+    """Read files with names: one for the optimizer, or one for each of several, as OPTIMIZER=FILE."""
+    from labkit.checkpoint.rename import read_names
+
+    whole = [text for text in texts if Path(text).exists() or "=" not in text]
+    if whole and len(texts) > 1:
+        raise click.BadParameter("of several files, say of each which optimizer it is for: OPTIMIZER=FILE", param_hint="--order")
+    if whole:
+        return read_names(TEXT_FILE.convert(whole[0], None, None))
+    orders: dict[str, list[str]] = {}
+    for text in texts:
+        root, _, file = text.partition("=")
+        if root in orders:
+            raise click.BadParameter(f"{root} is there twice", param_hint="--order")
+        orders[root] = read_names(TEXT_FILE.convert(file, None, None))
+    return orders or None
 
 
 def _parse_part(text: str) -> tuple[str, str]:

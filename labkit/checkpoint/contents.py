@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,20 +16,14 @@ from labkit.checkpoint.errors import (
     CorruptCheckpointError,
     FQNMismatchError,
     IncompleteCheckpointError,
-    RankDivergenceError,
     UnsupportedTensorError,
 )
-from labkit.checkpoint.model import Checkpoint, Path_, Section, TensorEntry, ValueEntry, unsupported
+from labkit.checkpoint.model import Checkpoint, Path_, Section, ValueEntry, unsupported
 from labkit.checkpoint.names import flat_key
 from labkit.checkpoint.pickle_records import QUANTIZED
-from labkit.checkpoint.read import Reader, same_bits
-from labkit.checkpoint.sections import is_moment_piece
-from labkit.checkpoint.sources import EntrySource, Source
-from labkit.checkpoint.values import digest
+from labkit.checkpoint.read import Reader
+from labkit.checkpoint.sources import Source
 from labkit.checkpoint.wording import counted, listed
-from labkit.ranks import format_ranks
-
-Copies = Literal["refuse", "first"]
 
 
 @dataclass(frozen=True)
@@ -74,12 +68,14 @@ class Contents:
         checkpoint: Where it comes from.
         tensors, values: The entries.
         notes: Sentences for the user about what was decided on the way.
+        idle_drops: The patterns of what to leave out that match nothing in the checkpoint.
     """
 
     checkpoint: Checkpoint
     tensors: list[OutTensor] = field(default_factory=list)
     values: list[OutValue] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    idle_drops: list[str] = field(default_factory=list)
 
     @property
     def items(self) -> list[OutTensor | OutValue]:
@@ -100,48 +96,6 @@ class Contents:
                 unexpected=[f"two entries get the name {key}" for key in twice],
                 advice="Give one of them another name with a rename rule.",
             )
-
-
-def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Contents:
-    """A checkpoint's contents as they are.
-
-    What differs from rank file to rank file is keyed by rank (``rng.rank_0...``) where it belongs to neither model nor
-    optimizer, as :class:`labkit.checkpoint.PerRank` does.
-
-    Args:
-        checkpoint: An opened checkpoint.
-        copies: What to do when the copies of a model's or optimizer's tensor in several rank files differ (buffers that
-            are not synchronised): refuse, or take the first rank's.
-
-    Raises:
-        IncompleteCheckpointError: A file of the checkpoint is missing.
-        RankDivergenceError: Such copies differ and ``copies`` is ``refuse``.
-
-    Ranks: local. Reads the copies of replicated tensors.
-    """
-    for name in checkpoint.files:
-        if not (checkpoint.root / name).is_file():
-            raise IncompleteCheckpointError(
-                checkpoint.root / name,
-                "the checkpoint names this file, and it is missing",
-            )
-    result = Contents(checkpoint)
-    per_rank = _per_rank_roots(checkpoint, copies, result.notes)
-    for entry in checkpoint.tensors.values():
-        if str(entry.path[0]) in per_rank:
-            for table in (entry.chunks, *entry.replicas):
-                rank = checkpoint.ranks[table.files[0]]
-                result.tensors.append(OutTensor(_ranked(entry.path, rank), EntrySource(entry, table), entry.section))
-        else:
-            result.tensors.append(OutTensor(entry.path, EntrySource(entry), entry.section))
-    for value in checkpoint.values.values():
-        if str(value.path[0]) in per_rank and value.replicas:
-            for rank, inline in sorted(value.replicas.items()):
-                copy = replace(value, inline=inline, replicas={})
-                result.values.append(OutValue(_ranked(value.path, rank), value.section, entry=copy))
-        else:
-            result.values.append(OutValue(value.path, value.section, entry=value))
-    return result
 
 
 def top_level(item: OutTensor | OutValue) -> str:
@@ -168,87 +122,6 @@ def refuse_unsupported(contents: Contents, *, advice: str) -> None:
     if found:
         names = listed([f"{key} ({what})" for key, what in found.items()])
         raise UnsupportedTensorError(contents.checkpoint.path, f"{names}. {advice}")
-
-
-def _ranked(path: Path_, rank: int) -> Path_:
-    return (path[0], f"rank_{rank}", *path[1:])
-
-
-def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) -> set[str]:
-    roots: set[str] = set()
-    differing: list[str] = []
-    _refuse_unplaced_shards(checkpoint)
-    with Reader(checkpoint, checksums=True) as reader:
-        for entry in checkpoint.tensors.values():
-            if entry.replicas and not is_moment_piece(entry) and not copies_agree(reader, entry):
-                if entry.section == "other":
-                    roots.add(str(entry.path[0]))
-                else:
-                    differing.append(f"{entry.key}: {_camps(checkpoint, reader, entry)}")
-        for value in checkpoint.values.values():
-            plain = {rank: _comparable(inline) for rank, inline in value.replicas.items()}
-            if len(set(plain.values())) > 1:
-                if value.section == "other":
-                    roots.add(str(value.path[0]))
-                else:
-                    differing.append(f"{value.key} differs between the files of ranks {format_ranks(sorted(plain))}")
-    if differing and copies == "refuse":
-        raise RankDivergenceError(
-            checkpoint.path,
-            differing,
-            advice="To take the first rank's, if they are meant to be equal, pass copies='first' (--copies first).",
-        )
-    notes.extend(f"{text}; the first rank's is taken" for text in differing)
-    notes.extend(f"{root} differs between the rank files and is keyed by rank" for root in sorted(roots))
-    return roots
-
-
-def _refuse_unplaced_shards(checkpoint: Checkpoint) -> None:
-    """Raise :class:`RankDivergenceError` for tensors that have another shape in each rank's file, and so are no copies."""
-    problems = []
-    for entry in checkpoint.tensors.values():
-        if entry.section == "other" or is_moment_piece(entry) or len(entry.chunks) != 1:
-            continue
-        for table in entry.replicas:
-            if len(table) == 1 and tuple(table[0].sizes) != entry.chunks[0].sizes:
-                shapes = ["x".join(map(str, one.sizes)) for one in (entry.chunks[0], table[0])]
-                files = entry.chunks.files[0], table.files[0]
-                problems.append(f"{entry.key} is {shapes[0]} in {files[0]} and {shapes[1]} in {files[1]}")
-                break
-    if problems:
-        raise RankDivergenceError(
-            checkpoint.path,
-            problems,
-            advice="They are shards of one tensor, or of several, and no file says where they lie in it, as DTensors would. "
-            "labkit does not put them together: save them as DTensors, or join them in the program that cut them.",
-        )
-
-
-def _camps(checkpoint: Checkpoint, reader: Reader, entry: TensorEntry) -> str:
-    """Return which file differs from the first, in words."""
-    other = next(
-        table
-        for table in entry.replicas
-        for chunk in table
-        if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table))
-    )
-    return f"{entry.chunks.files[0]} and {other.files[0]} hold different values"
-
-
-def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
-    """Whether the copies of a tensor in further rank files have the same bits as the first."""
-    for table in entry.replicas:
-        for chunk in table:
-            if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table)):
-                return False
-    return True
-
-
-def _comparable(value: Any) -> bytes:
-    try:
-        return digest(safe_pickle.plain(value, "a value"))
-    except (CheckpointError, TypeError, LookupError):  # what no save would write, such as a date in a file of another making
-        return repr(value).encode()
 
 
 def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: str) -> Mapping[str, Any]:

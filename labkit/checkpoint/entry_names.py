@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from labkit.checkpoint.contents import Contents, OutValue, read_values
+from labkit.checkpoint.contents import Contents, OutTensor, OutValue, read_values
 from labkit.checkpoint.model import Path_
 from labkit.checkpoint.sections import parameters_of_group
 
@@ -30,12 +30,20 @@ def _split_flat_state(path: Path_) -> tuple[Path_, str, str] | None:
     return None
 
 
-def map_state_names(contents: Contents, change: Callable[[str], str]) -> None:
-    """Change the parameter's name of every entry of optimizer state."""
+def split_in(root: Path_, item: OutTensor | OutValue) -> tuple[Path_, str, str] | None:
+    """Split the path of an entry of one optimizer's state; None elsewhere."""
+    split = split_state(item.path) if item.section == "optimizer" else None
+    return split if split is not None and split[0][:-1] == root else None
+
+
+def map_state_names(contents: Contents, change: Callable[[str], str], root: Path_ | None = None) -> None:
+    """Change the parameter's name of every entry of optimizer state, or of one optimizer's."""
 
     def moved(path: Path_) -> Path_:
         split = split_state(path)
-        return path if split is None or change(split[1]) == split[1] else (*split[0], change(split[1]), split[2])
+        if split is None or (root is not None and split[0][:-1] != root):
+            return path
+        return path if change(split[1]) == split[1] else (*split[0], change(split[1]), split[2])
 
     contents.tensors = [replace(t, path=moved(t.path)) if t.section == "optimizer" else t for t in contents.tensors]
     contents.values = [replace(v, path=moved(v.path)) if v.section == "optimizer" else v for v in contents.values]

@@ -18,6 +18,7 @@ CODES: Mapping[str, str] = {
     "copies-differ": "the files of several ranks hold different values of one tensor",
     "flat-parameters": "it holds flat parameters of FSDP1, which nothing can be compared with",
     "late-file": "a data file is newer than the index, which a save writes last",
+    "misshapen-state": "a piece of optimizer state does not have its parameter's shape",
     "missing-file": "a file that the index or the manifest names is missing",
     "missing-rank": "the file of a rank, or one of several numbered files, is missing, and with it what only that file holds",
     "missing-key": "the model or the other checkpoint has a tensor that this one lacks",

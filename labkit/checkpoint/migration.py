@@ -10,15 +10,18 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from labkit.checkpoint.contents import Contents, Copies, OutTensor, contents_of, left_out, read_values, top_level
+from labkit.checkpoint.contents import Contents, OutTensor, left_out, read_values, top_level
 from labkit.checkpoint.dcp_versions import fields_for, form_note
 from labkit.checkpoint.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.entry_names import DROP_ADVICE
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Gate
 from labkit.checkpoint.flat import ParameterList
+from labkit.checkpoint.rank_copies import Copies
 from labkit.checkpoint.rename import Rule
 from labkit.checkpoint.sections import name_in, nest_of, nest_text
+from labkit.checkpoint.several_optimizers import Order
+from labkit.checkpoint.source_contents import contents_of
 from labkit.checkpoint.ties import lost_ties, tie_note, tied_tensors
 from labkit.checkpoint.transform import Options, transform
 from labkit.checkpoint.verify_against import ModelSource, build_model
@@ -38,7 +41,7 @@ def migrate(
     *,
     to: Format | None = None,
     model: ModelSource | None = None,
-    order: Sequence[str] | None = None,
+    order: Order | None = None,
     rules: Sequence[Rule] = (),
     parts: Sequence[tuple[str, str]] = (),
     only: Sequence[str] = (),
@@ -66,14 +69,15 @@ def migrate(
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
         order: The names of the optimizer's parameters in its order, where the model's order is not the optimizer's: several
-            parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them.
+            parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them. Where
+            several optimizers number their parameters, a dict: ``{"g_optimizer": [...], "d_optimizer": [...]}``.
         rules: Rename rules, from :func:`labkit.checkpoint.rename.read_rules`.
         parts: Name and path of checkpoints in ``source`` that make one together, see :func:`labkit.checkpoint.catalog.open_parts`.
         only: Top-level keys to keep, such as ``model``; ``.`` stands for the tensors that lie in no dict.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.
-        copies: See :func:`labkit.checkpoint.contents.contents_of`.
+        copies: See :func:`labkit.checkpoint.source_contents.contents_of`.
         shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
         despite: Codes of errors of :func:`labkit.checkpoint.verify` to go on with (:data:`labkit.checkpoint.findings.CODES`).
@@ -116,7 +120,8 @@ def migrate(
     checkpoint = open_source(source, gate, parts)
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
-    contents = transform(contents_of(checkpoint, copies=copies), Options(parameters, order, rules, only, drop, dtypes or {}))
+    contents = contents_of(checkpoint, copies=copies, only=only, drop=drop)
+    contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
     writer = _writer(contents, chosen, destination, shard_bytes, fields)
     contents.notes += form_note(fields)
     options: dict[str, Any] = {

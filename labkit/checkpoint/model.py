@@ -289,6 +289,7 @@ class Checkpoint:
         gaps: What the names of its files say is missing, where no index lists them.
         parts: The checkpoints that it was put together from.
         records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
+        conflicts: The tensors that have another form in another rank's file, and which; the entry has the first file's.
         states: What each file has to be whenever it is read, by name; empty where nobody asked for that.
     """
 
@@ -308,6 +309,7 @@ class Checkpoint:
     gaps: list[Gap] = field(default_factory=list)
     parts: list[Checkpoint] = field(default_factory=list)
     records: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)
+    conflicts: dict[str, str] = field(default_factory=dict)
     states: dict[str, FileState] = field(default_factory=dict)
 
     def section(self, section: Section) -> Iterable[TensorEntry]:

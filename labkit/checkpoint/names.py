@@ -75,10 +75,16 @@ def canonical_names(names: Iterable[str], path: object) -> dict[str, str]:
     Raises:
         FQNMismatchError: Two names become the same one.
     """
+    result = names_without_wrappers(names)
+    check_unique(result, path)
+    return result
+
+
+def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
+    """Return the canonical name of each of one model's names, as :func:`canonical_names` does, also where two become the same."""
     result = {name: canonical_fqn(name) for name in names}
     while _all_in_module(result.values()):
         result = {name: canonical.removeprefix(_DDP) for name, canonical in result.items()}
-    check_unique(result, path)
     return result
 
 

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from math import prod
 from typing import Any
 
 from labkit.checkpoint.contents import Contents, OutTensor, OutValue, read_values
-from labkit.checkpoint.coverage import coverage
-from labkit.checkpoint.entry_names import DROP_ADVICE, is_group_parameters, map_state_names, split_state
+from labkit.checkpoint.entry_names import DROP_ADVICE, is_group_parameters, map_state_names, split_in, split_state
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.flat import ParameterList, Stretch, units_of
-from labkit.checkpoint.model import Chunk, ChunkTable, TensorEntry
-from labkit.checkpoint.names import canonical_fqn, canonical_names, match_names
+from labkit.checkpoint.flat_moments import check_flat_moments, concatenated, join_pieces, split_flat_moments
+from labkit.checkpoint.model import Checkpoint, Path_
+from labkit.checkpoint.moments import Piece, misshapen
+from labkit.checkpoint.names import canonical_fqn, canonical_names, match_names, names_without_wrappers
 from labkit.checkpoint.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order, with_units_of
-from labkit.checkpoint.rank_shares import moment_shares
-from labkit.checkpoint.sections import is_moment_piece, name_in, parameters_of_group
-from labkit.checkpoint.sources import EntrySource, FlatSource
-from labkit.checkpoint.wording import counted, listed
+from labkit.checkpoint.rank_shares import model_shapes, moment_shares
+from labkit.checkpoint.sections import is_moment_piece, parameters_of_group
+from labkit.checkpoint.several_optimizers import Order, orders_of
+from labkit.checkpoint.sources import EntrySource
+from labkit.checkpoint.wording import counted
 
 
 def name_numbers(
-    contents: Contents, parameters: ParameterList | None, order: Sequence[str] | None, where: Mapping[str, list[Stretch]]
+    contents: Contents, parameters: ParameterList | None, order: Order | None, where: Mapping[str, list[Stretch]]
 ) -> None:
-    """Bring numbered optimizer state, if there is any, under the parameters' names.
+    """Bring numbered optimizer state, if there is any, under the parameters' names, one optimizer after the other.
 
     Args:
         contents: Changed in place.
         parameters: The model's.
-        order: Names in the order that the optimizer was given them, of parameters or of flat parameters.
+        order: Names in the order that the optimizer was given them, of parameters or of flat parameters; by optimizer where there
+            are several.
         where: What lies in each flat parameter.
 
     Raises:
@@ -42,23 +43,43 @@ def name_numbers(
     if not numbered or parameters is None:
         _refuse_shares(contents)
     if not numbered:
+        if order is not None:
+            _refuse_idle_order(contents)
         return
-    _refuse_several(contents, numbered, ids)
-    numbering = _numbering(contents, [ids[item.key] for item in numbered], parameters, where)
+    optimizers: dict[Path_, list[OutValue]] = {}
+    for group in numbered:
+        optimizers.setdefault(group.path[: group.path.index("param_groups")], []).append(group)
+    own = {root: _own_names(contents, groups, ids, parameters) for root, groups in optimizers.items()}
+    numbers = {root: [number for group in groups for number in ids[group.key]] for root, groups in optimizers.items()}
+    orders = orders_of(contents.checkpoint.path, order, numbers, {root for root in own if own[root] is not None}, parameters)
+    for root, groups in optimizers.items():
+        _name_optimizer(contents, root, groups, ids, parameters, orders.get(root), own[root], where)
+
+
+def _name_optimizer(
+    contents: Contents,
+    root: Path_,
+    groups: Sequence[OutValue],
+    ids: Mapping[str, Any],
+    parameters: ParameterList | None,
+    order: Sequence[str] | None,
+    own: Mapping[int, str] | None,
+    where: Mapping[str, list[Stretch]],
+) -> None:
+    numbering = _numbering(contents, root, [ids[item.key] for item in groups], parameters, where)
     if order is not None and parameters is not None:
         numbering = with_units_of(numbering, order, parameters, int(contents.checkpoint.metadata.get("ranks", 1)))
-    own = _own_names(contents, numbered, ids, parameters)
     meaning = _meaning(contents, numbering, parameters, order, own)
     if meaning.units:
         held = {number: numbering.units[unit] for number, unit in meaning.units.items()}
         members = {number: [stretch.name for stretch in stretches] for number, stretches in held.items()}
-        _check_flat_moments(contents, numbering, meaning)
-        _split_flat_moments(contents, held)
+        check_flat_moments(contents, numbering, meaning)
+        split_flat_moments(contents, root, held)
     else:
         names = meaning.parameters
         members = {number: [name] for number, name in names.items()}
-        map_state_names(contents, lambda name: names[int(name)] if name.isdigit() else name)
-    keys = {item.key for item in numbered}
+        map_state_names(contents, lambda name: names[int(name)] if name.isdigit() else name, root)
+    keys = {item.key for item in groups}
     for index, item in enumerate(contents.values):
         if item.key in keys:
             listed = [name for number in ids[item.key] for name in members[number]]
@@ -67,8 +88,8 @@ def name_numbers(
             if beside is not None:
                 contents.values[beside] = OutValue(contents.values[beside].path, item.section, listed)
     if parameters is not None:
-        _join_pieces(contents, parameters)
-        _check_moments(contents, parameters)
+        join_pieces(contents, root, parameters)
+    _check_moments(contents, root, parameters)
 
 
 def _own_names(
@@ -116,35 +137,34 @@ def _refuse_shares(contents: Contents) -> None:
         )
 
 
-def _refuse_several(contents: Contents, groups: Sequence[OutValue], ids: Mapping[str, Any]) -> None:
-    numbers = [number for group in groups for number in ids[group.key]]
-    if len(set(numbers)) == len(numbers):
-        return
-    roots = list(dict.fromkeys(".".join(map(str, group.path[: group.path.index("param_groups")])) for group in groups))
-    if len(roots) == 1:
-        problem, advice = f"{roots[0]} lists a parameter's number twice", DROP_ADVICE
+def _refuse_idle_order(contents: Contents) -> None:
+    states = [split[1] for item in contents.items if item.section == "optimizer" and (split := split_state(item.path)) is not None]
+    if any(name.isdigit() for name in states):
+        problem = "its optimizer state has numbers, and no param_groups that list them"
     else:
-        problem = f"{listed(roots)} each number the parameters in their own way, so one number stands for several"
-        rest = {root: " ".join(f"--drop '{other}.*'" for other in roots if other != root) for root in roots[:3]}
-        each = "; ".join(f"{drops} keeps {root}" for root, drops in rest.items())
-        advice = f"Migrate one optimizer at a time, and leave the others out: {each}. {ORDER_ADVICE}"
-    raise FQNMismatchError(contents.checkpoint.path, problems=[problem], advice=advice)
+        problem = "its optimizer state has names" if states else "it has no optimizer state, or that is left out"
+    raise FQNMismatchError(
+        contents.checkpoint.path, problems=[f"{problem}: an order says nothing of it"], advice="Leave the order out (--order)."
+    )
 
 
 def _numbering(
-    contents: Contents, groups: Sequence[Sequence[int]], parameters: ParameterList | None, where: Mapping[str, list[Stretch]]
+    contents: Contents,
+    root: Path_,
+    groups: Sequence[Sequence[int]],
+    parameters: ParameterList | None,
+    where: Mapping[str, list[Stretch]],
 ) -> Numbering:
     checkpoint = contents.checkpoint
     lengths: dict[int, int] = {}
     held = set()
-    items: list[OutTensor | OutValue] = [*contents.tensors, *contents.values]
-    for item in items:
-        split = split_state(item.path) if item.section == "optimizer" else None
+    for item in contents.items:
+        split = split_in(root, item)
         if split is None or not split[1].isdigit():
             continue
         held.add(int(split[1]))
         if isinstance(item, OutTensor) and isinstance(item.source, EntrySource) and is_moment_piece(item.source.entry):
-            lengths[int(split[1])] = _concatenated(item.source.entry).numel
+            lengths[int(split[1])] = concatenated(item.source.entry).numel
     numbers = {number for group in groups for number in group}
     strange = sorted(held - numbers)
     if strange:
@@ -158,11 +178,20 @@ def _numbering(
     if parameters is not None:
         names = {name: name for name in parameters.shapes} | dict(parameters.tied)
     else:
-        names = {name: name for entry in checkpoint.section("model") for name in [canonical_fqn(name_in(entry.path))]}
+        names = _known_names(checkpoint)
     units = units_of(checkpoint)
     # Each rank's share of a moment is padded to one length; the flat parameter's own length may lack that padding.
     padded = {unit: range(units[unit].numel, units[unit].numel + len(units[unit].chunks)) for unit in where}
     return Numbering(checkpoint.path, groups, lengths, names, where, padded)
+
+
+def _known_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the names of the checkpoint's own models, with and without wrappers, by what they are without."""
+    names: dict[str, str] = {}
+    for model in model_shapes(checkpoint):
+        clean = names_without_wrappers(model)
+        names |= {canonical_fqn(name): found for name, found in clean.items()} | {found: found for found in clean.values()}
+    return names
 
 
 def _meaning(
@@ -204,112 +233,21 @@ def _meaning(
     return meaning
 
 
-def _check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meaning) -> None:
-    wrong = {
-        number: unit
-        for number, unit in meaning.units.items()
-        if number in numbering.lengths and numbering.lengths[number] not in numbering.padded[unit]
-    }
-    if not wrong:
-        return
-    fits_another = all(any(numbering.lengths[number] in lengths for lengths in numbering.padded.values()) for number in wrong)
-    raise CheckpointMismatchError(
-        contents.checkpoint.path,
-        [
-            f"state {number} of its optimizer has {numbering.lengths[number]} elements, and the flat parameter of "
-            f"{unit or 'the root'} has {numbering.padded[unit].start}"
-            for number, unit in wrong.items()
-        ],
-        advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
-        if fits_another
-        else "The shares of other ranks are missing. Keep the files of all ranks together; what DCP saved of numbered state is "
-        "one rank's share. To go on without it, leave it out with drop=[...] (--drop).",
-    )
-
-
-def _split_flat_moments(contents: Contents, stretches: Mapping[int, Sequence[Stretch]]) -> None:
-    """Give each parameter its stretch of a flat moment, and its own copy of what is one per flat parameter (``step``)."""
-    result: list[OutTensor] = []
-    for item in contents.tensors:
-        split = split_state(item.path) if item.section == "optimizer" else None
-        if split is None or not split[1].isdigit() or not isinstance(item.source, EntrySource):
-            result.append(item)
-            continue
-        nesting, number, piece = split
-        flat = None if not item.source.shape else _concatenated(item.source.entry)
-        for stretch in stretches[int(number)]:
-            path = (*nesting, stretch.name, piece)
-            source = item.source if flat is None else FlatSource(flat, stretch.start, stretch.shape)
-            result.append(replace(item, path=path, source=source))
-    contents.tensors = result
-    values: list[OutValue] = []
-    for value in contents.values:
-        split = split_state(value.path) if value.section == "optimizer" else None
-        if split is None or not split[1].isdigit():
-            values.append(value)
-            continue
-        nesting, number, piece = split
-        values += [replace(value, path=(*nesting, stretch.name, piece)) for stretch in stretches[int(number)]]
-    contents.values = values
-
-
-def _join_pieces(contents: Contents, parameters: ParameterList) -> None:
-    """Put together what each rank's file has of a moment: 1-D pieces of the flattened parameter, in rank order."""
-    joined: list[OutTensor] = []
-    wrong: dict[str, tuple[int, int]] = {}
-    for item in contents.tensors:
-        split = split_state(item.path) if item.section == "optimizer" else None
-        shape = parameters.shapes.get(split[1]) if split is not None else None
-        source = item.source
-        in_pieces = len(contents.checkpoint.ranks) > 1 and len(source.shape) == 1
-        if shape is None or not isinstance(source, EntrySource) or not in_pieces or _is_whole(source.entry, shape):
-            joined.append(item)
-            continue
-        flat = _concatenated(source.entry)
-        if flat.numel == prod(shape):
-            joined.append(replace(item, source=FlatSource(flat, 0, shape)))
-        else:
-            wrong[item.key] = flat.numel, prod(shape)
-    if wrong:
-        sizes = {prod(shape) for shape in parameters.shapes.values()}
-        raise CheckpointMismatchError(
-            contents.checkpoint.path,
-            [
-                f"{key}: its pieces have {found} elements together, and the parameter has {size}"
-                for key, (found, size) in wrong.items()
-            ],
-            advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
-            if all(found in sizes for found, _ in wrong.values())
-            else "Keep the files of all ranks together, and name the model that they were saved from.",
-        )
-    contents.tensors = joined
-
-
-def _is_whole(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
-    """Whether each file holds all of a moment, or a box that says where it lies, and not a stretch without a place."""
-    if entry.shape != shape or not coverage(entry.chunks, shape).exact:
-        return False
-    return len(entry.chunks) > 1 or all(chunk.sizes == shape for table in entry.replicas for chunk in table)
-
-
-def _concatenated(entry: TensorEntry) -> TensorEntry:
-    chunks: list[Chunk] = []
-    at = 0
-    for table in (entry.chunks, *entry.replicas):
-        for chunk in table:
-            if chunk.numel:
-                chunks.append(replace(chunk, offsets=(at,)))
-                at += chunk.numel
-    return replace(entry, shape=(at,), chunks=ChunkTable.of(chunks, 1), replicas=(), flat=True)
-
-
-def _check_moments(contents: Contents, parameters: ParameterList) -> None:
-    wrong = []
-    for item in contents.tensors:
-        split = split_state(item.path) if item.section == "optimizer" else None
-        shape = parameters.shapes.get(split[1]) if split is not None else None
-        if split is not None and shape is not None and item.source.shape not in (shape, ()):
-            wrong.append(f"{item.key} has shape {item.source.shape}, and the parameter has {shape}")
+def _check_moments(contents: Contents, root: Path_, parameters: ParameterList | None) -> None:
+    """Compare pieces with the shapes of the model's parameters; without a model, with those of the checkpoint's own model."""
+    pieces: list[Piece] = []
+    beside: dict[str, set[str]] = {}
+    for item in contents.items:
+        split = split_in(root, item)
+        if split is not None:
+            beside.setdefault(split[1], set()).add(split[2])
+            if isinstance(item, OutTensor):
+                pieces.append(Piece(item.key, split[1], split[2], item.source.shape))
+    models = [parameters.shapes] if parameters is not None else model_shapes(contents.checkpoint)
+    wrong = [
+        f"{piece.key} has shape {piece.shape}, and the parameter has {shape}"
+        for piece, shape in misshapen(pieces, beside, models, permuted=True)
+    ]
     if wrong:
         raise CheckpointMismatchError(
             contents.checkpoint.path,

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from labkit.checkpoint.contents import copies_agree
 from labkit.checkpoint.model import Checkpoint, TensorEntry
 from labkit.checkpoint.names import FLAT_PARAMETER
+from labkit.checkpoint.rank_copies import copies_agree
 from labkit.checkpoint.read import Reader
-from labkit.checkpoint.sections import is_moment_piece
+from labkit.checkpoint.sections import Nest, is_moment_piece, name_in, nest_of
 
 
 def is_flat(entry: TensorEntry) -> bool:
     """Whether a model's tensor is a flat parameter of FSDP1, or an optimizer's tensor is state of one."""
     keys = [part for step in entry.path for part in str(step).split(".")]
     return entry.flat or (entry.section != "other" and FLAT_PARAMETER in keys[-2:])
+
+
+def model_shapes(checkpoint: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
+    """Return the names and shapes of each model in a checkpoint, and of several together; flat parameters have none known."""
+    nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
+    for entry in checkpoint.section("model"):
+        if not is_flat(entry):
+            nests.setdefault(nest_of(entry.path), {})[name_in(entry.path)] = entry.shape
+    together = {".".join([*map(str, nest), name]): shape for nest, found in nests.items() for name, shape in found.items()}
+    return [*nests.values(), *([together] if len(nests) > 1 else [])]
 
 
 def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:

@@ -22,6 +22,7 @@ from labkit.checkpoint.errors import (
     CorruptCheckpointError,
     FQNMismatchError,
     IncompleteCheckpointError,
+    RankDivergenceError,
     UnsupportedTensorError,
 )
 from labkit.checkpoint.layout import is_contiguous, span
@@ -80,10 +81,13 @@ class Reader:
             FQNMismatchError: The checkpoint has no tensor of this name.
             IncompleteCheckpointError: A region of it is in no chunk, or a file is missing or too short.
             CheckpointFormatError: The bytes are not what the index says.
+            RankDivergenceError: It has another form in another rank's file.
         """
         entry = self.checkpoint.tensors.get(key)
         if entry is None:
             raise self._unknown(key, self.checkpoint.tensors, self.checkpoint.values, "value()")
+        if key in self.checkpoint.conflicts:
+            raise RankDivergenceError(self.checkpoint.path, [f"{key} is {self.checkpoint.conflicts[key]}"])
         return self.box(entry, (0,) * len(entry.shape), entry.shape)
 
     def box(

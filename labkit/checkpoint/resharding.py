@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from labkit.checkpoint.contents import Contents, OutTensor, OutValue, contents_of, read_values, refuse_unsupported
+from labkit.checkpoint.contents import Contents, OutTensor, OutValue, read_values, refuse_unsupported
 from labkit.checkpoint.dcp_directory import DcpWriter
 from labkit.checkpoint.dcp_versions import fields_for, form_note
 from labkit.checkpoint.engine import Result, check_destination, open_source, run
@@ -20,6 +20,7 @@ from labkit.checkpoint.layout import Placement, ShardDim, coordinate_of, local_b
 from labkit.checkpoint.model import Checkpoint
 from labkit.checkpoint.rank_shares import is_flat, moment_shares
 from labkit.checkpoint.sections import name_in
+from labkit.checkpoint.source_contents import contents_of
 from labkit.checkpoint.ties import tie_note, tied_tensors
 from labkit.checkpoint.writers import OutFile, Piece, Ties
 from labkit.progress import task

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.checkpoint.archive import RecordRange, TorchArchive, expanded_bytes
-from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, RankDivergenceError, UnsupportedTensorError
+from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.names import FLAT_PARAMETER
@@ -62,11 +62,15 @@ def read_torch(
     for file in files:
         _drop_flat_views(file, checkpoint.notes)
     for key in dict.fromkeys(key for file in files for key in file.tensors):
-        checkpoint.tensors[key] = _merge(key, [file for file in files if key in file.tensors], root)
+        checkpoint.tensors[key] = _merge(key, [file for file in files if key in file.tensors], checkpoint.conflicts)
         for table in (checkpoint.tensors[key].chunks, *checkpoint.tensors[key].replicas):
             table.writers = checkpoint.ranks
     for key in dict.fromkeys(key for file in files for key in file.values):
         checkpoint.values[key] = _value(key, [file for file in files if key in file.values], checkpoint.ranks)
+    if checkpoint.conflicts:
+        key, forms = next(iter(checkpoint.conflicts.items()))
+        number = counted(len(checkpoint.conflicts), "tensor")
+        checkpoint.notes.append(f"of {number}, other ranks' files hold another form: {key} is {forms}")
     tie(checkpoint.tensors.values())
     return checkpoint
 
@@ -282,16 +286,14 @@ def _drop_flat_views(file: RankFile, notes: list[str]) -> None:
         notes.append(f"{file.name}: {counted(len(views), 'view')} of its flat parameters left out ({views[0]}, ...)")
 
 
-def _merge(key: str, files: Sequence[RankFile], root: Path) -> TensorEntry:
+def _merge(key: str, files: Sequence[RankFile], conflicts: dict[str, str]) -> TensorEntry:
     first = files[0].tensors[key]
     for file in files[1:]:
         found = file.tensors[key]
         if (found.dtype, len(found.shape), found.sharded) != (first.dtype, len(first.shape), first.sharded):
-            raise RankDivergenceError(
-                root,
-                [f"{key} is {_described(first)} in {files[0].name}, and {_described(found)} in {file.name}"],
-                advice="The files are not those of the ranks of one save. Name one of them.",
-            )
+            conflicts[key] = f"{_described(first)} in {files[0].name}, and {_described(found)} in {file.name}"
+            files = files[:1]
+            break
     dims = len(first.shape)
     flat = key.rsplit(".", maxsplit=1)[-1] == FLAT_PARAMETER
     if not first.sharded:

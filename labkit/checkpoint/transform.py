@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from labkit.checkpoint.contents import Contents, OutTensor, OutValue, left_out, refuse_unsupported, top_level
+from labkit.checkpoint.contents import Contents, OutTensor, OutValue, refuse_unsupported
 from labkit.checkpoint.coverage import coverage
 from labkit.checkpoint.dtypes import is_convertible
 from labkit.checkpoint.entry_names import (
@@ -22,13 +23,15 @@ from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, F
 from labkit.checkpoint.flat import ParameterList, Stretch, layout, units_of
 from labkit.checkpoint.model import Checkpoint, TensorEntry
 from labkit.checkpoint.model_fit import misfit
-from labkit.checkpoint.names import FLAT_PARAMETER, canonical_fqn, canonical_names, check_unique, match_names
+from labkit.checkpoint.names import FLAT_PARAMETER, WRAPPERS, canonical_fqn, canonical_names, check_unique, match_names
 from labkit.checkpoint.numbered_state import name_numbers
 from labkit.checkpoint.rename import Rule
-from labkit.checkpoint.sections import Nest, name_in, nest_of
+from labkit.checkpoint.sections import Nest, model_nests, name_in, nest_of
+from labkit.checkpoint.several_optimizers import Order
+from labkit.checkpoint.source_contents import near_key
 from labkit.checkpoint.sources import CastSource, EntrySource, FlatSource
 from labkit.checkpoint.ties import complete_ties
-from labkit.checkpoint.wording import counted, listed, quoted
+from labkit.checkpoint.wording import counted, listed
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,15 @@ class Options:
     Attributes:
         parameters: The model's parameters, for flat parameters and for state numbered by position.
         order: Names in the order that the optimizer was given them, of parameters or of flat parameters; by default all or
-            the trainable ones in the model's order.
+            the trainable ones in the model's order. Of several optimizers, by the key under which each lies.
         rules: Rename rules for canonical parameter names, applied to the model and to its optimizer state alike.
-        only: Top-level keys to keep, ``.`` for the tensors that lie in no dict; everything where none is given.
-        drop: Patterns of keys to leave out.
+        drop: Patterns of keys that are left out already. A name of the model that matches one may be missing.
         dtypes: Pattern of model names to dtype; the first match wins.
     """
 
     parameters: ParameterList | None = None
-    order: Sequence[str] | None = None
+    order: Order | None = None
     rules: Sequence[Rule] = ()
-    only: Sequence[str] = ()
     drop: Sequence[str] = ()
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
@@ -66,8 +67,7 @@ def transform(contents: Contents, options: Options) -> Contents:
     Ranks: local. Reads values, and of tensors those that the model ties and the source does not.
     """
     contents = replace(contents, tensors=list(contents.tensors), values=list(contents.values), notes=list(contents.notes))
-    _keep_only(contents, options.only)
-    _drop(contents, options.drop)
+    _refuse_idle_drops(contents, options.parameters)
     refuse_unsupported(contents, advice=DROP_ADVICE)
     _canonical(contents, options.parameters)
     where = _take_flat_apart(contents, options)
@@ -87,34 +87,17 @@ def _misfit(contents: Contents, options: Options) -> CheckpointMismatchError | N
     return None if options.parameters is None else misfit(contents, options.parameters, options.drop)
 
 
-def _keep_only(contents: Contents, only: Sequence[str]) -> None:
-    if not only:
-        return
-    heads = {top_level(item) for item in contents.items}
-    strange = [name for name in only if name not in heads]
-    if strange:
-        keys = listed([quoted(head) for head in sorted(heads)], most=12)
+def _refuse_idle_drops(contents: Contents, parameters: ParameterList | None) -> None:
+    """Raise :class:`FQNMismatchError` for patterns that match nothing in the checkpoint, and no name of the model."""
+    nests = {"", *(f"{nest[0]}." for nest in model_nests(contents.checkpoint) if nest)}
+    known = [nest + name for name in (parameters.tensors if parameters is not None else ()) for nest in nests]
+    idle = [pattern for pattern in contents.idle_drops if not fnmatch.filter(known, pattern)]
+    if idle:
         raise FQNMismatchError(
             contents.checkpoint.path,
-            missing=strange,
-            advice=f"Its top-level keys are {keys}; '.' stands for the tensors that lie in no dict.",
+            problems=[f"the drop pattern {pattern!r} matches nothing{near_key(contents, pattern)}" for pattern in idle],
+            advice="A pattern of drop=[...] (--drop) matches whole names as show lists them; * stands for any text.",
         )
-    left = left_out(item for item in contents.items if top_level(item) not in only)
-    contents.tensors = [item for item in contents.tensors if top_level(item) in only]
-    contents.values = [item for item in contents.values if top_level(item) in only]
-    if left:
-        contents.notes.append(f"left out, since it is not in only: {left}")
-
-
-def _drop(contents: Contents, patterns: Sequence[str]) -> None:
-    keys = [*(item.key for item in contents.tensors), *(item.key for item in contents.values)]
-    contents.note_idle("drop", patterns, lambda pattern: bool(fnmatch.filter(keys, pattern)))
-
-    def kept(key: str) -> bool:
-        return not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
-
-    contents.tensors = [item for item in contents.tensors if kept(item.key)]
-    contents.values = [item for item in contents.values if kept(item.key)]
 
 
 def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
@@ -145,6 +128,12 @@ def _canonical_in(contents: Contents, names: Sequence[str], parameters: Paramete
     if parameters is not None:
         result |= match_names(names, [*parameters.tensors, *(name for name in parameters.shapes if name not in parameters.tensors)])
         check_unique(result, contents.checkpoint.path)
+    wrappers = Counter(part for name, canonical in result.items() for part in WRAPPERS if part in _parts_gone(name, canonical))
+    if wrappers:
+        counts = ", ".join(f"{part} ({counted(count, 'name')})" for part, count in wrappers.items())
+        contents.notes.append(
+            f"{'.'.join(map(str, nest)) or 'all tensors'}: parts that wrappers put into names are left out: {counts}"
+        )
     dropped = [name for name, canonical in result.items() if canonical_fqn(name) == f"module.{canonical}"]
     if dropped:
         contents.notes.append(
@@ -153,6 +142,10 @@ def _canonical_in(contents: Contents, names: Sequence[str], parameters: Paramete
             else f"{counted(len(dropped), 'name')} lost its part module., which the model does not have ({dropped[0]}, ...)"
         )
     return result
+
+
+def _parts_gone(name: str, canonical: str) -> set[str]:
+    return set(name.split(".")) - set(canonical.split("."))
 
 
 # -- FSDP1 LOCAL ------------------------------------------------------------------------------------------------------
@@ -234,6 +227,7 @@ def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
     def change(name: str) -> str:
         return next((new for rule in rules if (new := rule.apply(name)) is not None), name)
 
+    gone = sorted({name for name in names if not change(name)})
     for index, item in enumerate(contents.tensors):
         if item.section == "model":
             contents.tensors[index] = _renamed(item, change(name_in(item.path)))
@@ -241,6 +235,10 @@ def _rename(contents: Contents, rules: Sequence[Rule]) -> None:
     map_group_names(contents, change)
     contents.tensors = [item for item in contents.tensors if not _dropped(item)]
     contents.values = [item for item in contents.values if not _dropped(item)]
+    if gone:
+        contents.notes.append(
+            f"left out with their optimizer state, since a rename rule has an empty right side: {listed(gone, most=8)}"
+        )
 
 
 def _dropped(item: OutTensor | OutValue) -> bool:

@@ -249,6 +249,7 @@ def _check_index(whole: Checkpoint, part: Checkpoint, report: Report) -> set[str
     verify_index.check_form(whole, report)
     verify_index.check_coverage(part, report)
     verify_index.check_byte_ranges(part, report)
+    verify_index.check_forms(part, report)
     verify_index.check_names(whole, report)
     return broken
 

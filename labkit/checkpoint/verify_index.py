@@ -157,6 +157,18 @@ def _box_text(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
     return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(offsets, sizes, strict=True)) + "]"
 
 
+def check_forms(checkpoint: Checkpoint, report: Report) -> None:
+    """Each tensor has one form in the files of all ranks."""
+    found = [f"{key} is {forms}" for key, forms in checkpoint.conflicts.items() if key in checkpoint.tensors]
+    if found:
+        report.error(
+            "unreadable",
+            checkpoint.path,
+            f"{counted(len(found), 'tensor')} of other forms in the files of other ranks: {listed(found, most=3)}",
+            "nothing says which of them is meant",
+        )
+
+
 def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
     """No two entries share bytes, unless they are the same tensor under two names."""
     ranges: dict[str, list[tuple[int, int, str]]] = defaultdict(list)

@@ -1,14 +1,17 @@
-"""Whether an optimizer's state is complete, its moments differ, and its parameters have counted the same number of steps."""
+"""Whether an optimizer's state is complete and has its parameters' shapes, its moments differ, and its step counters agree."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from math import prod
 
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.model import Checkpoint, Path_, TensorEntry, ValueEntry
+from labkit.checkpoint.moments import Piece, misshapen
 from labkit.checkpoint.names import match_names
+from labkit.checkpoint.rank_shares import is_flat, model_shapes
 from labkit.checkpoint.read import Reader, same_bits
 from labkit.checkpoint.sections import optimizer_roots, parameters_of_group, parts
 from labkit.checkpoint.verify_data import each
@@ -43,12 +46,15 @@ def check_optimizer(
     for root in sorted(optimizer_roots(entries), key=str):
         prefix = ".".join(map(str, root))
         pieces: dict[str, set[str]] = defaultdict(set)
+        tensors: list[Piece] = []
         named = set(_group_parameters(checkpoint, prefix, report, damaged))
         for entry in entries:
             keys = parts(entry)
             if keys[: len(root)] == root and len(keys) > len(root) + 2 and keys[len(root)] == "state":
                 name, piece = _split(list(map(str, keys[len(root) + 1 :])), named)
                 pieces[name].add(piece)
+                if isinstance(entry, TensorEntry) and not is_flat(entry):
+                    tensors.append(Piece(entry.key, name, piece, entry.shape))
         numbered = bool(pieces) and all(name.isdigit() for name in pieces)
         if numbered:
             report.warning(
@@ -57,6 +63,8 @@ def check_optimizer(
                 "its state is numbered by position",
                 "reordered parameters get each other's moments",
             )
+        else:
+            _compare_shapes(checkpoint, tensors, pieces, report)
         _compare_pieces(prefix, pieces, named, report)
         if trainable is not None and not numbered:
             # Wrappers are in the optimizer's names as in the model's.
@@ -75,6 +83,23 @@ def _split(keys: list[str], named: Collection[str]) -> tuple[str, str]:
         if ".".join(keys[:end]) in named:
             return ".".join(keys[:end]), keys[end]
     return ".".join(keys[:-1]), keys[-1]
+
+
+def _compare_shapes(checkpoint: Checkpoint, tensors: Sequence[Piece], pieces: Mapping[str, set[str]], report: Report) -> None:
+    for piece, shape in misshapen(tensors, pieces, model_shapes(checkpoint)):
+        if not _is_share(checkpoint, checkpoint.tensors[piece.key], prod(shape)):
+            report.error(
+                "misshapen-state",
+                piece.key,
+                f"it has shape {piece.shape}, and the parameter has {shape}",
+                "it is another parameter's, or the optimizer fails at its next step",
+            )
+
+
+def _is_share(checkpoint: Checkpoint, entry: TensorEntry, whole: int) -> bool:
+    """Whether each rank's file has a stretch of a moment, which together are as long as the parameter."""
+    stretches = sum(chunk.numel for table in (entry.chunks, *entry.replicas) for chunk in table)
+    return len(checkpoint.ranks) > 1 and len(entry.shape) == 1 and stretches == whole
 
 
 def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], report: Report) -> None:

@@ -103,6 +103,15 @@ def strange_state(folder: Path) -> Path:
     return folder / "x.pt"
 
 
+def swapped_moments(folder: Path) -> Path:
+    """What numbers that were named in another order look like."""
+    saved = state()
+    moments = saved["optimizer"]["state"]
+    moments["0.weight"], moments["0.bias"] = moments["0.bias"], moments["0.weight"]
+    torch.save(saved, folder / "x.pt")
+    return folder / "x.pt"
+
+
 def damaged_manifest(folder: Path) -> Path:
     file = published(folder) / "manifest.json"
     file.write_text(file.read_text().replace('"size"', '"Size"', 1))
@@ -192,6 +201,7 @@ ACCEPTABLE = [
     ("changed-content", changed_pickle),
     ("changed-content", changed_safetensors),
     ("changed-size", longer_file),
+    ("misshapen-state", swapped_moments),
     ("missing-rank", without_rank),
     ("partial-state", edited(lose_piece)),
     ("shared-bytes", edited(share_bytes)),

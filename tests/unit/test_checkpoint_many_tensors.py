@@ -51,7 +51,7 @@ def model_of(folder: Path) -> Many:
 MANY: dict[str, Callable[[Path], object]] = {
     "torch to dcp": lambda folder: migrate(folder / "x.pt", folder / "out"),
     "torch to dcp with patterns": lambda folder: migrate(
-        folder / "x.pt", folder / "out", drop=["x.*"], dtypes={"y.*": torch.float16}
+        folder / "x.pt", folder / "out", drop=["*.1"], dtypes={"y.*": torch.float16}
     ),
     "safetensors to dcp": lambda folder: migrate(folder / "x.safetensors", folder / "out"),
     "dcp to safetensors": lambda folder: migrate(folder / "dcp", folder / "out", to="safetensors"),

@@ -127,10 +127,8 @@ def test_pieces_of_moments_in_rank_files_are_no_differing_copies(tmp_path: Path)
 
 def test_patterns_that_match_nothing_are_told(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "table").write_text("nowhere.* -> somewhere.*\na -> c\n")
-    text = run(
-        "migrate", saved, tmp_path / "out", "--drop", "sched_uler.*", "--dtype", "layer*=bfloat16", "--rename", tmp_path / "table"
-    )
-    for words in ("drop pattern 'sched_uler.*'", "dtype pattern 'layer*'", "rename pattern 'nowhere.*'"):
+    text = run("migrate", saved, tmp_path / "out", "--dtype", "layer*=bfloat16", "--rename", tmp_path / "table")
+    for words in ("dtype pattern 'layer*'", "rename pattern 'nowhere.*'"):
         assert f"note: the {words} matches nothing" in text
     assert "'a'" not in text
 

@@ -1,0 +1,100 @@
+"""Files that look like copies and are not: shards without a place, ranks that have drifted, partitions of DeepSpeed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+from labkit.checkpoint import Reader, migrate, open_checkpoint
+from labkit.checkpoint.errors import RankDivergenceError
+
+FULL = {
+    "tok_embeddings.weight": torch.arange(48.0).reshape(8, 6),
+    "layers.0.attention.wq.weight": torch.arange(48.0).reshape(8, 6) + 100,
+    "layers.0.attention.wo.weight": torch.arange(48.0).reshape(6, 8) + 200,
+    "norm.weight": torch.ones(6),
+    "rope.freqs": torch.arange(3.0),
+}
+DIM = {"tok_embeddings.weight": 1, "layers.0.attention.wq.weight": 0, "layers.0.attention.wo.weight": 1}
+
+
+def tensor_parallel(root: Path) -> Path:
+    for rank in range(2):
+        mine = {name: value.chunk(2, DIM[name])[rank].clone() if name in DIM else value for name, value in FULL.items()}
+        torch.save(mine, root / f"consolidated.{rank:02d}.pth")
+    return root / "consolidated.{rank}.pth"
+
+
+def test_tensors_that_nearly_all_differ_are_called_shards_or_drifted_ranks_with_a_way_on_for_each(tmp_path: Path) -> None:
+    pattern = tensor_parallel(tmp_path)
+    with pytest.raises(RankDivergenceError) as caught:
+        migrate(pattern, tmp_path / "new")
+    text = str(caught.value)
+    assert "3 of the 5 tensors" in text
+    assert "shards of larger tensors" in text
+    assert "drifted" in text
+    assert text.index("shards of larger tensors") < text.index("--copies first")
+
+
+def test_copies_first_says_how_many_tensors_differed(tmp_path: Path) -> None:
+    result = migrate(tensor_parallel(tmp_path), tmp_path / "new", copies="first")
+    (note,) = [note for note in result.notes if "first rank's" in note]
+    assert note.startswith("3 of the 5 tensors")
+    assert "tok_embeddings.weight" in note
+    assert "a part of each only" in note
+
+
+def test_a_few_buffers_that_differ_are_still_answered_with_the_first_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = FULL | {"bn.running_mean": torch.full((6,), float(rank))}
+        torch.save({"model": state}, tmp_path / f"rank{rank}.pt")
+    with pytest.raises(RankDivergenceError, match=r"1 of the 6 tensors.*\n.*\n?.*--copies first") as caught:
+        migrate(tmp_path / "rank{rank}.pt", tmp_path / "new")
+    assert "shards" not in str(caught.value)
+    migrate(tmp_path / "rank{rank}.pt", tmp_path / "new", copies="first")
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert torch.equal(reader.tensor("model.bn.running_mean"), torch.zeros(6))
+
+
+def deepspeed(root: Path, stage: int = 2) -> Path:
+    shapes = [OrderedDict({"w": torch.Size([4, 2])})]
+    module = {"w": torch.ones(4, 2).half() if stage < 3 else torch.empty(0).half()}
+    state = {"module": module, "optimizer": None, "param_shapes": shapes, "dp_world_size": 2, "ds_version": "0.14.0"}
+    torch.save(state, root / "mp_rank_00_model_states.pt")
+    for rank in range(2):
+        part = torch.full((4,), float(rank))
+        key = "single_partition_of_fp32_groups" if stage < 3 else "fp32_flat_groups"
+        moments = {"step": 2, "exp_avg": part + 1, "exp_avg_sq": part + 2}
+        content = {"base_optimizer_state": [moments], key: [part], "zero_stage": stage, "partition_count": [2]}
+        file = root / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        torch.save({"optimizer_state_dict": content, "ds_version": "0.14.0"}, file)
+    return root / "zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("copies", ["refuse", "first"])
+@pytest.mark.parametrize("name", ["zero_pp_rank_{rank}_mp_rank_00_optim_states.pt", "zero_pp_rank_1_mp_rank_00_optim_states.pt"])
+def test_partitions_of_deepspeed_are_named_with_deepspeeds_own_tool(tmp_path: Path, stage: int, copies: str, name: str) -> None:
+    source = tmp_path / "global_step200"
+    source.mkdir()
+    deepspeed(source, stage)
+    with pytest.raises(RankDivergenceError, match=r"DeepSpeed's ZeRO.*zero_to_fp32\.py") as caught:
+        migrate(source / name, tmp_path / "new", copies=copies)  # type: ignore[arg-type]
+    assert "--copies" not in str(caught.value)
+    with pytest.raises(RankDivergenceError, match=r"zero_to_fp32\.py"):
+        migrate(source, tmp_path / "new", parts=[("model", "mp_rank_00_model_states.pt"), ("optim", name)])
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_model_of_deepspeed_that_is_whole_migrates_and_one_of_placeholders_does_not(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        (tmp_path / str(stage)).mkdir()
+        deepspeed(tmp_path / str(stage), stage)
+    migrate(tmp_path / "2/mp_rank_00_model_states.pt", tmp_path / "new", only=["module"])
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert torch.equal(reader.tensor("module.w"), torch.ones(4, 2).half())
+    with pytest.raises(RankDivergenceError, match=r"(?s)module\.w is empty.*zero_to_fp32\.py"):
+        migrate(tmp_path / "3/mp_rank_00_model_states.pt", tmp_path / "other", only=["module"])
