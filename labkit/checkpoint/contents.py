@@ -1,4 +1,4 @@
-"""A checkpoint's contents on their way into another one: tensors with sources, and values."""
+"""A checkpoint's contents on their way into another checkpoint: tensors with sources, and values."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ class OutTensor:
 
 @dataclass(frozen=True)
 class OutValue:
-    """A value to write: plain data, or the archive in the source that holds it, to be copied byte for byte.
+    """A value to write: plain data, or an archive in the source, to be copied byte for byte.
 
     Attributes:
         path: The nested keys.
         section: Optimizer or other.
-        value: Plain data; None when ``entry`` is there and has not been read.
-        entry: The value's place in the source, as long as nothing has changed it.
+        value: Plain data; None if ``entry`` is set and has not been read.
+        entry: The value's place in the source, unless something has changed the value.
     """
 
     path: Path_
@@ -71,9 +71,9 @@ class Contents:
     """Everything to write, in order.
 
     Attributes:
-        checkpoint: Where it comes from.
+        checkpoint: The source of the contents.
         tensors, values: The entries.
-        notes: Sentences for the user about what was decided on the way.
+        notes: Sentences for the user about decisions made on the way.
     """
 
     checkpoint: Checkpoint
@@ -87,11 +87,11 @@ class Contents:
         return [*self.tensors, *self.values]
 
     def note_idle(self, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
-        """Note the patterns that match nothing: that is mostly a slip of the pen."""
+        """Note the patterns that match nothing: they are usually typos."""
         self.notes.extend(f"the {kind} pattern {pattern!r} matches nothing" for pattern in patterns if not matches(pattern))
 
     def check_unique(self) -> None:
-        """Raise :class:`FQNMismatchError` when two entries have one key."""
+        """Raise :class:`FQNMismatchError` if two entries have the same key."""
         keys = Counter([item.key for item in self.tensors] + [item.key for item in self.values])
         twice = [key for key, count in keys.items() if count > 1]
         if twice:
@@ -103,15 +103,15 @@ class Contents:
 
 
 def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Contents:
-    """A checkpoint's contents as they are.
+    """Return a checkpoint's contents unchanged.
 
-    What differs from rank file to rank file is keyed by rank (``rng.rank_0...``) where it belongs to neither model nor
-    optimizer, as :class:`labkit.checkpoint.PerRank` does.
+    Entries that differ between rank files and belong to neither model nor optimizer are keyed by rank (``rng.rank_0...``), as
+    :class:`labkit.checkpoint.PerRank` does.
 
     Args:
         checkpoint: An opened checkpoint.
-        copies: What to do when the copies of a model's or optimizer's tensor in several rank files differ (buffers that
-            are not synchronised): refuse, or take the first rank's.
+        copies: What to do if several rank files hold different copies of a model's or optimizer's tensor (buffers that are
+            not synchronised): refuse, or take the first rank's.
 
     Raises:
         IncompleteCheckpointError: A file of the checkpoint is missing.
@@ -145,12 +145,12 @@ def contents_of(checkpoint: Checkpoint, *, copies: Copies = "refuse") -> Content
 
 
 def top_level(item: OutTensor | OutValue) -> str:
-    """Return the top-level key of an entry; a dot for a tensor that lies in no dict."""
+    """Return the top-level key of an entry; a dot for a tensor that is in no dict."""
     return "." if len(item.path) == 1 and isinstance(item, OutTensor) else str(item.path[0])
 
 
 def left_out(items: Iterable[OutTensor | OutValue]) -> str:
-    """Return what entries hold in words, by top-level key: ``optimizer (64 tensors, 9 values), epoch (1 value)``."""
+    """Summarise entries in words, by top-level key: ``optimizer (64 tensors, 9 values), epoch (1 value)``."""
     counts: dict[str, list[int]] = {}
     for item in items:
         counts.setdefault(top_level(item), [0, 0])[isinstance(item, OutValue)] += 1
@@ -162,7 +162,7 @@ def left_out(items: Iterable[OutTensor | OutValue]) -> str:
 
 
 def refuse_unsupported(contents: Contents, *, advice: str) -> None:
-    """Raise :class:`UnsupportedTensorError` with the names of tensors that labkit does not read, where there are any."""
+    """Raise :class:`UnsupportedTensorError` with the names of tensors that labkit does not read, if there are any."""
     found = {item.key: what for item in contents.values if item.entry and (what := unsupported(item.entry))}
     found |= {item.key: f"quantized tensor {item.source.dtype}" for item in contents.tensors if item.source.dtype in QUANTIZED}
     if found:
@@ -204,7 +204,7 @@ def _per_rank_roots(checkpoint: Checkpoint, copies: Copies, notes: list[str]) ->
 
 
 def _refuse_unplaced_shards(checkpoint: Checkpoint) -> None:
-    """Raise :class:`RankDivergenceError` for tensors that have another shape in each rank's file, and so are no copies."""
+    """Raise :class:`RankDivergenceError` if a tensor's shape differs between the ranks' files, so that these hold no copies."""
     problems = []
     for entry in checkpoint.tensors.values():
         if entry.section == "other" or is_moment_piece(entry) or len(entry.chunks) != 1:
@@ -225,7 +225,7 @@ def _refuse_unplaced_shards(checkpoint: Checkpoint) -> None:
 
 
 def _camps(checkpoint: Checkpoint, reader: Reader, entry: TensorEntry) -> str:
-    """Return which file differs from the first, in words."""
+    """Name the first file whose copy of a tensor differs."""
     other = next(
         table
         for table in entry.replicas
@@ -236,7 +236,7 @@ def _camps(checkpoint: Checkpoint, reader: Reader, entry: TensorEntry) -> str:
 
 
 def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
-    """Whether the copies of a tensor in further rank files have the same bits as the first."""
+    """Return whether the copies of a tensor in further rank files have the same bits as the first."""
     for table in entry.replicas:
         for chunk in table:
             if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table)):
@@ -247,15 +247,15 @@ def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
 def _comparable(value: Any) -> bytes:
     try:
         return digest(safe_pickle.plain(value, "a value"))
-    except (CheckpointError, TypeError, LookupError):  # what no save would write, such as a date in a file of another making
+    except (CheckpointError, TypeError, LookupError):  # something that save() never writes, such as a date in a foreign file
         return repr(value).encode()
 
 
 def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: str) -> Mapping[str, Any]:
-    """The plain data of values, by key.
+    """Return the plain data of values, by key.
 
     Raises:
-        IncompleteCheckpointError, CorruptCheckpointError: The file that holds a value is missing, cut off or damaged.
+        IncompleteCheckpointError, CorruptCheckpointError: A value's file is missing, cut off or damaged.
         CheckpointError: A value holds something that labkit does not rebuild; the message names its key.
     """
     result: dict[str, Any] = {}
@@ -271,14 +271,14 @@ def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: 
                 else:
                     result[item.key] = safe_pickle.plain(item.entry.inline, path)
             except (IncompleteCheckpointError, CorruptCheckpointError):
-                raise  # of the file, and not of this value
+                raise  # the error is about the file and not about this value
             except CheckpointError as error:
                 raise CheckpointError(f"{item.key}: {str(error).rstrip('.')}. {drop_advice}") from None
     return result
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     size = dtype.itemsize
     for extent in shape:
         size *= extent
