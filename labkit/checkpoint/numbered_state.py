@@ -1,4 +1,4 @@
-"""Give optimizer state that is numbered by position the parameters' names."""
+"""Renaming of optimizer state that is numbered by position to the parameters' names."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from labkit.checkpoint.wording import counted, listed
 def name_numbers(
     contents: Contents, parameters: ParameterList | None, order: Sequence[str] | None, where: Mapping[str, list[Stretch]]
 ) -> None:
-    """Bring numbered optimizer state, if there is any, under the parameters' names.
+    """Rename numbered optimizer state, if there is any, to the parameters' names.
 
     Args:
         contents: Changed in place.
-        parameters: The model's.
-        order: Names in the order that the optimizer was given them, of parameters or of flat parameters.
-        where: What lies in each flat parameter.
+        parameters: The model's parameters.
+        order: Names in the order in which the optimizer got them, of parameters or of flat parameters.
+        where: The parameters in each flat parameter.
 
     Raises:
-        FQNMismatchError: There are no names for the numbers, or they do not fit.
+        FQNMismatchError: There are no names for the numbers, or they do not match.
         CheckpointMismatchError: A piece of state does not have its parameter's shape.
     """
     groups = [item for item in contents.values if is_group_parameters(item)]
@@ -74,7 +74,7 @@ def name_numbers(
 def _own_names(
     contents: Contents, groups: Sequence[OutValue], ids: Mapping[str, Any], parameters: ParameterList | None
 ) -> dict[int, str] | None:
-    """Return the names that the optimizer itself has noted beside its numbers (``param_names``), where it was made with names."""
+    """Return the names that the optimizer itself stored beside its numbers (``param_names``); None if it has none."""
     lists = {item.path[:-1]: item for item in contents.values if item.section == "optimizer" and item.path[-1] == "param_names"}
     beside = [lists.get(group.path[:-1]) for group in groups]
     found = [item for item in beside if item is not None]
@@ -160,7 +160,7 @@ def _numbering(
     else:
         names = {name: name for entry in checkpoint.section("model") for name in [canonical_fqn(name_in(entry.path))]}
     units = units_of(checkpoint)
-    # Each rank's share of a moment is padded to one length; the flat parameter's own length may lack that padding.
+    # Each rank's share of a moment is padded to the same length; the flat parameter's own length may lack that padding.
     padded = {unit: range(units[unit].numel, units[unit].numel + len(units[unit].chunks)) for unit in where}
     return Numbering(checkpoint.path, groups, lengths, names, where, padded)
 
@@ -228,7 +228,7 @@ def _check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meani
 
 
 def _split_flat_moments(contents: Contents, stretches: Mapping[int, Sequence[Stretch]]) -> None:
-    """Give each parameter its stretch of a flat moment, and its own copy of what is one per flat parameter (``step``)."""
+    """Give each parameter its stretch of a flat moment, and its own copy of state per flat parameter (``step``)."""
     result: list[OutTensor] = []
     for item in contents.tensors:
         split = split_state(item.path) if item.section == "optimizer" else None
@@ -254,7 +254,7 @@ def _split_flat_moments(contents: Contents, stretches: Mapping[int, Sequence[Str
 
 
 def _join_pieces(contents: Contents, parameters: ParameterList) -> None:
-    """Put together what each rank's file has of a moment: 1-D pieces of the flattened parameter, in rank order."""
+    """Join the pieces of a moment in the ranks' files: 1-D pieces of the flattened parameter, in rank order."""
     joined: list[OutTensor] = []
     wrong: dict[str, tuple[int, int]] = {}
     for item in contents.tensors:
@@ -286,7 +286,7 @@ def _join_pieces(contents: Contents, parameters: ParameterList) -> None:
 
 
 def _is_whole(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
-    """Whether each file holds all of a moment, or a box that says where it lies, and not a stretch without a place."""
+    """Return whether each file holds the whole moment or a box with a known place, and not a stretch without a place."""
     if entry.shape != shape or not coverage(entry.chunks, shape).exact:
         return False
     return len(entry.chunks) > 1 or all(chunk.sizes == shape for table in entry.replicas for chunk in table)

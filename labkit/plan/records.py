@@ -48,7 +48,7 @@ class TrainingJob:
         checkpoint_threads: As ``thread_count`` of ``FileSystemWriter``.
         ranks: Ranks to plan besides the one that holds most and the one that holds least.
         peak: Whether to find the peak of the step too, which takes about as long again.
-        BADINDENT"""
+    """
 
     model: str | Callable[[], Any]
     mesh: str
