@@ -21,7 +21,7 @@ class Coverage:
         doubled: Elements in more than one chunk.
         outside: Indices of chunks that reach outside the tensor.
         gap: A box (offsets, sizes) in no chunk, if there is one.
-        overlap: Indices of two overlapping chunks, if there are such.
+        overlap: Indices of two overlapping chunks, if there are any.
     """
 
     missing: int

@@ -28,7 +28,7 @@ _ADVICE = {
 
 
 def refuse_divergence(captured: Captured, comm: Comm) -> None:
-    """Compare, across the ranks, all keys and everything of which several ranks hold a copy.
+    """Compare, across the ranks, all keys and everything that several ranks hold a copy of.
 
     The ranks first exchange digests; only if these differ are single keys compared. A key may be on some ranks only (a pipeline's
     stages). A value that rank 0 lacks is marked to be written by the lowest rank that has it: DCP would drop it.

@@ -83,7 +83,7 @@ def check_destination(source: Path, destination: Path) -> None:
 
 
 def open_source(source: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
-    """Open a checkpoint as :func:`verification.open_source` does, and note its files' state, so that changes are detected."""
+    """Open a checkpoint as :func:`verification.open_source` does, and note its files' states, for :func:`run` to compare."""
     before = states_of(source)
     checkpoint = verification.open_source(source, gate, parts)
     for name in checkpoint.files:
@@ -124,7 +124,7 @@ def run(
         notes: Notes for the result, after those of the checkpoint.
 
     Raises:
-        CheckpointExistsError: The destination exists, or something else is at the place where it is written first.
+        CheckpointExistsError: The destination exists, or something foreign is at ``destination.partial``.
         CheckpointWriteError: Another process writes it, or the written data do not read back.
         VerificationError: The source or the result has errors that the gate does not let pass.
         CheckpointError: The source cannot be read, or changed in the meantime.

@@ -175,7 +175,7 @@ def by_model(numbering: Numbering, parameters: ParameterList) -> Meaning:
 
 
 def alike(shapes: Iterable[object]) -> int:
-    """Count the shapes that occur more than once."""
+    """Count the items whose shape occurs more than once."""
     return sum(count for count in Counter(shapes).values() if count > 1)
 
 

@@ -4,7 +4,7 @@
 | --- | --- |
 | ``.metadata`` | with the files that it names: a DCP checkpoint, called ``.metadata`` |
 | an index with a ``weight_map`` | with the files that it lists, called by the index |
-| other safetensors or torch.save files | those whose names are equal but for the numbers in them, called by a pattern; of names \
+| other safetensors or torch.save files | those whose names differ only in numbers, called by a pattern; for names \
 such as ``-00001-of-00003``, which Hugging Face's writers use, all have to be there |
 | a sub-directory with one of these | called by its name |
 
@@ -109,7 +109,7 @@ def _own_parts(root: Path) -> list[Part]:
 
 
 def _pattern_of(names: Sequence[str]) -> str:
-    """Return one pattern for names that are equal but for numbers, with ``*`` for the numbers that differ."""
+    """Return one pattern for names that differ only in numbers, with ``*`` for the numbers that differ."""
     pieces = zip(*(re.split("([0-9]+)", name) for name in names), strict=True)
     return "".join(same[0] if len(set(same)) == 1 else "*" for same in pieces)
 

@@ -3,13 +3,13 @@
 | the files | are |
 | --- | --- |
 | the caller names them by a pattern with ``{rank}`` | the files of these ranks |
-| no tensor is in two files, and values that are in several are equal | parts of one state |
-| each holds tensors that say which rank wrote them (DTensor, ShardedTensor), all differ, and so do the names in that number alone \
-| the files of the ranks that they say |
-| weights that are in several files are equal, so are the optimizer's settings and step counts, the numbers at the top level are \
-equal or the rank, and the names differ in one number, by which no more ranks are missing than there are | the files of the ranks \
-that this number says |
-| anything else: two numbers differ, weights differ, only random states or the like are in common | not decided: ask |
+| no tensor is in two files, and values in several files are equal | parts of one state |
+| each holds tensors that name the rank that wrote them (DTensor, ShardedTensor), all these ranks differ, and the names differ \
+only in that number | the files of the named ranks |
+| weights in several files are equal, the optimizer's settings and step counts are equal, the numbers at the top level are equal \
+or the rank, the names differ in one number, and if it is the rank, at most as many ranks are missing as present | the files of \
+the ranks with this number |
+| anything else: two numbers differ, weights differ, only things like random states are in common | not decided: ask |
 
 Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights show that the files are from the
 same moment, because training changes weights. They are compared here by length, torch's checksum and first bytes, and bit for bit

@@ -1,4 +1,4 @@
-"""Detection of entries of which each rank's file has only a share, so that no share is taken for the whole."""
+"""Detection of entries that are divided over the ranks' files, so that no share is taken for the whole."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_flat(entry: TensorEntry) -> bool:
 
 
 def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
-    """Return the numbered moments of which the rank files hold different pieces, to be joined in rank order.
+    """Return the numbered moments that are divided over the rank files, in pieces to be joined in rank order.
 
     Moments that are the same in every rank's file are copies, unless the model is flat; then each is a share.
 

@@ -135,7 +135,7 @@ class SafeMachine(PickleMachine):
             self.budget.charge(sum(len(part) for part in state if isinstance(part, dict)) if isinstance(state, tuple) else 0)
             target.set_state(state)
         elif type(target) is OrderedDict:
-            # A module's state dict has _metadata as such an attribute. It is dropped: it is no part of what is listed.
+            # A module's state dict has the attribute _metadata. It is dropped, because it is none of the listed entries.
             if type(state) is not dict or any(not isinstance(key, str) or hasattr(OrderedDict, key) for key in state):
                 raise UnpicklingError("it replaces a method of an OrderedDict")
         else:

@@ -7,7 +7,7 @@ opaque record if the caller still wants to inspect the file. See the warning in 
 sharded tensors.
 
 The cost of reading is in proportion to the pickle's length. :mod:`labkit.checkpoint.pickle_machine` limits the reading itself,
-and this module what is made of the result.
+and this module limits the conversion of the result.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None
 
 
 class _Plain:
-    """A converter that turns each shared value only once: a few bytes of pickle can double a list sixty times."""
+    """The converter of :func:`plain`. It turns each shared value only once: a few bytes of pickle can double a list sixty times."""
 
     def __init__(self, path: object, tensor: Callable[[TensorRef], Any] | None) -> None:
         self._path, self._tensor = path, tensor

@@ -144,5 +144,5 @@ def is_tensor(value: Any) -> bool:
 
 
 def is_sharded(value: Any) -> bool:
-    """Return whether a value is a tensor of which ranks may hold parts."""
+    """Return whether a value is a tensor that may be divided over ranks."""
     return isinstance(value, DTensor | ShardedTensor)

@@ -113,8 +113,9 @@ def unchecked_global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metada
 def checking_seconds(metadata: Metadata) -> float:
     """Measure the time in which ``DefaultSavePlanner`` checks a plan for overlaps and gaps.
 
-    The planner sorts the shards along the tensor's longest dim only. If another dim is sharded, it compares each shard with each
-    other. If there are more than `_MANY_SHARDS` shards, only the first ones are timed, and a parabola is fitted.
+    The planner compares the shards of a tensor along the tensor's longest dim only. So if another dim is sharded, it compares
+    each shard with each other. If there are more than `_MANY_SHARDS` shards, only the first ones are timed, and a parabola is
+    fitted.
     """
     found = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     num_shards = max((len(entry.chunks) for entry in found), default=0)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.spmd.events import Collective
 
-# Matched by prefix, so that longer prefixes come first.
+# Operators are matched by prefix, so longer prefixes come first.
 _KINDS = (
     ("_allgather_base", "all_gather"),
     ("allgather", "all_gather"),

@@ -80,5 +80,5 @@ def _received() -> dict[tuple[_Address, _Address], int]:
         except OSError:  # the other end has closed in the meantime
             continue
         finally:
-            connection.detach()  # the file descriptor belongs to gloo: do not close it
+            connection.detach()  # the descriptor belongs to other code: do not close it
     return found

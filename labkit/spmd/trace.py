@@ -31,7 +31,7 @@ from labkit.spmd.fsdp_events import Group, groups_of, kept_bytes, observed, shar
 
 
 class Recording:
-    """The events that `record_events` has recorded so far.
+    """The events that `record_events` has recorded so far; `trace` returns them as a `Trace`.
 
     It implements `labkit.spmd.fsdp_events.Observer`; those methods are for the adapter.
     """

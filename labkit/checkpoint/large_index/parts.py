@@ -54,7 +54,7 @@ class Span:
 
     Attributes:
         part: The records in it.
-        number: Its index among its reader's spans; -1 for a list of chunks that was seen before.
+        number: Its index among its reader's spans, from 0; -1 for a list of chunks that was seen before.
         run: The run that it belongs to; set when the blocks are joined.
         before: The number of memo numbers that the run uses before this span; set together with ``run``.
     """
