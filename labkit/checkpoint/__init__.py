@@ -1,7 +1,7 @@
-"""Checkpoint tools: look, verify, migrate, reshard, and a save that cannot lose the last good one.
+"""Checkpoint tools: look, verify, migrate, reshard, and a save that cannot lose the last good checkpoint.
 
-Usable without a notebook and without a pool; ``labkit checkpoint`` is the same on the command line. The names below load their
-module when they are first used, so that looking into a checkpoint does not wait for what writes one.
+They work without a notebook and without a pool; ``labkit checkpoint`` offers the same on the command line. Each name below loads
+its module when it is first used, so that looking into a checkpoint does not import the code that writes one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from labkit.checkpoint.table import show
     from labkit.checkpoint.verification import verify
 
-# No module here has the name of what is in it: once imported, it would stand in its place.
+# Modules must not share a name with the functions they export: importing the module would shadow the function.
 _HOME = {
     "AmbiguousCheckpointError": "errors",
     "Checkpoint": "model",

@@ -1,7 +1,7 @@
-"""The names that a checkpoint's pickle may ask for without being refused. None of them is imported: each becomes an inert record.
+"""The names that a checkpoint's pickle may contain without being refused. None is imported: each becomes an inert record.
 
-A name is on the list as a whole, module and qualified name, or it is not: neither a module nor a class brings in what is inside it.
-Names that only older versions of torch write stay, since files that hold them do.
+A name is allowed as a whole, module and qualified name: allowing a module or class does not allow what is inside it. Names that
+only older versions of torch write stay on the list, because files with them exist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 _SHARD = "torch.distributed._shard"
 _DCP = "torch.distributed.checkpoint"
 _DTENSOR = "torch.distributed.tensor"
-_OLD_DTENSOR = "torch.distributed._tensor"  # to torch 2.4
+_OLD_DTENSOR = "torch.distributed._tensor"  # up to torch 2.4
 _FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 
 
@@ -53,10 +53,10 @@ RECORD_NAMES: frozenset[tuple[str, str]] = frozenset(
     | _in(f"{_OLD_DTENSOR}.ops._embedding_ops", "_MaskPartial")
     | _in(f"{_OLD_DTENSOR}._shards_wrapper", "LocalShardsWrapper")
     | _in(f"{_OLD_DTENSOR}.device_mesh", "DeviceMesh")
-    # Device meshes and their layouts: one class to torch 2.12, a layout of axes from 2.13 on.
+    # Device meshes and their layouts: one class up to torch 2.12, a layout of axes from 2.13 on.
     | _in("torch.distributed.device_mesh", "DeviceMesh")
     | _in("torch.distributed._mesh_layout", "_MeshLayout", "_FlatLayout")
-    # Tensors that are described and not read.
+    # Tensors that are described but not read.
     | _in("torch", "per_tensor_affine", "per_channel_affine", "per_channel_affine_float_qparams")
     | _in("torch._dynamo.decorators", "_DimRange")
     | _in("torch.masked.maskedtensor.core", "MaskedTensor")
@@ -68,7 +68,7 @@ RECORD_NAMES: frozenset[tuple[str, str]] = frozenset(
     | _in("datetime", "date", "datetime", "timedelta")
     | _in("numpy", "dtype", "ndarray")
     | _in("pathlib", "Path", "PosixPath", "PurePosixPath", "WindowsPath")
-    # Where Python 3.13 has them. DCP stores the checkpoint's own path, so each of its checkpoints names one.
+    # The same classes in Python 3.13. DCP stores the checkpoint's own path, so each of its checkpoints names one of them.
     | _in("pathlib._local", "Path", "PosixPath", "PurePosixPath", "WindowsPath")
     | _in("torch", "Tensor")
     | _in("torch.nn.parameter", "Parameter")

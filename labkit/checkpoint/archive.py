@@ -21,17 +21,17 @@ _MAX_INDEX_BYTES = 1 << 32
 
 
 def expanded_bytes(stored: int) -> int:
-    """Return the most bytes that the tensors of an archive may have together when they are read, each different view counted once.
+    """Return the most bytes that the tensors of an archive may take together when read; each different view counts once.
 
-    Views that overlap, such as an expanded tensor, are stored once, and a file of a kilobyte may claim terabytes. Sixteen times
-    what is stored leaves room for flat parameters with views of them, and 16 MiB for small tensors that are expanded.
+    Views that overlap, such as an expanded tensor, are stored once, so a file of a kilobyte may claim terabytes. Sixteen times
+    the stored size leaves room for flat parameters with views of them, and 16 MiB for small expanded tensors.
     """
     return 16 * stored + (1 << 24)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRange:
-    """Where a record's data lie in the file, and the CRC-32 that the writer noted for them."""
+    """The byte range of a record's data in the file, and the CRC-32 that the writer recorded for it."""
 
     start: int
     length: int
@@ -43,14 +43,14 @@ class TorchArchive:
 
     Args:
         file: An open binary file.
-        path: Its name, for messages.
-        start: Where the archive begins in the file.
-        length: Its length in bytes.
+        path: The file's name, for messages.
+        start: Offset of the archive in the file.
+        length: Length of the archive in bytes.
 
     Raises:
         IncompleteCheckpointError: The file ends before the archive does.
         CheckpointFormatError: It is no torch.save archive, or compressed, or big-endian, or a TorchScript module, or torch and
-            others would read different things in it.
+            other programs would read different things in it.
     """
 
     def __init__(self, file: BinaryIO, path: Path, start: int, length: int) -> None:
@@ -62,7 +62,7 @@ class TorchArchive:
             raise CheckpointFormatError(path, "it was written on a big-endian machine. Load it there with torch and save it again.")
 
     def _find_prefix(self) -> str:
-        # torch takes the folder of the first record for that of all.
+        # torch assumes that all records are in the folder of the first one.
         names = list(self._zip.records)
         prefix = names[0].partition("/")[0] if names else ""
         if f"{prefix}/data.pkl" not in self._zip.records:
@@ -80,7 +80,7 @@ class TorchArchive:
         return self._zip.records[f"{self.prefix}/data.pkl"].size
 
     def record(self, name: str) -> RecordRange:
-        """The byte range of a record, in the file (not in the archive).
+        """Return the byte range of a record, in the file (not in the archive).
 
         Raises:
             CheckpointFormatError: There is no such record, it is compressed, or its header and the directory differ.
@@ -91,14 +91,14 @@ class TorchArchive:
         return RecordRange(self._zip.data_start(found), found.size, found.crc)
 
     def storage(self, key: str) -> RecordRange:
-        """The byte range of a storage."""
+        """Return the byte range of a storage."""
         return self.record(f"{self.prefix}/data/{key}")
 
     def tensor(self, ref: TensorRef, known: RecordRange | None = None) -> RecordRange:
-        """The byte range of the storage that a tensor is a view of; ``known`` where it was looked up before.
+        """Return the byte range of the storage that a tensor is a view of; ``known`` is a range from an earlier look-up.
 
         Raises:
-            CheckpointFormatError: The storage has another size than the index says, or the tensor reaches past its end.
+            CheckpointFormatError: The storage has a different size than the index says, or the tensor reaches past its end.
         """
         found = known or self.storage(ref.storage.key)
         reach = span(ref.shape, ref.strides)
@@ -112,11 +112,11 @@ class TorchArchive:
         return found
 
     def records(self) -> dict[str, RecordRange]:
-        """All records, in directory order."""
+        """Return all records, in directory order."""
         return {name: self.record(name) for name in self._zip.records if not name.endswith("/")}
 
     def read(self, name: str) -> bytes:
-        """A small record's bytes."""
+        """Return a small record's bytes."""
         where = self.record(name)
         if where.length > _MAX_INDEX_BYTES:
             raise CheckpointFormatError(self._path, f"its index {name!r} claims {where.length} bytes")
@@ -126,5 +126,5 @@ class TorchArchive:
         return bytes(data)
 
     def load(self, unknown: safe_pickle.Unknown = "refuse") -> tuple[Any, tuple[str, ...]]:
-        """The archive's object with tensors as references; see :func:`labkit.checkpoint.safe_pickle.load`."""
+        """Return the archive's object with tensors as references; see :func:`labkit.checkpoint.safe_pickle.load`."""
         return safe_pickle.load(self.read(f"{self.prefix}/data.pkl"), self._path, unknown=unknown, storages=True)

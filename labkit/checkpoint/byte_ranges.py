@@ -1,4 +1,4 @@
-"""Which byte ranges of a checkpoint's files make up a box of a tensor, and copying them as they are."""
+"""Byte ranges of a checkpoint's files that make up a box of a tensor, and copying them unchanged."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class ByteRange:
     """Part of a chunk's data.
 
     Attributes:
-        entry, chunk: Whose they are.
-        start, length: Where they are in the chunk's file.
+        entry, chunk: The tensor and the chunk.
+        start, length: The position in the chunk's file.
     """
 
     entry: TensorEntry
@@ -30,9 +30,9 @@ class ByteRange:
 def byte_ranges(
     reader: Reader, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int], chunks: ChunkTable | None = None
 ) -> list[ByteRange] | None:
-    """The ranges that, one after the other, are a box in C order; None where the box is not made of whole rows of chunks.
+    """Return the ranges that concatenate to a box in C order; None if the box is not made of whole rows of chunks.
 
-    Chunks that leave a gap or overlap give None too: :meth:`Reader.box` says what is wrong with them.
+    Chunks that leave a gap or overlap also give None: :meth:`Reader.box` says what is wrong with them.
     """
     table = entry.chunks if chunks is None else chunks
     if 0 in sizes:
@@ -54,7 +54,7 @@ def byte_ranges(
 
 
 def copy_ranges(reader: Reader, ranges: Sequence[ByteRange], out: HashedFile) -> int:
-    """Append ranges to a file, comparing checksums as the reader does; returns their CRC-32.
+    """Append ranges to a file, check checksums as the reader does, and return the CRC-32 of the ranges.
 
     Raises:
         IncompleteCheckpointError: A file ends inside a range.

@@ -1,4 +1,4 @@
-"""Open any checkpoint: find out what wrote it and read its index. Nothing in the file is run, no tensor is built."""
+"""Opening of any checkpoint: detect its format and read its index. No code in the file is run, and no tensor is built."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ _UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfi
 
 
 def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpoint:
-    """Read a checkpoint's index, whatever wrote it.
+    """Read a checkpoint's index, whatever program wrote it.
 
     Args:
-        path: A DCP directory, a store made by :func:`labkit.checkpoint.save` (its latest complete step is taken), a
+        path: A DCP directory, a store made by :func:`labkit.checkpoint.save` (its latest complete step is opened), a
             torch.save file or a directory of them, or safetensors (a file, an index, a directory). A pattern such as
-            ``old/step_100_rank_{rank}.pt`` names the files of ranks, with ``*`` for any text.
+            ``old/step_100_rank_{rank}.pt`` names the files of ranks; ``*`` matches any text.
         unknown: ``refuse`` a pickle that names anything outside the allow-list, or keep such parts ``opaque``: they are
-            listed and stay unread. Neither runs anything.
+            listed but not read. Neither runs anything.
 
     Returns:
         The checkpoint's entries with the byte ranges of their data.
@@ -58,9 +58,9 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         AmbiguousCheckpointError: There are several checkpoints, or files that may be one or several; the error lists them.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         IncompleteCheckpointError: Part of the index is missing or cut off.
-        CheckpointFormatError: The file is no checkpoint that labkit knows, or a FIFO, socket or device.
+        CheckpointFormatError: The file is no checkpoint that labkit supports, or it is a FIFO, socket or device.
 
-    Ranks: local. Blocks for as long as reading the indices takes; data are not read.
+    Ranks: local. Blocks while it reads the indices; tensor data are not read.
     """
     path = Path(path)
     if not path.exists() and is_pattern(path):
@@ -77,7 +77,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
 
 
 def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
-    """As :func:`open_checkpoint`, of what is there, also where a run that writes it has not finished."""
+    """Do as :func:`open_checkpoint`, but also read a checkpoint that a run is still writing."""
     step = manifest.step_of(path)
     if path.is_dir() and manifest.is_store(path):
         path = manifest.latest(path)
@@ -91,7 +91,7 @@ def _finished(checkpoint: Checkpoint, step: int | None) -> Checkpoint:
     if checkpoint.kind in ("torch", "safetensors") and not checkpoint.index and not checkpoint.ranks:
         _find_gaps(checkpoint)
     if checkpoint.kind == "dcp":
-        # Only labkit writes a tie so. In optimizer state, which has none, two entries in one place are a fault.
+        # Only labkit writes ties in this way. In optimizer state, which has no ties, two entries in one place are an error.
         tie(checkpoint.section("model"))
     return checkpoint
 
@@ -183,7 +183,7 @@ def _read_pattern(pattern: Path, unknown: Unknown) -> Checkpoint:
     return read_torch(pattern, root, files, ranks=ranks, together=True, unknown=unknown)
 
 
-# -- checkpoints put together from parts -------------------------------------------------------------------------------
+# -- checkpoints assembled from parts ----------------------------------------------------------------------------------
 
 
 def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown = "refuse") -> Checkpoint:
@@ -196,7 +196,7 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
         unknown: As for :func:`open_checkpoint`.
 
     Raises:
-        CheckpointFormatError: Two parts have entries of one name, or a part lies elsewhere.
+        CheckpointFormatError: Two parts have entries of the same name, or a part is outside the directory.
         CheckpointError: A part cannot be read.
 
     Ranks: local.

@@ -1,4 +1,4 @@
-"""The CRC-32 that zip archives carry, computed by ISA-L: six times as fast as the zlib that Python comes with."""
+"""The CRC-32 of zip archives, computed by ISA-L: six times as fast as the zlib of Python."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from isal.isal_zlib import crc32, crc32_combine
 
 __all__ = ["crc32", "crc32_combine", "file_crc", "read_into"]
 
-# Small enough to stay in the processor's cache between the read and the sum.
+# Small enough to stay in the processor's cache between reading and summing.
 _STEP_BYTES = 1 << 18
-_READ_BYTES = 1 << 28  # the kernel moves at most 2 GiB a call
+_READ_BYTES = 1 << 28  # the kernel moves at most 2 GiB per call
 
 
 def read_into(fd: int, buffer: memoryview, start: int) -> int:
-    """Fill a buffer from a file position; returns the bytes read, fewer only at the file's end."""
+    """Fill a buffer from a file position, and return the number of bytes read; it is smaller only at the file's end."""
     done = 0
     while done < len(buffer):
         got = os.preadv(fd, [buffer[done : done + _READ_BYTES]], start + done)
@@ -25,7 +25,7 @@ def read_into(fd: int, buffer: memoryview, start: int) -> int:
 
 
 def file_crc(fd: int, start: int, length: int) -> int:
-    """The CRC-32 of a byte range of a file."""
+    """Return the CRC-32 of a byte range of a file."""
     crc = 0
     buffer = memoryview(bytearray(min(_STEP_BYTES, length) or 1))
     for at in range(0, length, _STEP_BYTES):

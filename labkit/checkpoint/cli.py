@@ -16,7 +16,7 @@ from labkit.checkpoint.findings import CODES
 from labkit.errors import CheckpointError, printable
 from labkit.machine import ends_lines
 
-# A command imports what it needs when it runs: help texts wait for nothing, and looking does not wait for what writes.
+# Commands import what they need when they run, so that help texts appear at once and reading does not import the writers.
 if TYPE_CHECKING:
     from labkit.checkpoint.engine import Result
     from labkit.checkpoint.findings import Report
@@ -116,7 +116,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
             _write_json(describe(found, patterns=patterns, chunks=chunks))
             return
         table = render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks)
-        # Where nothing ends the line, a name stays on it.
+        # If output goes to a file or pipe, lines do not wrap, so that each name stays on one line.
         width = None if ends_lines(sys.stdout) else 10_000
         console = Console(file=sys.stdout, soft_wrap=width is not None, width=width)
         console.print(table)
@@ -301,11 +301,11 @@ def reshard_command(
 
 @contextmanager
 def _errors_told() -> Iterator[None]:
-    """End the command with one message for what is wrong with the files or the arguments."""
+    """Report errors of files and arguments as one message, and end the command."""
     try:
         yield
     except BrokenPipeError:
-        raise  # whoever read the output has gone; click ends quietly
+        raise  # the reader of the output has gone; click ends quietly
     except CheckpointError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
@@ -341,7 +341,7 @@ def _parse_part(text: str) -> tuple[str, str]:
 
 
 def _say(text: str, *, err: bool = False) -> None:
-    """Print a line in which names from files may be."""
+    """Print a line that may contain names from files."""
     click.echo(printable(text), err=err)
 
 
@@ -353,7 +353,7 @@ def _write_json(content: object) -> None:
 def _run_and_tell(work: Callable[[], Result]) -> None:
     from labkit.checkpoint.wording import bytes_text, counted
 
-    # A scheduler's SIGTERM ends the work like Ctrl-C: in order.
+    # A scheduler's SIGTERM ends the work like Ctrl-C, with the usual cleanup.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with _errors_told():

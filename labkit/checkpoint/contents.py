@@ -1,4 +1,4 @@
-"""A checkpoint's contents on their way into another one: tensors with sources, and values."""
+"""A checkpoint's contents on their way into another checkpoint: tensors with sources, and values."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class OutTensor:
 
 @dataclass(frozen=True)
 class OutValue:
-    """A value to write: plain data, or the archive in the source that holds it, to be copied byte for byte.
+    """A value to write: plain data, or an archive in the source, to be copied byte for byte.
 
     Attributes:
         path: The nested keys.
         section: Optimizer or other.
-        value: Plain data; None when ``entry`` is there and has not been read.
-        entry: The value's place in the source, as long as nothing has changed it.
+        value: Plain data; None if ``entry`` is set and has not been read.
+        entry: The value's place in the source, unless something has changed the value.
     """
 
     path: Path_
@@ -65,7 +65,7 @@ class Contents:
     """Everything to write, in order.
 
     Attributes:
-        checkpoint: Where it comes from.
+        checkpoint: The source of the contents.
         tensors, values: The entries.
         notes: Sentences for the user about what was decided on the way.
         idle_drops: The patterns of what to leave out that match nothing in the checkpoint.
@@ -83,11 +83,11 @@ class Contents:
         return [*self.tensors, *self.values]
 
     def note_idle(self, kind: str, patterns: Iterable[str], matches: Callable[[str], bool]) -> None:
-        """Note the patterns that match nothing: that is mostly a slip of the pen."""
+        """Note the patterns that match nothing: they are usually typos."""
         self.notes.extend(f"the {kind} pattern {pattern!r} matches nothing" for pattern in patterns if not matches(pattern))
 
     def check_unique(self) -> None:
-        """Raise :class:`FQNMismatchError` when two entries have one key."""
+        """Raise :class:`FQNMismatchError` if two entries have the same key."""
         keys = Counter([item.key for item in self.tensors] + [item.key for item in self.values])
         twice = [key for key, count in keys.items() if count > 1]
         if twice:
@@ -99,12 +99,12 @@ class Contents:
 
 
 def top_level(item: OutTensor | OutValue) -> str:
-    """Return the top-level key of an entry; a dot for a tensor that lies in no dict."""
+    """Return the top-level key of an entry; a dot for a tensor that is in no dict."""
     return "." if len(item.path) == 1 and isinstance(item, OutTensor) else str(item.path[0])
 
 
 def left_out(items: Iterable[OutTensor | OutValue]) -> str:
-    """Return what entries hold in words, by top-level key: ``optimizer (64 tensors, 9 values), epoch (1 value)``."""
+    """Summarise entries in words, by top-level key: ``optimizer (64 tensors, 9 values), epoch (1 value)``."""
     counts: dict[str, list[int]] = {}
     for item in items:
         counts.setdefault(top_level(item), [0, 0])[isinstance(item, OutValue)] += 1
@@ -116,7 +116,7 @@ def left_out(items: Iterable[OutTensor | OutValue]) -> str:
 
 
 def refuse_unsupported(contents: Contents, *, advice: str) -> None:
-    """Raise :class:`UnsupportedTensorError` with the names of tensors that labkit does not read, where there are any."""
+    """Raise :class:`UnsupportedTensorError` with the names of tensors that labkit does not read, if there are any."""
     found = {item.key: what for item in contents.values if item.entry and (what := unsupported(item.entry))}
     found |= {item.key: f"quantized tensor {item.source.dtype}" for item in contents.tensors if item.source.dtype in QUANTIZED}
     if found:
@@ -125,10 +125,10 @@ def refuse_unsupported(contents: Contents, *, advice: str) -> None:
 
 
 def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: str) -> Mapping[str, Any]:
-    """The plain data of values, by key.
+    """Return the plain data of values, by key.
 
     Raises:
-        IncompleteCheckpointError, CorruptCheckpointError: The file that holds a value is missing, cut off or damaged.
+        IncompleteCheckpointError, CorruptCheckpointError: A value's file is missing, cut off or damaged.
         CheckpointError: A value holds something that labkit does not rebuild; the message names its key.
     """
     result: dict[str, Any] = {}
@@ -144,14 +144,14 @@ def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: 
                 else:
                     result[item.key] = safe_pickle.plain(item.entry.inline, path)
             except (IncompleteCheckpointError, CorruptCheckpointError):
-                raise  # of the file, and not of this value
+                raise  # the error is about the file and not about this value
             except CheckpointError as error:
                 raise CheckpointError(f"{item.key}: {str(error).rstrip('.')}. {drop_advice}") from None
     return result
 
 
 def tensor_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     size = dtype.itemsize
     for extent in shape:
         size *= extent

@@ -1,4 +1,4 @@
-"""Do the chunks of a tensor cover a box exactly once? Exact, and vectorised over the chunks."""
+"""Exact check whether the chunks of a tensor cover it exactly once, vectorised over the chunks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from labkit.checkpoint.model import ChunkTable, Int64s
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How chunks lie in a box.
+    """The result of comparing chunks with a tensor.
 
     Attributes:
         missing: Elements in no chunk.
         doubled: Elements in more than one chunk.
         outside: Indices of chunks that reach outside the tensor.
-        gap: A box (offsets, sizes) in no chunk, when there is one.
-        overlap: Indices of two chunks that overlap, when there are such.
+        gap: A box (offsets, sizes) in no chunk, if there is one.
+        overlap: Indices of two overlapping chunks, if there are any.
     """
 
     missing: int
@@ -32,15 +32,15 @@ class Coverage:
 
     @property
     def exact(self) -> bool:
-        """Whether every element is in exactly one chunk and no chunk reaches outside."""
+        """True if every element is in exactly one chunk and no chunk reaches outside."""
         return not (self.missing or self.doubled or self.outside)
 
 
 def coverage(chunks: ChunkTable, shape: Sequence[int]) -> Coverage:
-    """How a tensor's chunks cover it.
+    """Compute how the chunks cover a tensor of this shape.
 
-    The elements between neighbouring chunk borders form cells, and a cell is in a chunk wholly or not at all. The cells are
-    marked cut by cut along the dim with the most borders, so memory stays at one layer of cells.
+    The chunks' borders divide the tensor into cells; each cell is either entirely inside a chunk or entirely outside. The cells are
+    marked one layer at a time along the dim with the most borders, so that only one layer is in memory.
     """
     if len(chunks) == 1 and chunks.sizes[0].tolist() == list(shape) and not chunks.offsets.any():
         return Coverage(0, 0)
@@ -62,7 +62,7 @@ def coverage(chunks: ChunkTable, shape: Sequence[int]) -> Coverage:
 
 
 def _along_one_dim(low: Int64s, high: Int64s, bounds: Int64s) -> Coverage | None:
-    """The usual case, cheaply: chunks that are slices along one dim. None when they are not."""
+    """Check the usual case cheaply: chunks that are slices along one dim. Return None if they are not, or leave a gap."""
     partial = [d for d in range(len(bounds)) if bool(((low[:, d] != 0) | (high[:, d] != bounds[d])).any())]
     if len(partial) > 1 or len(low) == 0:
         return None

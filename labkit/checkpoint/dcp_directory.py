@@ -1,4 +1,4 @@
-"""Write contents as a DCP directory, tensor by tensor."""
+"""Writing of contents as a DCP directory, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from labkit.checkpoint.writers import OutFile, Reserve, Ties, Written
 
 @dataclass
 class DcpWriter:
-    """A DCP directory. Each file notes where its items are; ``.metadata`` is made of the notes."""
+    """A writer of a DCP directory. It notes where each file's items are, and makes ``.metadata`` from the notes."""
 
     files: list[OutFile]
     single: str | None = None
     plain: Mapping[str, Any] = field(default_factory=dict)
-    """The values that are not copied byte for byte, by key."""
+    """The values, by key, that are not copied byte for byte."""
     tied: Ties = field(default_factory=dict)
-    """Their bytes are there once, and the index names them under both keys."""
+    """Tied tensors. Their bytes are stored once, and the index names them under both keys."""
     fields: int | None = None
-    """In each tensor's properties in ``.metadata``; None for as many as the torch here writes."""
+    """The number of fields in each tensor's properties in ``.metadata``; None for the number that the torch here writes."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         items: list[Any] = []
@@ -63,7 +63,7 @@ class DcpWriter:
     def _value(self, value: OutValue, reader: Reader) -> io.BytesIO:
         entry = value.entry
         if value.key not in self.plain and entry is not None and entry.length:
-            reader.check_value(entry)  # DCP runs whatever it names: that is not handed on
+            reader.check_value(entry)  # DCP executes whatever a pickle names, so do not pass on an unsafe one
             data = bytearray(entry.length)
             got = read_into(reader.open(entry.file).fileno(), memoryview(data), entry.start)
             if got != entry.length:
@@ -107,5 +107,5 @@ class DcpWriter:
 
 
 def _as_torch_flattens(path: Path_) -> Path_:
-    """Return a path as DCP notes it: keys of dicts are text, positions in lists are ints."""
+    """Return a path in DCP's form: dict keys are text, list positions are ints."""
     return tuple(str(step) if isinstance(step, IntKey) else step for step in path)

@@ -1,7 +1,7 @@
-"""Read DCP directories (torch.distributed.checkpoint): ``.metadata`` and the files it points into.
+"""Reading of DCP directories (torch.distributed.checkpoint): ``.metadata`` and the files that it refers to.
 
-``.metadata`` is a pickle of :class:`torch.distributed.checkpoint.metadata.Metadata`; torch reads it with plain
-``pickle.load``. Here it goes through :mod:`labkit.checkpoint.safe_pickle`.
+``.metadata`` is a pickle of :class:`torch.distributed.checkpoint.metadata.Metadata`. torch reads it with plain
+``pickle.load``; this module uses :mod:`labkit.checkpoint.safe_pickle`.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkp
     checkpoint.metadata = {"dcp_version": _version(columns.state), "metadata_bytes": size}
     files, state = columns.files, columns.state
     note_form(checkpoint, state)
-    # What stayed outside the columns: the first record of each kind, values, batches of one.
+    # The entries outside the columns: the first record of each kind, values, batches of one.
     rest = {key: info for key, info in (state.get("storage_data") or {}).items() if isinstance(key, Stateful)}
     storage, extra = _storage_index(rest, path)
     known = {name: index for index, name in enumerate(files)}
@@ -145,7 +145,7 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Check
 
 
 def _check_size(described: Iterable[Any], num_bytes: int, path: Path) -> None:
-    # Entries may share one list of chunks, and chunks one size: then a small file stands for tables of any size.
+    # Entries may share one list of chunks, and chunks may share one size, so a small file can describe huge tables.
     tensors = [entry.state for entry in described if "size" in entry.state]
     numbers = sum((1 + len(state["size"])) * len(state.get("chunks") or ()) for state in tensors)
     if numbers > 16 * num_bytes:
@@ -154,7 +154,7 @@ def _check_size(described: Iterable[Any], num_bytes: int, path: Path) -> None:
 
 def _version(state: Mapping[str, Any]) -> str | None:
     found = state.get("version")
-    return found if isinstance(found, str) else None  # torch 2.0 has none
+    return found if isinstance(found, str) else None  # torch 2.0 wrote no version
 
 
 def _path(paths: Mapping[str, Any], key: str) -> Path_:
@@ -200,7 +200,7 @@ def _tensor_entry(
     offsets = [chunk["offsets"] for (chunk,) in chunks]
     sizes = [chunk["sizes"] for (chunk,) in chunks]
     try:
-        # A tensor saved whole may carry no offset in its index (torch 2.0) or an explicit zero one.
+        # A tensor saved whole may have no offset in its index (torch 2.0) or an explicit zero one.
         places = [storage.get((key, offset)) or storage[key, None] for offset in offsets]
     except KeyError:
         raise IncompleteCheckpointError(path, f"it declares a chunk of {key!r} and does not say where its bytes are") from None
@@ -225,9 +225,9 @@ def _shape(size: Any) -> tuple[int, ...]:
 
 
 def _boxes(offsets: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Return the offsets and sizes of chunks, which numpy has read as what they are: it would also make integers of texts."""
+    """Check and return the offsets and sizes of chunks. numpy read them without a dtype, because int64 would accept texts."""
     for numbers in (offsets, sizes):
-        # Below 2**62, so that the end of a chunk is a number of 64 bits too.
+        # Below 2**62, so that the end of a chunk also fits into 64 bits.
         if numbers.size and (numbers.dtype != np.int64 or numbers.min() < 0 or numbers.max() >= 1 << 62):
             raise ValueError("a chunk's place is not of whole numbers, or beyond all tensors")
     if sizes.prod(axis=1, dtype=np.float64).max(initial=0) >= 1 << 62:
@@ -237,7 +237,7 @@ def _boxes(offsets: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> tuple[Int64s, 
 
 def _dtype(properties: Record, key: str, path: Path) -> torch.dtype:
     state = properties.state
-    # TensorProperties pickles itself as a tuple; a plain dict in a metadata file of another making is taken too.
+    # TensorProperties pickles itself as a tuple; a plain dict, from a metadata file of another program, is accepted too.
     dtype = state["state"][0] if "state" in state else state.get("dtype")
     if not isinstance(dtype, torch.dtype):
         raise CheckpointFormatError(path, f"it gives no dtype for {key!r}")

@@ -1,8 +1,8 @@
 """The versions of torch that read a ``.metadata``, and the forms that other versions need.
 
-torch unpickles ``.metadata``, so its classes have to be where the pickle says, with a ``__setstate__`` that takes the pickled
-state. Since torch 2.3 they are where they are now, and only one state has changed: ``TensorProperties`` is pickled as a tuple,
-of five fields up to torch 2.14 and of six, with the strides, from 2.15 on, which reads both.
+torch unpickles ``.metadata``. So its classes must be in the modules that the pickle names, with a ``__setstate__`` that accepts the
+pickled state. Since torch 2.3 the modules are the same, and only one state has changed: ``TensorProperties`` is pickled as a
+tuple, of five fields up to torch 2.14, and of six, with the strides, from 2.15 on. torch 2.15 reads both.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from labkit.checkpoint.pickle_records import Record
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _OLDEST = (2, 3)
-# The fields of a tensor's properties, and the first version of torch that reads as many.
+# The numbers of fields of a tensor's properties, and the first version of torch that reads each.
 _SINCE: Mapping[int, tuple[int, int]] = {5: _OLDEST, 6: (2, 15)}
 _USUAL_CLASSES = {f"{METADATA_MODULE}.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")}
 _USUAL_CLASSES |= {f"{METADATA_MODULE}.{name}" for name in ("TensorProperties", "StorageMeta")}
-# Nothing else that a file names is imported to ask about it.
+# Only classes in these modules are imported for checks; nothing else that a file names is.
 _ASKED = (METADATA_MODULE, "torch.distributed._shard.sharded_tensor.metadata", "pathlib", "pathlib._local")
 
 
 def note_form(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> None:
-    """Note in a checkpoint's ``metadata`` how many fields tensors' properties have, which torch reads that, and odd classes."""
+    """Store in a checkpoint's ``metadata`` how many fields tensors' properties have, which torch reads that, and odd classes."""
     forms: dict[int | None, None] = {}
     classes: set[str] = set()
     for described in metadata["state_dict_metadata"].values():
@@ -58,14 +58,15 @@ def _read_by(forms: list[int | None]) -> str:
 
 
 def is_new(checkpoint: Checkpoint) -> bool:
-    """Whether some torch since 2.3 cannot read a checkpoint's index."""
+    """Return whether some torch since 2.3 cannot read a checkpoint's index."""
     return any(form != min(_SINCE) for form in checkpoint.metadata.get("property_fields", ()))
 
 
 def refusals(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Give the reasons why the torch and the Python here cannot read a checkpoint's index: the finding's code and a sentence.
+    """Yield the reasons why the torch and the Python here cannot read a checkpoint's index: the finding's code and a sentence.
 
-    Its own class is asked, with a state of as many fields. Five fields are read by every torch since 2.3, so then it is not.
+    To find out, it passes a state with as many fields to torch's own class. Every torch since 2.3 reads five fields, so five are
+    not tried.
     """
     for form in checkpoint.metadata.get("property_fields", ()):
         reason = None if form == min(_SINCE) else _refuses_fields(form)
@@ -105,17 +106,17 @@ def _refuses_class(module: str, name: str) -> str | None:
     try:
         found = getattr(importlib.import_module(module), name)
         if module.startswith("pathlib"):
-            found("x")  # a path of another system can be imported and not made
+            found("x")  # a path class of another system can be imported but not instantiated
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def fields_for(version: str) -> int:
-    """Return how many fields a tensor's properties have for a version of torch, such as ``2.13``.
+    """Return the number of fields of a tensor's properties in a version of torch, such as ``2.13``.
 
     Raises:
-        CheckpointError: It is no version, or one that keeps the classes elsewhere.
+        CheckpointError: The text is no version, or torch of this version has the classes in other modules.
     """
     match = re.match(r"(\d+)\.(\d+)(\.|\+|$)", version)
     if match is None:
@@ -130,7 +131,7 @@ def fields_for(version: str) -> int:
 
 
 def form_note(fields: int | None) -> list[str]:
-    """Return a note, where an index with so many fields in its properties is not for the torch here."""
+    """Return a note if the torch here cannot read an index whose properties have so many fields; else no note."""
     if fields is None or _refuses_fields(fields) is None:
         return []
     here = f"the torch here ({torch.__version__})"
@@ -138,7 +139,7 @@ def form_note(fields: int | None) -> list[str]:
 
 
 def dump(metadata: Any, file: IO[bytes], fields: int | None) -> None:
-    """Pickle DCP's metadata with so many fields in each tensor's properties; None for as many as the torch here writes."""
+    """Pickle DCP's metadata with so many fields in each tensor's properties; None for the number that the torch here writes."""
     from torch.distributed.checkpoint.metadata import TensorProperties
 
     def reduce(properties: TensorProperties) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """A storage writer and a planner for :func:`torch.distributed.checkpoint.save`.
 
-The files are DCP's own: what they hold, :func:`torch.distributed.checkpoint.load` reads. Three things differ from
+The files have DCP's own format: :func:`torch.distributed.checkpoint.load` reads them. Three things differ from
 :class:`torch.distributed.checkpoint.FileSystemWriter`: every file is hashed while it is written, an error in any writer
 thread fails the save, and ``.metadata`` never replaces that of an earlier save, because a step directory is new.
 """
@@ -44,10 +44,10 @@ class Leaf:
     Attributes:
         key: The flat name.
         path: The nested keys.
-        shape, dtype: Of the full tensor; None for a value that is no tensor.
-        shards: Offsets, sizes and data of what this rank holds of a tensor.
-        value: What is no tensor.
-        own: True when only this rank has the key (per-rank values); else every rank has it and one of them writes it.
+        shape, dtype: Those of the full tensor; None for a value that is no tensor.
+        shards: Offsets, sizes and data of the part of a tensor that this rank holds.
+        value: The value, if it is no tensor.
+        own: True if only this rank has the key (per-rank values); otherwise every rank has it and one of them writes it.
     """
 
     key: str
@@ -60,14 +60,14 @@ class Leaf:
 
 
 class LeafPlanner(DefaultSavePlanner):
-    """Plans the saving of leaves that are taken apart already; global planning and its checks are DCP's.
+    """A planner for leaves whose state is already flattened; global planning and its checks are DCP's.
 
     Args:
         leaves: This rank's leaves by key.
     """
 
     def __init__(self, leaves: Mapping[str, Leaf]) -> None:
-        # No plan caching: DCP's cache outlives a change of dtype and then writes the old one into .metadata.
+        # No plan caching: DCP's cache survives a change of dtype and then writes the old dtype into .metadata.
         super().__init__(flatten_state_dict=True, enable_plan_caching=False)
         self._leaves = leaves
         self._data: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
@@ -107,7 +107,7 @@ class LeafPlanner(DefaultSavePlanner):
 
 
 class DirectoryWriter(StorageWriter):
-    """Writes a DCP checkpoint into a new directory, keeps the hash of every file that this rank wrote, and reads all of it back.
+    """A writer of a DCP checkpoint into a new directory. It keeps the hash of every file of this rank, and reads them all back.
 
     Args:
         directory: An existing directory without a checkpoint in it.
@@ -151,7 +151,7 @@ class DirectoryWriter(StorageWriter):
             written = [self._write_file(name, items, planner) for name, items in zip(names, bins, strict=True)]
         else:
             with ThreadPoolExecutor(len(bins), thread_name_prefix="labkit-checkpoint") as pool:
-                # map() raises the first thread's error here, after all of them have ended.
+                # map() raises the first thread's error here, after all threads have ended.
                 written = list(pool.map(lambda job: self._write_file(job[0], job[1], planner), zip(names, bins, strict=True)))
         future: Future[list[WriteResult]] = Future()
         future.set_result([result for results in written for result in results])
@@ -179,10 +179,10 @@ class DirectoryWriter(StorageWriter):
         self.sums[METADATA_FILE] = write_metadata(self.directory, metadata)
 
     def read_back(self, leaves: Mapping[str, Leaf], progress: Callable[[int], None]) -> None:
-        """Read what this rank wrote: every byte from the disk against its hash, every value as a load reads it.
+        """Read back what this rank wrote: compare every file on disk with its hash, and every value as a load reads it.
 
         Args:
-            leaves: What was to be written, by key.
+            leaves: The leaves that were to be written, by key.
             progress: Called with the number of bytes that were just read.
 
         Raises:
@@ -221,7 +221,7 @@ def write_item(file: HashedFile, data: torch.Tensor | io.BytesIO) -> None:
 
 
 def write_metadata(directory: Path, metadata: Metadata, fields: int | None = None) -> FileSum:
-    """Write ``.metadata``, by a rename after it is on disk; ``fields`` as for :func:`labkit.checkpoint.dcp_versions.dump`."""
+    """Write ``.metadata`` to disk and then rename it; ``fields`` as for :func:`labkit.checkpoint.dcp_versions.dump`."""
     temporary = directory / (METADATA_FILE + ".tmp")
     with HashedFile(temporary) as file:
         dump(metadata, cast(IO[bytes], file), fields)
@@ -230,7 +230,7 @@ def write_metadata(directory: Path, metadata: Metadata, fields: int | None = Non
 
 
 def item_bytes(item: WriteItem) -> int:
-    """A plan item's data in bytes; 1 for a value, whose size is not known yet."""
+    """Return the bytes of a plan item's data; 1 for a value, whose size is not known yet."""
     if item.tensor_data is None:
         return 1
     return item.tensor_data.chunk.sizes.numel() * item.tensor_data.properties.dtype.itemsize

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as plain data for programs."""
+"""The contents of a checkpoint as plain data for programs."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ SECTIONS: tuple[Section, ...] = ("model", "optimizer", "other")
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def select(checkpoint: Checkpoint, patterns: Sequence[str]) -> list[TensorEntry]:
-    """The tensors whose name matches one of the patterns (``*`` and ``?``), all of them for no pattern."""
+    """Return the tensors whose name matches one of the patterns (``*`` and ``?``); all of them if there is no pattern."""
     return [entry for entry in checkpoint.tensors.values() if matches(entry.key, patterns)]
 
 
 def matches(key: str, patterns: Sequence[str]) -> bool:
-    """Whether a name matches one of the patterns, or there are none."""
+    """Return whether a name matches one of the patterns, or there are none."""
     return not patterns or any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
 
 
 def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bool = False) -> dict[str, Any]:
-    """A checkpoint as plain data, ready for JSON.
+    """Describe a checkpoint as plain data, ready for JSON.
 
     Args:
         checkpoint: An opened checkpoint.
-        patterns: Only tensors and values whose name matches; the totals are of all.
+        patterns: Select tensors and values whose name matches one of these; the totals always cover everything.
         chunks: Whether to list each chunk with its file, byte range, box and writing rank.
 
-    Values of up to 64 KiB are read; what one asks for outside the allow-list is named and not run.
+    Values of up to 64 KiB are read. Names in them outside the allow-list are reported and not run.
 
     Ranks: local.
     """
@@ -68,7 +68,7 @@ def _missing(name: str, held: Held) -> dict[str, Any]:
 
 
 def totals(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Counts and bytes, in all and per section; a tied tensor is counted under each name, its elements and bytes once."""
+    """Return counts and bytes, in total and per section; a tied tensor counts under each name, its elements and bytes once."""
     result: dict[str, Any] = {
         "num_tensors": len(checkpoint.tensors),
         "num_values": len(checkpoint.values),
@@ -89,7 +89,7 @@ def totals(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def ties(checkpoint: Checkpoint) -> list[list[str]]:
-    """Groups of names that share their bytes in the file."""
+    """Return groups of names that share their bytes in the file."""
     groups: dict[str, list[str]] = {}
     for entry in checkpoint.tensors.values():
         if entry.tied_to is not None:

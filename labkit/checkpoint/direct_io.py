@@ -1,8 +1,7 @@
-"""Reading and writing past the page cache (``O_DIRECT``), where the file system offers it.
+"""Reading and writing past the page cache (``O_DIRECT``), if the file system supports it.
 
-A checkpoint is written once and read back once. The page cache would hold pages that nobody asks for again, and filling it takes
-more processor time than everything else that a migration does. A read past the cache is also the only one that asks the disk
-whether it has what was written.
+A checkpoint is written once and read back once. The page cache would hold pages that are not needed again, and filling it takes
+more processor time than everything else in a migration. Only a read past the cache checks that the data have reached the disk.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ _FLAG = getattr(os, "O_DIRECT", 0)  # Linux
 
 
 def aligned_block() -> memoryview:
-    """A buffer of :data:`BLOCK_BYTES` at a page's beginning, as direct transfers need it."""
+    """Return a page-aligned buffer of :data:`BLOCK_BYTES`, as direct transfers need it."""
     return memoryview(mmap.mmap(-1, BLOCK_BYTES))
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Switch a descriptor past the page cache, or back to it.
+    """Make a descriptor bypass the page cache, or use it again.
 
     Returns:
-        Whether it goes past the cache now; False on file systems without it.
+        Whether it bypasses the cache now; always False on file systems that do not support it.
     """
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     try:
@@ -38,5 +37,5 @@ def set_direct(fd: int, on: bool) -> bool:
 
 
 def is_misaligned(error: OSError) -> bool:
-    """Whether a direct transfer failed because of its place or length, which the page cache would take."""
+    """Return whether a direct transfer failed because of its offset or length; a transfer through the page cache would not."""
     return error.errno == errno.EINVAL

@@ -1,4 +1,4 @@
-"""Find values that should be equal on several ranks and are not, before one of them is saved and the others are lost."""
+"""Detection of values that should be equal on several ranks and differ, before one is saved and the others are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labkit.checkpoint.state import Captured
 from labkit.checkpoint.values import digest
 from labkit.ranks import name_ranks
 
-# Key to its nested keys, and its full shape and dtype or that it is a value, for what is not each rank's own.
+# Maps a key to its nested keys and a text with its shape and dtype (or "a value"), for everything but per-rank values.
 _Forms = dict[str, tuple[Path_, str]]
 _ADVICE = {
     "else": "Wrap what each rank has its own of in PerRank(...).",
@@ -30,11 +30,11 @@ _ADVICE = {
 def refuse_divergence(captured: Captured, comm: Comm) -> None:
     """Compare, across the ranks, all keys and everything that several ranks hold a copy of.
 
-    One digest a rank is exchanged; only when digests differ are single keys compared. A key may be on some ranks only (a
-    pipeline's stages). A value that rank 0 lacks is marked to be written by the lowest rank that has it: DCP would drop it.
+    The ranks first exchange digests; only if these differ are single keys compared. A key may be on some ranks only (a pipeline's
+    stages). A value that rank 0 lacks is marked to be written by the lowest rank that has it: DCP would drop it.
 
     Raises:
-        RankDivergenceError: Naming each key and the groups of ranks that agree.
+        RankDivergenceError: Keys differ; it names each key and the groups of ranks that agree.
 
     Ranks: collective. Blocks for a hash of the replicated data (about 10 GB/s on one core).
     """
@@ -82,10 +82,10 @@ def _name_them(captured: Captured, digests: Mapping[str, tuple[str, bytes]], for
 
 
 def _of_names(forms: Sequence[_Forms], objects: Sequence[list[Path_]]) -> dict[str, str]:
-    """Key to what is wrong with it where ranks give a name different forms, or take a state apart in different ways.
+    """Return the problem of each key whose form or nesting differs between ranks.
 
-    A name may be on some ranks only, but what an object hands out has to have the same names on all ranks that have the object: a
-    load gives each of them all of the names.
+    A name may be on some ranks only. But the entries of one object must have the same names on all ranks that have the object,
+    because a load gives each of these ranks all of the names.
     """
     problems: dict[str, str] = {}
     where: dict[str, dict[int, tuple[Path_, str]]] = {}
@@ -117,7 +117,7 @@ def _camps(by_rank: Mapping[int, Any]) -> dict[Any, list[int]]:
 
 
 def _advice(captured: Captured, keys: Iterable[str]) -> str:
-    """Say what can be done about the keys that differ: a module's parameters, its buffers, anything else."""
+    """Return advice for the keys that differ: a module's parameters, its buffers, or anything else."""
     kinds = set()
     for key in keys:
         path = captured.leaves[key].path if key in captured.leaves else ()
@@ -132,7 +132,7 @@ def _advice(captured: Captured, keys: Iterable[str]) -> str:
 
 
 def _digests(captured: Captured) -> dict[str, tuple[str, bytes]]:
-    """Key to (the label of the ranks that must agree, the content's digest), for what several ranks hold."""
+    """Return, by key, the label of the ranks that must agree and the content's digest, for entries on several ranks."""
     result = {}
     for key, leaf in captured.leaves.items():
         if leaf.own:

@@ -1,4 +1,4 @@
-"""Which conversions between dtypes keep every value."""
+"""Conversions between dtypes, and whether they keep every value."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torc
 
 
 def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of one dtype has its exact place in another.
+    """Return whether every value of one dtype can be represented exactly in another.
 
     float32 to float64 is; float16 to bfloat16 is not (mantissa), nor is bfloat16 to float16 (range), nor int64 to float64,
     nor any number to bool.
@@ -46,10 +46,10 @@ def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
-    """Read texts such as ``*=bfloat16``: patterns of names with the dtype that these should have.
+    """Parse texts such as ``*=bfloat16`` into patterns of names and the dtype for each.
 
     Raises:
-        CheckpointError: One cannot be read, or a pattern is there twice.
+        CheckpointError: A text cannot be parsed, or a pattern occurs twice.
     """
     found: dict[str, torch.dtype] = {}
     for text in texts:
@@ -64,7 +64,7 @@ def parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
 
 
 def is_convertible(target: torch.dtype) -> bool:
-    """Return whether torch converts numbers to a dtype: not to quantized ones, nor to those of less than 8 bits."""
+    """Return whether torch converts numbers to a dtype: it does not for quantized dtypes and those of less than 8 bits."""
     try:
         torch.zeros(1).to(target)
     except RuntimeError:
@@ -73,10 +73,10 @@ def is_convertible(target: torch.dtype) -> bool:
 
 
 def convert(tensor: torch.Tensor, target: torch.dtype) -> tuple[torch.Tensor, str | None]:
-    """Convert a tensor and look at what became of its values.
+    """Convert a tensor and check what happened to its values.
 
     Returns:
-        The converted tensor, and a sentence when finite numbers became infinite or NaN, or integers changed; else None.
+        The converted tensor, and a sentence if finite numbers became infinite or NaN, or integers changed; else None.
     """
     if tensor.dtype == target:
         return tensor, None

@@ -1,4 +1,4 @@
-"""Run a writer: several files at once, within a memory budget, each read back before it counts."""
+"""Execution of a writer: several files at once, within a memory budget; each is read back before it counts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Progress = Callable[[int], None]
 
 
 class Budget:
-    """How much tensor data may be in memory at once, over all threads.
+    """The amount of tensor data that may be in memory at once, over all threads.
 
     A request larger than the whole budget is granted when nothing else is held.
     """
@@ -40,7 +40,7 @@ class Budget:
 
     @contextmanager
     def reserve(self, size: int) -> Iterator[None]:
-        """Hold ``size`` bytes; waits until others have given back enough."""
+        """Hold ``size`` bytes; wait first until others have returned enough."""
         with self._changed:
             self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._total)
             self._held += size
@@ -54,13 +54,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Result:
-    """What a migration or reshard wrote.
+    """The outcome of a migration or reshard.
 
     Attributes:
         path: The destination.
         size_bytes: Tensor bytes in it.
         num_tensors, num_files: Counts.
-        notes: Sentences about what was decided on the way.
+        notes: Sentences about decisions made on the way.
         accepted: Errors of the source or the destination that the caller accepted with ``despite``.
     """
 
@@ -73,7 +73,7 @@ class Result:
 
 
 def check_destination(source: Path, destination: Path) -> None:
-    """Raise :class:`CheckpointExistsError` when the destination exists, :class:`CheckpointError` when it lies in the source."""
+    """Raise :class:`CheckpointExistsError` if the destination exists, :class:`CheckpointError` if it is inside the source."""
     if os.path.lexists(destination):
         raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
     if source.is_dir() and destination.resolve().is_relative_to(source.resolve()):
@@ -83,7 +83,7 @@ def check_destination(source: Path, destination: Path) -> None:
 
 
 def open_source(source: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
-    """Open a checkpoint as :func:`verification.open_source` does; it has to stay as it is until :func:`run` has copied it."""
+    """Open a checkpoint as :func:`verification.open_source` does, and note its files' states, for :func:`run` to compare."""
     before = states_of(source)
     checkpoint = verification.open_source(source, gate, parts)
     for name in checkpoint.files:
@@ -111,25 +111,25 @@ def run(
     gate: Gate,
     notes: tuple[str, ...] = (),
 ) -> Result:
-    """Check the source, write everything, verify it as :func:`labkit.checkpoint.verify` does, and let the destination appear.
+    """Check the source, write everything, verify it as :func:`labkit.checkpoint.verify` does, and publish the destination.
 
     Args:
-        writer: What to write, and how.
-        checkpoint: Where it comes from, as :func:`open_source` gives it.
-        destination: It must not exist.
-        options: For the manifest of a directory: what the user asked for.
+        writer: The files to write, and how to write them.
+        checkpoint: The source, as :func:`open_source` returns it.
+        destination: A path that must not exist.
+        options: The user's options, for the manifest of a directory.
         workers: Files that are written at the same time.
         progress: Called with the number of bytes just written, from any thread.
-        gate: Which errors the caller accepts.
-        notes: For the result, behind those of the checkpoint.
+        gate: The errors that the caller accepts.
+        notes: Notes for the result, after those of the checkpoint.
 
     Raises:
-        CheckpointExistsError: The destination exists, or something else lies where it is to be written.
-        CheckpointWriteError: Another process writes it, or what was written does not read back.
-        VerificationError: The source or what would come out has errors that the gate does not let pass.
-        CheckpointError: The source cannot be read, or was changed meanwhile.
+        CheckpointExistsError: The destination exists, or something foreign is at ``destination.partial``.
+        CheckpointWriteError: Another process writes it, or the written data do not read back.
+        VerificationError: The source or the result has errors that the gate does not let pass.
+        CheckpointError: The source cannot be read, or changed in the meantime.
 
-    An error has a note that says what is left.
+    A note on each error says what is left on disk.
 
     Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
     """
@@ -139,7 +139,7 @@ def run(
             try:
                 verification.check_source(checkpoint, gate, tensors=_sources(writer), values=values, reader=reader, workers=workers)
             except CheckpointError:
-                _check_unchanged(checkpoint)  # the better reason for whatever is wrong with it
+                _check_unchanged(checkpoint)  # a change of the source explains the error better
                 raise
             left = _run(writer, reader, destination, options, workers, progress, gate)
     except CorruptCheckpointError as error:
@@ -170,7 +170,7 @@ def _run(
         try:
             done = _write_files(writer, source, area.data, workers, progress)
         except CheckpointError:
-            _check_unchanged(source.checkpoint)  # the better reason for whatever was wrong with it
+            _check_unchanged(source.checkpoint)  # a change of the source explains the error better
             raise
         _check_unchanged(source.checkpoint)
         extra = writer.finish(area.data, done)
@@ -187,7 +187,7 @@ def _run(
 
 
 def read_back(folder: Path, name: str, total: FileSum) -> None:
-    """Raise :class:`CheckpointWriteError` unless a file that was just written reads back from the disk as it was meant."""
+    """Raise :class:`CheckpointWriteError` unless a file that was just written reads back correctly from the disk."""
     try:
         manifest.check_file(folder, name, total, from_disk=True)
     except CheckpointError as error:
@@ -195,13 +195,13 @@ def read_back(folder: Path, name: str, total: FileSum) -> None:
 
 
 def _sources(writer: Writer) -> set[str]:
-    """Return the keys of the source's tensors that are copied."""
+    """Return the keys of the source's tensors to copy."""
     copied = [piece.tensor for file in writer.files for piece in file.pieces] + [tensor for tensor, _ in writer.tied.values()]
     return {origin(tensor.source) for tensor in copied}
 
 
 class _StoppedError(Exception):
-    """The run has ended meanwhile."""
+    """The run ended while a file was being written."""
 
 
 def _advance(stop: threading.Event, progress: Progress, size: int) -> None:
@@ -237,7 +237,7 @@ def _write_files(writer: Writer, source: Reader, folder: Path, workers: int, pro
 
 
 def _check_result(writer: Writer, area: StagingArea, gate: Gate) -> None:
-    """Open what was written like any checkpoint: each name is there with its shape and dtype, and ``verify`` finds no error."""
+    """Open the result like any checkpoint: each name must have its shape and dtype, and ``verify`` must find no error."""
     found = verification.check_written(area.data, writer.single, area.destination, gate)
     expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
     expected |= {key: tensor.source for key, (tensor, _) in writer.tied.items()}

@@ -1,4 +1,4 @@
-"""Which part of an entry's path is a parameter's name, in the model and in its optimizer's state."""
+"""The part of an entry's path that is a parameter's name, in the model and in its optimizer's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DROP_ADVICE = "Leave it out with drop=[...] (--drop), or save it as plain data."
 
 
 def split_state(path: Path_) -> tuple[Path_, str, str] | None:
-    """Return an optimizer tensor's nesting up to ``state``, the parameter's name, and the piece; None elsewhere."""
+    """Split an optimizer tensor's path into the part up to ``state``, the parameter's name, and the piece; None for others."""
     keys = [str(part) for part in path]
     if "state" not in keys or len(keys) - keys.index("state") < 3:
         return _split_flat_state(path)
@@ -50,7 +50,7 @@ def map_state_names(contents: Contents, change: Callable[[str], str], root: Path
 
 
 def is_group_parameters(item: OutValue) -> bool:
-    """Whether a value is the list of parameters of an optimizer's group."""
+    """Return whether a value is the list of parameters of an optimizer's group."""
     return item.section == "optimizer" and item.path[-1] == "params" and "param_groups" in item.path
 
 

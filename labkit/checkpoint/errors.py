@@ -1,4 +1,4 @@
-"""What labkit.checkpoint raises. Each error names the file it is about and says what to do next."""
+"""The errors of labkit.checkpoint. Each names the file it is about and says what to do next."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STATE = "the state"
 
 
 class CheckpointFormatError(CheckpointError):
-    """A file is not what its name or its checkpoint says it is, or has a form that labkit does not read.
+    """A file is not what its name or its checkpoint says, or it has a form that labkit does not read.
 
     Attributes:
         path: The file or directory.
@@ -49,10 +49,10 @@ class CheckpointNotFoundError(CheckpointFormatError):
 
 
 class AmbiguousCheckpointError(CheckpointFormatError):
-    """A path can be read in several ways, and labkit does not guess which is meant.
+    """A path can be read in several ways, and labkit does not guess which one is meant.
 
     Attributes:
-        readings: The paths that may be meant, as they can be given instead.
+        readings: The paths that may be meant, in a form that can be given instead.
     """
 
     def __init__(self, path: object, reason: str, readings: Sequence[str], *, advice: str) -> None:
@@ -64,17 +64,17 @@ class AmbiguousCheckpointError(CheckpointFormatError):
         return Exception.__str__(self)
 
     def seen_from(self, root: object) -> AmbiguousCheckpointError:
-        """Return the same error with paths relative to a directory, as an option that names parts of it takes them."""
+        """Return the same error with paths relative to a directory, as required by an option that names parts of it."""
         here = f"{root}/"
         readings = [reading.replace(here, "") for reading in self.readings]
         return AmbiguousCheckpointError(self.path, self.reason, readings, advice=self.advice.replace(here, ""))
 
 
 class UnsafeCheckpointError(CheckpointFormatError):
-    """A pickle in a checkpoint names code outside the allow-list. Nothing of it was run.
+    """A pickle in a checkpoint names code outside the allow-list. None of it was run.
 
     Attributes:
-        names: The dotted names that the file asks for, sorted.
+        names: The dotted names in the pickle that are outside the list, sorted.
     """
 
     #: At most this many names are spelled out in the message; the attribute holds all of them.
@@ -93,10 +93,10 @@ class UnsafeCheckpointError(CheckpointFormatError):
 
 
 class UnsupportedTensorError(CheckpointFormatError):
-    """A tensor of a kind that labkit describes and does not read: quantized, sparse, jagged, a subclass.
+    """A tensor of a kind that labkit describes but does not read: quantized, sparse, jagged, a subclass.
 
     Attributes:
-        what: What it is.
+        what: A description of the tensor's kind.
     """
 
     def __init__(self, path: object, what: str, key: str = "") -> None:
@@ -116,11 +116,11 @@ class CorruptCheckpointError(CheckpointFormatError):
 
 
 class CheckpointExistsError(CheckpointFormatError):
-    """The destination exists already; labkit overwrites no checkpoint."""
+    """The destination already exists; labkit never overwrites a checkpoint."""
 
 
 class CheckpointWriteError(CheckpointFormatError):
-    """A checkpoint could not be written. What was complete before is untouched."""
+    """A checkpoint could not be written. Existing complete checkpoints are untouched."""
 
 
 def _first(problems: Sequence[str], most: int) -> list[str]:
@@ -129,7 +129,7 @@ def _first(problems: Sequence[str], most: int) -> list[str]:
 
 
 class CheckpointMismatchError(CheckpointError):
-    """A checkpoint and the state that should receive it do not fit.
+    """A checkpoint and the state that should receive it do not match.
 
     Attributes:
         path: The checkpoint.
@@ -138,7 +138,7 @@ class CheckpointMismatchError(CheckpointError):
 
     #: At most this many problems are spelled out in the message; the attribute holds all of them.
     max_listed = 12
-    #: What the first line says about ``path``.
+    #: The statement about ``path`` in the first line.
     verdict = "does not fit"
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
@@ -201,11 +201,11 @@ class DtypeNarrowingError(CheckpointMismatchError):
 
 
 class RankDivergenceError(CheckpointMismatchError):
-    """Ranks hold different values under one name, so that only one of them would be saved."""
+    """Ranks hold different values under the same name, so that only one of them would be saved."""
 
 
 class UnsavableStateError(CheckpointMismatchError):
-    """A state holds something that a load would not give back as it is. Nothing was written."""
+    """A state holds something that a load would not restore unchanged. Nothing was written."""
 
     verdict = "cannot be saved"
 
@@ -216,7 +216,7 @@ class VerificationError(CheckpointMismatchError):
     Attributes:
         codes: The errors' codes, sorted.
 
-    ``problems`` are the findings, a line each.
+    ``problems`` are the findings, one line each.
     """
 
     def __init__(self, path: object, problems: Sequence[str], *, codes: Sequence[str], advice: str = "") -> None:

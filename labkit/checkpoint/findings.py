@@ -1,4 +1,4 @@
-"""The findings of verification, one line each with what a load would do about it, and the gate that lets some of them pass."""
+"""The findings of verification, one line each with the consequence for a load, and the gate that lets some of them pass."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ CODES: Mapping[str, str] = {
     "wrong-shape": "a tensor has another shape than the model's",
 }
 
-#: Nobody can accept these: the elements are not there, or nothing says which of them are meant.
+#: These cannot be accepted: the elements are not there, or it is unknown which of several are meant.
 FINAL = frozenset({"missing-file", "short-file", "uncovered", "overlapping", "outside", "unreadable", "unsupported"})
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of a checkpoint.
 
     Attributes:
         code: A short stable name, for programs: ``missing-file``.
-        severity: ``error`` when a load gives wrong values or fails; ``warning`` when it may.
+        severity: ``error`` if a load gives wrong values or fails; ``warning`` if it may.
         where: The file, or the tensor's name.
-        what: What is wrong, in numbers.
+        what: The problem, in numbers.
         consequence: What a load would do about it.
     """
 
@@ -74,7 +74,7 @@ class Finding:
     consequence: str
 
     def line(self) -> str:
-        """The finding in one line."""
+        """Format the finding as one line."""
         return f"{self.severity}: {self.where}: {self.what.removesuffix('.')}. Consequence: {self.consequence} [{self.code}]"
 
 
@@ -84,9 +84,9 @@ class Report:
 
     Attributes:
         path: The checkpoint.
-        findings: What is wrong, errors first.
-        checked: What was looked at: counts and bytes by name.
-        unchecked: Sentences about what could not be looked at.
+        findings: The problems, errors first.
+        checked: Counts and bytes of everything that was checked, by name.
+        unchecked: Sentences about what could not be checked.
     """
 
     path: str
@@ -96,23 +96,23 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no finding is an error."""
+        """True if no finding is an error."""
         return all(finding.severity != "error" for finding in self.findings)
 
     def error(self, code: str, where: object, what: str, consequence: str) -> None:
-        """Note an error."""
+        """Add an error."""
         self.findings.append(Finding(code, "error", str(where), what, consequence))
 
     def warning(self, code: str, where: object, what: str, consequence: str) -> None:
-        """Note a warning."""
+        """Add a warning."""
         self.findings.append(Finding(code, "warning", str(where), what, consequence))
 
     def count(self, name: str, number: int = 1) -> None:
-        """Add to what was looked at."""
+        """Add to a count of what was checked."""
         self.checked[name] = self.checked.get(name, 0) + number
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain data for JSON."""
+        """Return the report as plain data for JSON."""
         fields = ("code", "severity", "where", "what", "consequence")
         return {
             "path": self.path,
@@ -123,21 +123,21 @@ class Report:
         }
 
 
-#: These stop nothing: labkit reads the index itself, and writes one for the torch here or for the torch that the caller names.
+#: These stop nothing: labkit reads the index itself, and writes a new one for the torch here or the one that the caller names.
 CURED = frozenset({"newer-torch", "newer-python"})
 
 
 @dataclass
 class Gate:
-    """Lets a checkpoint pass that has no errors, or only such as are accepted.
+    """A gate that lets a checkpoint pass if it has no errors, or only accepted ones.
 
-    The rule: an error stops the operation unless its code is in :data:`CURED` or the caller accepts it (``despite``). Warnings
-    stop nothing. An error in an entry that the operation leaves out is none of its business.
+    An error stops the operation unless its code is in :data:`CURED` or the caller accepts it (``despite``). Warnings stop
+    nothing. Errors in entries that the operation leaves out are ignored.
 
     Attributes:
-        path: The checkpoint that is looked at, for messages.
+        path: The checkpoint being checked, for messages.
         despite: The codes that the caller accepts.
-        accepted: The errors that were let pass because the caller accepts them.
+        accepted: The errors that passed because the caller accepts them.
     """
 
     path: object
@@ -146,10 +146,10 @@ class Gate:
 
     @classmethod
     def of(cls, path: object, despite: Iterable[str]) -> Gate:
-        """Return a gate for codes as a caller gives them.
+        """Return a gate for the codes that a caller gives.
 
         Raises:
-            CheckpointError: A code is unknown, or nobody can accept it.
+            CheckpointError: A code is unknown, or cannot be accepted.
         """
         codes = [despite] if isinstance(despite, str) else list(despite)
         known = ", ".join(sorted(CODES.keys() - FINAL))
@@ -164,18 +164,18 @@ class Gate:
         return cls(path, frozenset(codes))
 
     def allows(self, code: str) -> bool:
-        """Whether an error with this code lets the operation go on."""
+        """Return whether an error with this code lets the operation continue."""
         return code in self.despite or code in CURED
 
     def check(self, report: Report, advice: str) -> None:
-        """Note the errors that the caller accepts.
+        """Record the errors that the caller accepts; raise if there are others.
 
         Args:
-            report: What was found.
-            advice: The sentence that an error ends with: what has or has not happened.
+            report: The findings.
+            advice: The last sentence of an error: what has or has not happened.
 
         Raises:
-            VerificationError: There are others.
+            VerificationError: There are errors that the caller does not accept.
         """
         errors = [finding for finding in report.findings if finding.severity == "error"]
         refused = [finding for finding in errors if not self.allows(finding.code)]
@@ -190,12 +190,12 @@ class Gate:
         self.accepted += [finding for finding in errors if finding.code not in CURED and finding.code not in known]
 
     def notes(self) -> list[str]:
-        """Return the findings that the caller accepted, a sentence each."""
+        """Return the findings that the caller accepted, one sentence each."""
         return [f"accepted: {finding.line()}" for finding in self.accepted]
 
 
 def way_on(codes: Iterable[str], accepted: Iterable[str] = ()) -> str:
-    """Return the sentence that says how to go on in spite of errors with these codes, where others are accepted already."""
+    """Return a sentence on how to continue despite errors with these codes; ``accepted`` are codes that are already accepted."""
     final = sorted(FINAL.intersection(codes))
     if final:
         return (

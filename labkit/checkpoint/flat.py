@@ -1,8 +1,8 @@
-"""Take FSDP1's flat parameters apart.
+"""Splitting of FSDP1's flat parameters.
 
-A LOCAL state dict holds one flat, padded, sharded vector per FSDP unit and says nothing of what is in it. With the model's
-parameters in order, the layout follows: each unit owns the parameters below it that no inner unit owns, in the order of
-``named_parameters``, one after the other; with ``use_orig_params=True`` each one begins at a multiple of 16 bytes
+A LOCAL state dict holds one flat, padded, sharded vector per FSDP unit and does not say what is in it. The layout follows from the
+model's parameters in order. Each unit owns the parameters below it that no inner unit owns, in the order of ``named_parameters``,
+one after the other. With ``use_orig_params=True`` each one begins at a multiple of 16 bytes
 (``torch/distributed/fsdp/_flat_param.py``, ``FlatParamHandle._init_flat_param_and_metadata``).
 """
 
@@ -25,13 +25,13 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class ParameterList:
-    """A model's parameters in order, for telling apart what a checkpoint only numbers or concatenates.
+    """A model's parameters in order, to identify what a checkpoint only numbers or concatenates.
 
     Attributes:
         shapes: Canonical name to shape, in the order of ``named_parameters``.
         tied: Further names of the same parameters: name to the first name.
         trainable: The names with ``requires_grad``.
-        tensors: Canonical name to shape of all that its ``state_dict()`` has: tied names and persistent buffers too.
+        tensors: Canonical name to shape of all tensors in its ``state_dict()``, including tied names and persistent buffers.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -41,7 +41,7 @@ class ParameterList:
 
     @classmethod
     def of(cls, model: torch.nn.Module) -> ParameterList:
-        """Read it off a model (on the meta device, for instance)."""
+        """Build the list from a model (on the meta device, for instance)."""
         fqn = fqn_of(model)
         first: dict[int, str] = {}
         shapes: dict[str, tuple[int, ...]] = {}
@@ -62,7 +62,7 @@ class ParameterList:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Where a parameter lies in a flat one."""
+    """The position of a parameter in a flat parameter."""
 
     name: str
     start: int
@@ -73,7 +73,7 @@ def units_of(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Return the flat parameters by the canonical name of their unit; the root's name is empty.
 
     Raises:
-        CheckpointFormatError: They lie in several nests, so that it is not said which is the model.
+        CheckpointFormatError: They are nested under several keys, so that it is unclear which one is the model.
     """
     flat = [entry for entry in checkpoint.section("model") if is_flat(entry)]
     if flat:
@@ -84,13 +84,13 @@ def units_of(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 def layout(
     units: Mapping[str, TensorEntry], parameters: ParameterList, outside: frozenset[str], num_ranks: int, path: object
 ) -> dict[str, list[Stretch]]:
-    """Where each parameter lies, per unit.
+    """Compute the position of each parameter, per unit.
 
     Args:
         units: Unit name to its flat parameter.
         parameters: The model's parameters.
-        outside: Names that the checkpoint holds on their own (ignored parameters); no unit owns them.
-        num_ranks: How many ranks shared each unit.
+        outside: Names that the checkpoint holds separately (ignored parameters); no unit owns them.
+        num_ranks: Number of ranks that shared each unit.
         path: The checkpoint, for messages.
 
     Raises:
@@ -114,7 +114,7 @@ def layout(
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """The modules that a parameter is in, from its own to the root, whose name is empty."""
+    """Yield the modules around a parameter, from the innermost to the root, whose name is empty."""
     while name:
         name = name.rpartition(".")[0]
         yield name
@@ -144,7 +144,7 @@ def _one_unit(flat: TensorEntry, names: Sequence[str], parameters: ParameterList
 
 
 def aligned(names: Sequence[str], parameters: ParameterList, align: int) -> tuple[list[Stretch], int]:
-    """Return where parameters lie that follow each other at multiples of ``align`` elements, and where the last one ends."""
+    """Return the positions of parameters stored one after another at multiples of ``align`` elements, and the end of the last."""
     stretches, at = [], 0
     for name in names:
         at += -at % align

@@ -1,4 +1,4 @@
-"""A new file that is hashed while it is written and on disk when it is closed."""
+"""A new file that is hashed while it is written, and synced to disk when it is closed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from labkit.checkpoint import direct_io
 from labkit.checkpoint.checksums import crc32, read_into
 from labkit.checkpoint.manifest import FileSum
 
-_STEP_BYTES = 1 << 18  # stays in the processor's cache from the copy to the hash
+_STEP_BYTES = 1 << 18  # small enough to stay in the processor's cache between copy and hash
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that hashes what is written to it. Refuses to replace a file; syncs to disk on close.
+    """A new file that hashes what is written to it. It never replaces a file, and syncs to disk on close.
 
-    Whole blocks go past the page cache where the file system offers it, the last part through it.
+    Whole blocks bypass the page cache if the file system supports it; the last part goes through the cache.
     """
 
     def __init__(self, path: Path) -> None:
@@ -30,7 +30,7 @@ class HashedFile(io.RawIOBase):
         self._error: OSError | None = None
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # torch's zip writer buries a failed write under a complaint of its own ("unexpected pos 704 vs 598").
+        # torch's zip writer hides a failed write behind an error of its own ("unexpected pos 704 vs 598").
         try:
             super().__exit__(kind, error, trace)
         except OSError as late:
@@ -55,7 +55,7 @@ class HashedFile(io.RawIOBase):
         """Append a byte range of another file.
 
         Returns:
-            How many bytes there were, fewer than ``length`` only at that file's end, and their CRC-32.
+            The number of bytes copied, smaller than ``length`` only at that file's end, and their CRC-32.
         """
         done = crc = 0
         while done < length:
@@ -70,7 +70,7 @@ class HashedFile(io.RawIOBase):
         return done, crc
 
     def _take(self, count: int) -> None:
-        """Count what was just put behind the filled part of the block."""
+        """Hash and count bytes that were just placed after the filled part of the block."""
         self._digest.update(self._block[self._filled : self._filled + count])
         self._filled += count
         self._size += count
@@ -98,7 +98,7 @@ class HashedFile(io.RawIOBase):
         return self._size
 
     def flush(self) -> None:
-        """Nothing: the file is flushed and synced once, on close."""
+        """Do nothing: the file is flushed and synced once, on close."""
 
     def close(self) -> None:
         if not self.closed:
@@ -112,5 +112,5 @@ class HashedFile(io.RawIOBase):
                 super().close()
 
     def total(self) -> FileSum:
-        """The size and hash of what was written so far."""
+        """Return the size and hash of everything written so far."""
         return FileSum(self._size, self._digest.hexdigest())

@@ -1,4 +1,4 @@
-"""What the index says that each file holds: how much of which entries."""
+"""Summaries of each file's contents according to the index: which entries, and how many bytes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FIRST = 3
 
 @dataclass
 class Held:
-    """What a file, or some part of it, holds.
+    """The contents of a file, or of a part of it.
 
     Attributes:
-        num_tensors, num_values: How many tensors have elements in it, how many values lie in it.
+        num_tensors, num_values: Number of tensors with elements in it, and number of values in it.
         size_bytes: The tensors' bytes, without what the format adds.
-        first: The names of the first tensors; of the first values where there are no tensors.
-        end: How many bytes the file has to have.
+        first: The names of the first tensors; if there are none, of the first values.
+        end: The least number of bytes that the file must have.
     """
 
     num_tensors: int = 0
@@ -32,7 +32,7 @@ class Held:
     end: int = 0
 
     def add(self, entry: TensorEntry | ValueEntry, size_bytes: int, end: int = 0) -> None:
-        """Count an entry; all parts of it at once, and tensors before values."""
+        """Count an entry; count all its parts at once, and tensors before values."""
         is_tensor = isinstance(entry, TensorEntry)
         self.num_tensors += is_tensor
         self.num_values += not is_tensor
@@ -43,7 +43,7 @@ class Held:
 
     @property
     def text(self) -> str:
-        """In words: ``6 tensors or parts of them, 312 B (a, b, c and 3 more), and 2 values``."""
+        """The contents in words: ``6 tensors or parts of them, 312 B (a, b, c and 3 more), and 2 values``."""
         if not self.num_tensors:
             return f"{counted(self.num_values, 'value')} ({listed(self.first, self.num_values)})"
         what = "1 tensor or a part of it" if self.num_tensors == 1 else f"{self.num_tensors:,} tensors or parts of them"
@@ -52,7 +52,7 @@ class Held:
 
 
 def held_in_files(checkpoint: Checkpoint) -> dict[str, Held]:
-    """What each file of a checkpoint holds, by name; copies from other rank files count too."""
+    """Summarise, per file, which entries the index places in it and how many bytes; copies from other rank files count too."""
     shares = _Shares()
     for entry in checkpoint.tensors.values():
         shares.add(entry)
@@ -63,26 +63,26 @@ def held_in_files(checkpoint: Checkpoint) -> dict[str, Held]:
 
 
 def missing_files(checkpoint: Checkpoint) -> dict[str, Held]:
-    """What was in the files that the index names and that are not there."""
+    """Return the contents of the files that the index names and that are missing."""
     missing = {name for name, size in checkpoint.files.items() if size < 0}
     return {name: held for name, held in held_in_files(checkpoint).items() if name in missing} if missing else {}
 
 
 class _Shares:
-    """What tensors have in each file, as columns: 10,000 tensors in 1,024 files are ten million shares."""
+    """The tensors' parts in each file, as columns: 10,000 tensors in 1,024 files have ten million parts."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._lists: dict[int, tuple[Sequence[str], npt.NDArray[np.int64]]] = {}
-        # By file: tensors, bytes, the end of the last.
+        # One column per file: number of tensors, their bytes, the end of the last.
         self._columns = np.zeros((3, 0), np.int64)
         self._first: dict[int, list[str]] = {}
 
     def add(self, entry: TensorEntry) -> None:
-        """Count a tensor, all copies of it at once."""
+        """Count a tensor with all its copies."""
         tables = [entry.chunks, *entry.replicas]
         files = np.concatenate([self._numbers(table.files)[table.file_ids] for table in tables])
-        tensors, sizes, ends = self._columns  # as wide as all files by now
+        tensors, sizes, ends = self._columns  # as wide as the number of files by now
         np.add.at(sizes, files, np.concatenate([table.sizes.prod(axis=1) for table in tables]) * entry.dtype.itemsize)
         np.maximum.at(ends, files, np.concatenate([table.starts + table.lengths for table in tables]))
         files = np.unique(files)
@@ -91,7 +91,7 @@ class _Shares:
         tensors[files] += 1
 
     def _numbers(self, files: Sequence[str]) -> npt.NDArray[np.int64]:
-        """The numbers of a table's files. Tables of one checkpoint mostly share one list; it is kept, so its id stays its own."""
+        """Return the numbers of a table's files. Tables mostly share one list of files; it is kept, so that its id stays unique."""
         if id(files) not in self._lists:
             numbers = [self._names.setdefault(name, len(self._names)) for name in files]
             self._lists[id(files)] = files, np.array(numbers, dtype=np.int64)
@@ -100,7 +100,7 @@ class _Shares:
         return self._lists[id(files)][1]
 
     def held(self) -> dict[str, Held]:
-        """What each file holds, in the order in which tensors use them."""
+        """Return the contents of each file, in the order in which tensors use them."""
         names = list(self._names)
         counts = self._columns.T.tolist()
         return {

@@ -1,7 +1,7 @@
 """Host memory into which a GPU copies a state, kept from one save to the next.
 
 A GPU copies into page-locked memory at the rate of its bus, and into ordinary memory at a tenth of that or less. Locking
-pages takes longer than the copy, so they are locked once.
+pages takes longer than the copy, so they are locked only once.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _ALIGNMENT = 512
 
 
 class HostMemory:
-    """Blocks of memory, shared out anew for each save.
+    """Blocks of memory that each save uses anew.
 
     Args:
-        allocate: Makes a block of so many bytes.
-        block_bytes: The size of a block. A larger tensor gets a block of its own.
+        allocate: Allocates a block of so many bytes.
+        block_bytes: The size of a block. A larger tensor gets its own block.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor] = locked_memory, *, block_bytes: int = BLOCK_BYTES) -> None:
@@ -32,11 +32,11 @@ class HostMemory:
 
     @property
     def size_bytes(self) -> int:
-        """How much memory is held."""
+        """The number of bytes held."""
         return sum(block.nbytes for block in self._blocks)
 
     def begin(self) -> None:
-        """A save begins: what the last one was given is free again, and what it did not need is let go."""
+        """Begin a save: reuse what the last save was given, and free what it did not need."""
         del self._blocks[self._block + (self._offset > 0) :]
         self._block = self._offset = 0
 
@@ -44,8 +44,8 @@ class HostMemory:
         """Begin to copy a tensor of any device, dtype and strides.
 
         Returns:
-            A contiguous copy whose storage holds nothing else, valid until the next :meth:`begin`. Its values are there when the
-            device's current stream has come so far.
+            A contiguous copy whose storage holds nothing else, valid until the next :meth:`begin`. Its values are complete once the
+            device's current stream has reached this copy.
         """
         copy = torch.empty(0, dtype=data.dtype).set_(self._take(data.nbytes)).view(data.shape)
         return copy.copy_(data, non_blocking=True)

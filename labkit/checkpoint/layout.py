@@ -1,17 +1,17 @@
-"""Which box of a tensor a rank holds: the arithmetic of placements, without a process group or a mesh object."""
+"""The box of a tensor that a rank holds: the arithmetic of placements, without a process group or a mesh object."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_MOST_DIMS = 64  # of a tensor in torch's operations, and of numpy's arrays
+_MOST_DIMS = 64  # the limit of torch's operations and of numpy's arrays
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class ShardDim:
-    """One mesh axis shards one tensor dim.
+    """A mesh axis that shards one tensor dim.
 
     Attributes:
         dim: The tensor dim; negative counts from the end.
@@ -26,20 +26,20 @@ Placement = ShardDim | None  # None replicates over the axis
 
 
 def split(length: int, parts: int, index: int) -> tuple[int, int]:
-    """The offset and size of part ``index`` when a dim is cut as :func:`torch.chunk` cuts it; later parts may be empty."""
+    """Return offset and size of part ``index`` of a dim that is split as :func:`torch.chunk` does; later parts may be empty."""
     step = -(-length // parts)
     start = min(index * step, length)
     return start, min(step, length - start)
 
 
 def local_box(shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> Box:
-    """The box of a tensor that the rank at a mesh coordinate holds.
+    """Return the box of a tensor that the rank at a mesh coordinate holds.
 
     Args:
         shape: The tensor's full shape.
         mesh_shape: The size of each mesh axis, outermost first.
-        coordinate: The rank's place on each axis.
-        placements: What each axis does to the tensor.
+        coordinate: The rank's coordinate on each axis.
+        placements: The placement of the tensor on each axis.
 
     Returns:
         Offsets and sizes, one number per dim.
@@ -65,7 +65,7 @@ def _strided(placement: Placement) -> bool:
 
 
 def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
-    """A rank's coordinate in a mesh that numbers its ranks in row-major order."""
+    """Return a rank's coordinate in a mesh that numbers its ranks in row-major order."""
     coordinate = []
     for size in reversed(mesh_shape):
         rank, at = divmod(rank, size)
@@ -86,7 +86,7 @@ def is_shape(shape: Sequence[object]) -> bool:
 
 
 def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether strides are those of C order; dims of size 1 and empty tensors do not matter."""
+    """Return whether strides are those of C order; dims of size 1 and empty tensors do not matter."""
     if 0 in shape:
         return True
     expected = 1
@@ -98,7 +98,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements of its storage a strided tensor reaches over."""
+    """Return the number of elements of its storage from a strided tensor's first element to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -1,4 +1,4 @@
-"""What one rank is going to read into its training state, and what stands in the way."""
+"""The plan of what one rank will read into its training state, and the problems that prevent it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from labkit.progress import task
 
 @dataclass
 class Problems:
-    """What one rank found that does not fit."""
+    """Mismatches that one rank found."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Problems:
 
 @dataclass
 class LoadPlan:
-    """Everything one rank is going to read, and what stands in the way."""
+    """Everything that one rank will read, and the problems that prevent it."""
 
     checkpoint: Checkpoint
     state: dict[str, Any]
@@ -60,7 +60,7 @@ class LoadPlan:
 
     @classmethod
     def make(cls, root: Path, state: dict[str, Any], ignore: Sequence[str], narrowing: bool, comm: Comm) -> LoadPlan:
-        """Compare a checkpoint with a training state; what does not fit is in ``problems``. Ranks: collective for FSDP1."""
+        """Compare a checkpoint with a training state; mismatches are in ``problems``. Ranks: collective for FSDP1."""
         checkpoint = open_checkpoint(root)
         captured = capture(state, comm.rank, saving=False)
         plan = cls(checkpoint, state, captured, ignore, narrowing, comm, Reader(checkpoint), notes=list(checkpoint.notes))
@@ -123,7 +123,7 @@ class LoadPlan:
             for name, value in self.modules[path].items():
                 key = flat_key((*path, name))
                 if is_extra_state(name) and key in self.checkpoint.tensors:
-                    self.values.append(key)  # handed over whole, whatever its shape is here
+                    self.values.append(key)  # passed on whole, whatever its shape is here
                     taken.add(key)
                     continue
                 self._want(key, value if is_tensor(value) and not is_extra_state(name) else None, taken)
@@ -223,7 +223,7 @@ class LoadPlan:
         put_value(self.state, leaf.path, value)
 
     def finish(self) -> None:
-        """What only works once the tensors are there: FSDP1's own loading, extra state, optimizers."""
+        """Do what needs the loaded tensors: FSDP1's own loading, extra state, optimizers."""
         for path, state in self.modules.items():
             load_module_state(self.captured.modules[path], state)
         for target in self.optimizers:
@@ -231,7 +231,7 @@ class LoadPlan:
 
 
 def find(state: Any, path: Path_, rank: int) -> Any:
-    """The value at nested keys of a state; a :class:`PerRank` is stepped into."""
+    """Return the value at nested keys of a state, also inside a :class:`PerRank`; None in the part of another rank."""
     value = state
     for step in path:
         if isinstance(value, PerRank):

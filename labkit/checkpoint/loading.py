@@ -1,7 +1,7 @@
 """A load that checks everything before it changes anything.
 
-Keys in both directions, shapes, dtypes, coverage and hashes are compared first, on every rank; then each rank reads the
-boxes that it holds, straight from the files, without a collective and without unpickling anything.
+Keys in both directions, shapes, dtypes, coverage and hashes are compared first, on every rank. Then each rank reads the boxes
+that it holds, straight from the files, without a collective and without unpickling anything unsafe.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ Check = Literal["full", "size", "none"]
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What a load did.
+    """The outcome of a load.
 
     Attributes:
         path: The checkpoint's directory or file.
         step: Its step, in a store.
-        num_tensors: Tensors read, on all ranks together each once.
-        ignored: Keys that the checkpoint or the state has alone and that ``ignore`` covered.
-        checked: Whether file hashes were compared; False also when the checkpoint has no manifest.
+        num_tensors: Number of tensors read, over all ranks, each counted once.
+        ignored: Keys that only the checkpoint or only the state has, and that ``ignore`` covered.
+        checked: Whether file hashes were compared; also False if the checkpoint has no manifest.
         notes: Sentences about anything else worth knowing.
     """
 
@@ -66,36 +66,36 @@ def load(
 
     Args:
         path: A store (its newest complete step, or ``step``), or any checkpoint that :func:`open_checkpoint` reads.
-        state: As for :func:`labkit.checkpoint.save`. Tensors and modules are filled in place; optimizers get the saved
-            state and groups; objects with ``load_state_dict`` are called; other values are replaced in their dicts, equal to
-            those that were saved and of the same type (:mod:`labkit.checkpoint.values`). The dicts and lists that hold names stay
-            the caller's own.
-        step: Which step of a store.
-        ignore: Patterns (``optimizer.*``) of keys that may be missing or unexpected; they are left as they are.
-        check: ``full`` compares every file with the manifest's hashes first, shared out over the ranks; without a manifest
-            it compares torch's own checksums while reading, so then a load can stop half way. ``size`` looks at sizes
-            only; ``none`` does neither, and does not look for what :func:`labkit.checkpoint.verify` calls an error.
+        state: As for :func:`labkit.checkpoint.save`. Tensors and modules are filled in place. Optimizers get the saved state and
+            groups. Objects with ``load_state_dict`` are called. Other values are replaced in their dicts; they are equal to the
+            saved ones and of the same type (:mod:`labkit.checkpoint.values`). The dicts and lists that hold names stay the
+            caller's own.
+        step: The step of a store to load.
+        ignore: Patterns (``optimizer.*``) of keys that may be missing or unexpected; these keep their values.
+        check: ``full`` first compares every file with the manifest's hashes, shared out over the ranks. Without a manifest it
+            compares torch's own checksums while reading, so a load can then stop half way. ``size`` checks only sizes.
+            ``none`` does neither, and does not look for errors as :func:`labkit.checkpoint.verify` does.
         narrowing: Allow conversions to a dtype that cannot hold every value of the saved one. Values that overflow are
             still refused.
-        despite: Codes of errors of ``verify`` to load with (:data:`labkit.checkpoint.findings.CODES`). Rank 0 looks at the index,
-            the moments and the lists of parameters of what is loaded; it does not look at NaN, nor at values one by one.
-            ``unsafe`` changes nothing here: what asks for code is never read.
-        group: The ranks that load; None for all of them.
+        despite: Codes of errors of ``verify`` to load in spite of (:data:`labkit.checkpoint.findings.CODES`). Rank 0 checks the
+            index, the moments and the lists of parameters of everything loaded; it does not check for NaN, nor single values.
+            ``unsafe`` has no effect here: pickles that ask for code are never read.
+        group: The ranks that load; None for all ranks.
 
     Returns:
-        What was loaded, from where.
+        The checkpoint that was loaded, and what was read from it.
 
     Raises:
         CheckpointNotFoundError: The store has no complete step, or not this one.
         FQNMismatchError: Keys are missing or unexpected.
-        CheckpointMismatchError: A shape differs, also where it would broadcast.
+        CheckpointMismatchError: A shape differs, even if it would broadcast.
         DtypeNarrowingError: A dtype cannot hold the saved values.
         IncompleteCheckpointError: A file is missing or cut off, or a region of a tensor is in no file.
         CorruptCheckpointError: A file's hash is not the manifest's.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         VerificationError: ``verify`` would find an error, and ``despite`` does not name it.
-        In all these cases nothing in the state has changed, on any rank; except overflow under ``narrowing``, and damaged
-        data in a checkpoint without a manifest, which show only while reading.
+        In all these cases nothing in the state has changed, on any rank. The exceptions are overflow under ``narrowing``, and
+        damaged data in a checkpoint without a manifest, which only show while reading.
 
     Ranks: collective; all ranks raise when one does. Blocks for reading the checkpoint once to check it and once to load.
     """
@@ -106,7 +106,7 @@ def load(
     plans = []
     comm.everywhere(lambda: plans.append(LoadPlan.make(root, state, ignore, narrowing, comm)), root)
     plan = plans[0]
-    # Without a manifest, torch's own checksums, which torch does not look at, are the next best thing.
+    # Without a manifest, use torch's own checksums instead, which torch itself does not check.
     plan.checksums = check == "full" and not checked
     problems = comm.gather(plan.problems)
     _raise_problems(root, problems)
@@ -143,7 +143,7 @@ def _check_files(root: Path, check: Check, comm: Comm) -> bool:
         found = manifest.read(root) if root.is_dir() else None
         if found is None:
             return False
-        # The largest files first, dealt out like cards: each rank hashes about the same number of bytes.
+        # Deal out the files from the largest to the smallest, so that each rank hashes about the same number of bytes.
         names = sorted(found.files, key=lambda name: (-found.files[name].size, name))
         share = names[comm.rank :: comm.size]
         with task("check", sum(found.files[name].size for name in share)) as checking:

@@ -1,8 +1,8 @@
 """Step directories and the manifest that makes one complete.
 
-A store is a directory of ``step_00000010`` directories. A step counts from the moment its ``manifest.json`` appears,
-which is the last thing a save does, by an atomic rename. The manifest holds the size and hash of every file of the
-step. ``latest`` is found by looking for manifests; there is no pointer that could be moved too early or be lost.
+A store is a directory of ``step_00000010`` directories. A step is complete once its ``manifest.json`` appears. A save creates it
+last, by an atomic rename. The manifest holds the size and hash of every file of the step. ``latest`` searches for manifests; there
+is no pointer that could be moved too early or get lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANIFEST_FILE = "manifest.json"
 _EARLIER = "Use an earlier step."
 FORMAT = "labkit-checkpoint"
 VERSION = 1
-_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as step_directory writes it: no second name for a step
+_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as step_directory writes it, so that each step has only one name
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +44,13 @@ class FileSum:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a complete checkpoint consists of.
+    """The contents of a complete checkpoint.
 
     Attributes:
-        files: File name to size and hash, of every file but the manifest.
+        files: File name to size and hash, for every file but the manifest.
         step: The training step, or None for a checkpoint that is no step of a store.
-        world_size: How many ranks wrote it.
-        about: Free facts: versions, the time, what made it.
+        world_size: The number of ranks that wrote it.
+        about: Free-form facts: versions, the time, the source.
     """
 
     files: Mapping[str, FileSum]
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def hash_bytes(data: Any) -> str:
-    """The xxh3-128 hash of a bytes-like object. Against accidents and mix-ups, not against forgery."""
+    """Return the xxh3-128 hash of a bytes-like object. It protects against accidents and mix-ups, not against forgery."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -69,8 +69,8 @@ def hash_file(path: Path, *, from_disk: bool = False) -> FileSum:
 
     Args:
         path: The file.
-        from_disk: Read past the page cache; where the file system does not offer that, ask the kernel to forget the pages
-            first (a hint).
+        from_disk: Read past the page cache; if the file system does not support that, first ask the kernel to drop the pages
+            (a hint).
 
     Ranks: local. Blocks for one read of the file.
     """
@@ -96,7 +96,7 @@ def hash_file(path: Path, *, from_disk: bool = False) -> FileSum:
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest into a directory, by an atomic rename after it and the directory are on disk.
+    """Write the manifest into a directory: sync it and the directory to disk, and then rename it atomically.
 
     Raises:
         OSError: The manifest cannot be written; the directory then stays incomplete.
@@ -115,7 +115,7 @@ def publish(directory: Path, manifest: Manifest) -> None:
 
 
 def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file beside its place, bring it to disk, and rename it into place."""
+    """Write a file beside its final path, sync it to disk, and rename it to that path."""
     # Where others may write, too, no name that could be known before is opened, and none that is there.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(16)}.tmp")
     with temporary.open("xb") as file:
@@ -128,7 +128,7 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Bring a directory's entries to disk."""
+    """Sync a directory's entries to disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -137,11 +137,11 @@ def sync_directory(path: Path) -> None:
 
 
 def read(directory: Path) -> Manifest | None:
-    """Return the manifest of a directory, or None when it has none.
+    """Return the manifest of a directory, or None if it has none.
 
     Raises:
-        CorruptCheckpointError: The manifest itself is damaged, or lists what is no file of the directory.
-        CheckpointFormatError: It is of a later version than this labkit reads.
+        CorruptCheckpointError: The manifest itself is damaged, or lists something that is no file of the directory.
+        CheckpointFormatError: Its version is not the one that this labkit reads.
     """
     path = directory / MANIFEST_FILE
     try:
@@ -167,7 +167,7 @@ def read(directory: Path) -> Manifest | None:
 
 
 def _check_form(path: Path, found: Manifest) -> None:
-    # Its own hash is no proof of who wrote it: anybody can compute one.
+    # Its own hash does not prove who wrote it, because anyone can compute one.
     outside = [name for name in found.files if not is_inside(name) or name == MANIFEST_FILE]
     if outside:
         raise CorruptCheckpointError(path, f"it lists {outside[0]!r}, which is no file of this directory. Use an earlier step.")
@@ -186,11 +186,11 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def check_file(directory: Path, name: str, expected: FileSum, *, content: bool = True, from_disk: bool = False) -> None:
-    """Compare a file with what the manifest says.
+    """Compare a file with its entry in the manifest.
 
     Raises:
-        IncompleteCheckpointError: It is missing or has another size.
-        CorruptCheckpointError: Its content has another hash.
+        IncompleteCheckpointError: It is missing or has a different size.
+        CorruptCheckpointError: Its content has a different hash.
     """
     path = directory / name
     try:
@@ -208,23 +208,23 @@ def check_file(directory: Path, name: str, expected: FileSum, *, content: bool =
 
 
 def step_directory(store: Path, step: int) -> Path:
-    """Where a step lies in a store."""
+    """Return the directory of a step in a store."""
     return store / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int | None:
-    """The step that a directory's name says, or None."""
+    """Return the step in a directory's name, or None."""
     match = _STEP.fullmatch(path.name)
     return int(match.group(1)) if match else None
 
 
 def is_store(path: Path) -> bool:
-    """Whether a directory holds step directories."""
+    """Return whether a directory holds step directories."""
     return any(step_of(child) is not None for child in path.iterdir() if child.is_dir())
 
 
 def complete_steps(store: Path) -> list[int]:
-    """The steps with a manifest, ascending. An empty list when the store does not exist."""
+    """Return the steps with a manifest, ascending; an empty list if the store does not exist."""
     if not store.is_dir():
         return []
     children = ((step_of(child), child) for child in store.iterdir())
@@ -232,7 +232,7 @@ def complete_steps(store: Path) -> list[int]:
 
 
 def latest(store: Path) -> Path:
-    """The directory of the highest complete step.
+    """Return the directory of the highest complete step.
 
     Raises:
         CheckpointNotFoundError: The store has no complete step.

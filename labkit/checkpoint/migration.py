@@ -1,4 +1,4 @@
-"""Turn any checkpoint into one that FSDP2, DCP, torch.load or safetensors reads."""
+"""Migration of any checkpoint into one that FSDP2, DCP, torch.load or safetensors reads."""
 
 from __future__ import annotations
 
@@ -57,52 +57,53 @@ def migrate(
 
     FSDP1's FULL, SHARDED and LOCAL forms, one file or one per rank, become what FSDP2 with
     :mod:`torch.distributed.checkpoint.state_dict` loads: canonical names, optimizer state by FQN. Schedulers, counters and
-    random states are carried along; what differs between rank files is keyed by rank.
+    random states are kept; entries that differ between rank files are keyed by rank.
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
-        destination: Must not exist. It appears, complete and verified, by one rename at the end. A killed run leaves
+        destination: A path that must not exist. It appears, complete and verified, by one rename at the end. A killed run leaves
             ``destination.partial``, which the same call removes before it starts over.
-        to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, ``dcp`` without one. Safetensors
-            hold the tensors of one model and nothing else, so ``only`` has to say what is kept of more; without a suffix, a
-            directory of shards with an index.
+        to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, and ``dcp`` without one. Safetensors
+            hold only the tensors of one model, so if the source has more, ``only`` must say what to keep. Without a suffix,
+            safetensors are a directory of shards with an index.
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
         order: The names of the optimizer's parameters in its order, where the model's order is not the optimizer's: several
             parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them. Where
             several optimizers number their parameters, a dict: ``{"g_optimizer": [...], "d_optimizer": [...]}``.
         rules: Rename rules, from :func:`labkit.checkpoint.rename.read_rules`.
-        parts: Name and path of checkpoints in ``source`` that make one together, see :func:`labkit.checkpoint.catalog.open_parts`.
-        only: Top-level keys to keep, such as ``model``; ``.`` stands for the tensors that lie in no dict.
+        parts: Name and path of checkpoints in ``source`` that form one together, see :func:`labkit.checkpoint.catalog.open_parts`.
+        only: Top-level keys to keep, such as ``model``; ``.`` means the tensors that are in no dict.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
             refused.
         copies: See :func:`labkit.checkpoint.source_contents.contents_of`.
         shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
-        despite: Codes of errors of :func:`labkit.checkpoint.verify` to go on with (:data:`labkit.checkpoint.findings.CODES`).
-            Without them, an error in what is copied stops the migration before anything is written, and one in what would come
-            out before it appears. What a Python or torch of another version wrote is no obstacle: the copy is for those here.
+        despite: Codes of errors of :func:`labkit.checkpoint.verify` to accept (:data:`labkit.checkpoint.findings.CODES`). Any
+            other error in the entries to copy stops the migration before anything is written, and one in the result stops it
+            before the destination appears. An index by another version of Python or torch is no obstacle: the copy is for
+            those here.
         for_torch: The version of torch, such as ``2.13``, that is to read a DCP directory; by default the one here.
 
     Returns:
-        What was written.
+        A summary of what was written.
 
     Raises:
         CheckpointExistsError: The destination exists.
         AmbiguousCheckpointError: The source can be read in several ways.
-        CheckpointError: Something would be left out that nothing says to leave out; or the destination lies in the source, or its
-            suffix and the format contradict each other.
+        CheckpointError: Something would be left out without being told to; or the destination is inside the source, or its
+            suffix contradicts the format.
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
-        CheckpointFormatError: It is none that labkit knows, or was changed while it was read
+        CheckpointFormatError: The source has no format that labkit supports, or changed while it was read
             (:mod:`labkit.checkpoint.source_files` has the rule).
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
-        VerificationError: ``verify`` finds errors in the source or in what would come out, and ``despite`` does not name them.
+        VerificationError: ``verify`` finds errors in the source or in the result that ``despite`` does not name.
         CheckpointWriteError: The destination cannot be written, or does not read back.
 
-    Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB. What only moves is copied in blocks of
-    4 MiB a worker.
+    Ranks: local. Tensor data in memory stay below twice the largest tensor plus 64 MiB. Data that are only moved are copied in
+    blocks of 4 MiB per worker.
     """
     if to is not None and to not in get_args(Format):
         raise CheckpointError(
@@ -153,7 +154,7 @@ def _format_of(destination: Path, to: Format | None) -> Format:
         if meant is not None and meant != to:
             raise CheckpointError(f"{destination}: the format {to!r} (--to {to}) and the suffix {suffix} contradict each other.")
         return to
-    if meant is None and suffix != ".dcp" and re.fullmatch(r"\.[a-z][a-z0-9]*", suffix):  # and not as in llama-3.1-8b
+    if meant is None and suffix != ".dcp" and re.fullmatch(r"\.[a-z][a-z0-9]*", suffix):  # but not a name like llama-3.1-8b
         raise CheckpointError(
             f"{destination}: the suffix {suffix} says no format. Files end in .safetensors or {', '.join(_TORCH_SUFFIXES)}; a "
             "DCP directory has no suffix. For any other name, say the format with to=... (--to dcp, safetensors or torch)."
@@ -170,7 +171,7 @@ def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int 
     if to != "safetensors":
         contents.notes += tie_note("tied, and written once", tied_tensors(contents.tensors))
     if to == "dcp":
-        from labkit.checkpoint.dcp_directory import DcpWriter  # with it comes all of DCP, which the others do not need
+        from labkit.checkpoint.dcp_directory import DcpWriter  # imports all of DCP, which the other formats do not need
 
         tensors, tied = _apart(contents.tensors)
         files = bins(tensors, shard_bytes or DEFAULT_FILE_BYTES)
@@ -215,7 +216,7 @@ def _safetensors(contents: Contents, destination: Path, shard_bytes: int | None)
 
 
 def _apart(tensors: Sequence[OutTensor]) -> tuple[list[OutTensor], Ties]:
-    """The tensors that have bytes of their own, and those that are tied to one of them."""
+    """Return the tensors that own their bytes, and those that are tied to one of them."""
     owners = tied_tensors(tensors)
     return [item for item in tensors if item.key not in owners], {
         item.key: (item, owners[item.key]) for item in tensors if item.key in owners
@@ -223,7 +224,7 @@ def _apart(tensors: Sequence[OutTensor]) -> tuple[list[OutTensor], Ties]:
 
 
 def bins(tensors: Sequence[OutTensor], limit: int) -> list[list[OutTensor]]:
-    """Divide tensors, in order, into files of at most ``limit`` bytes; a larger tensor has a file of its own."""
+    """Divide tensors, in order, into files of at most ``limit`` bytes; a larger tensor gets its own file."""
     result: list[list[OutTensor]] = [[]]
     size = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The one in-memory model of a checkpoint, whatever wrote it: entries with name, shape, dtype and where their bytes are."""
+"""The in-memory model of every checkpoint, whatever wrote it: entries with name, shape, dtype and the place of their bytes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _WRITER = re.compile(r"^__([0-9]+)_[0-9]+\.distcp$|^shard-([0-9]+)-model")
 
 
 def writer_rank(file: str) -> int | None:
-    """Return the rank that wrote a file of DCP, which puts it into the names; None for other files."""
+    """Return the rank that wrote a file of DCP, which puts the rank into file names; None for other files."""
     match = _WRITER.search(Path(file).name)
     if match is None:
         return None
@@ -48,15 +48,15 @@ class Chunk:
     """One box of a tensor and the bytes that hold it.
 
     Attributes:
-        offsets: Where the box begins in the tensor, one number per dim.
+        offsets: The position of the box in the tensor, one number per dim.
         sizes: The box's extent per dim.
         file: The file, relative to the checkpoint's root.
         start: The first byte in that file.
         length: The number of bytes.
-        archive: True when the bytes are a torch.save archive that holds the data (DCP), False when they are the data.
-        strides: For data in memory order other than C, or with lazy bits: the strides in elements; else None.
-        lazy: What is still to be done to the data to have the values.
-        writer: The rank that wrote the file, where that is known.
+        archive: True if the bytes are a torch.save archive that holds the data (DCP), False if they are the data.
+        strides: The strides in elements, for data that are not in C order or have lazy bits; else None.
+        lazy: What remains to be done to the data to get the values.
+        writer: The rank that wrote the file, if it is known.
     """
 
     offsets: tuple[int, ...]
@@ -75,13 +75,13 @@ class Chunk:
 
 
 class ChunkTable(Sequence[Chunk]):
-    """The chunks of one tensor, kept as columns so that a million of them stay small.
+    """The chunks of one tensor, stored as columns so that a million of them stay small.
 
     Attributes:
         offsets, sizes: int64 arrays of shape (num_chunks, num_dims).
         file_ids: int64 array (num_chunks,), indices into ``files``.
         starts, lengths: int64 arrays (num_chunks,), byte ranges.
-        writers: File name to the rank that wrote it, where the name does not say it as DCP's do.
+        writers: File name to the rank that wrote it, if the name does not contain the rank as DCP's names do.
     """
 
     __slots__ = ("archive", "file_ids", "files", "lazy", "lengths", "offsets", "sizes", "starts", "strides", "writers")
@@ -107,7 +107,7 @@ class ChunkTable(Sequence[Chunk]):
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_dims: int) -> ChunkTable:
-        """The table of a few chunks, all with the same ``archive``."""
+        """Return the table of a few chunks, all with the same ``archive``."""
         files = list(dict.fromkeys(chunk.file for chunk in chunks))
         where = {file: index for index, file in enumerate(files)}
         count = len(chunks)
@@ -147,7 +147,7 @@ class ChunkTable(Sequence[Chunk]):
         return (self[i] for i in range(len(self)))
 
     def in_directory(self, directory: str) -> ChunkTable:
-        """Return the same chunks with their files named from a directory above theirs."""
+        """Return the same chunks with their files named relative to a directory above theirs."""
         files = [f"{directory}/{file}" for file in self.files]
         table = ChunkTable(
             self.offsets,
@@ -165,12 +165,12 @@ class ChunkTable(Sequence[Chunk]):
         return table
 
     def file_names(self) -> list[str]:
-        """The files that hold this tensor, each once, in order of first use."""
+        """Return the files that hold this tensor, each once, in order of first use."""
         _, first = np.unique(self.file_ids, return_index=True)
         return [self.files[int(self.file_ids[i])] for i in np.sort(first)]
 
     def same_place(self, other: ChunkTable) -> bool:
-        """Whether both are the same boxes in the same bytes, in the same order."""
+        """Return whether both tables have the same boxes in the same bytes, in the same order."""
         columns = ("offsets", "sizes", "starts", "lengths")
         return (
             all(np.array_equal(getattr(self, column), getattr(other, column)) for column in columns)
@@ -179,7 +179,7 @@ class ChunkTable(Sequence[Chunk]):
         )
 
     def intersecting(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """The indices of the chunks that share at least one element with a box, in table order."""
+        """Return the indices of the chunks that share at least one element with a box, in table order."""
         low = np.asarray(offsets, dtype=np.int64)
         high = low + np.asarray(sizes, dtype=np.int64)
         touching = (self.offsets < high) & (self.offsets + self.sizes > low) & (self.sizes > 0)
@@ -195,7 +195,7 @@ class TensorEntry:
         path: The nested keys that lead to it; integers are list positions, or integer dict keys in a torch.save file.
         shape: The full shape.
         dtype: The stored dtype.
-        chunks: Where its data are.
+        chunks: The places of its data.
         section: Model, optimizer or other.
         tied_to: The key of the first entry that names the same bytes, or None.
         replicas: Further copies under the same key, from other rank files; each should equal ``chunks``.
@@ -223,10 +223,10 @@ class TensorEntry:
 
 
 def tie(entries: Iterable[TensorEntry]) -> None:
-    """Set ``tied_to`` of the entries that name the same bytes as one before them, in place."""
+    """Set ``tied_to`` of the entries that have the same bytes as an earlier entry, in place."""
     seen: dict[Any, list[TensorEntry]] = {}
     for entry in entries:
-        # A moment's step counts are often one scalar for all parameters: equal on purpose, and no tie.
+        # The step counts of moments are often one scalar shared by all parameters: that is intended, and no tie.
         if not entry.shape or not entry.numel or not len(entry.chunks):
             continue
         first: Chunk = entry.chunks[0]
@@ -247,7 +247,7 @@ class ValueEntry:
         path: The nested keys that lead to it.
         file: The file that holds it, relative to the root.
         start, length: The byte range of a torch.save archive in that file; length 0 when ``inline`` holds the value.
-        inline: The value itself where reading the index read it already.
+        inline: The value itself, if reading the index already read it.
         section: Optimizer or other.
         replicas: The same key in other rank files: rank to inline value.
     """
@@ -263,25 +263,25 @@ class ValueEntry:
 
 
 def unsupported(value: ValueEntry) -> str | None:
-    """Return what a value is that is a tensor of a kind which labkit describes and does not read; None for other values."""
+    """Return the kind of a tensor that labkit describes but does not read; None for other values."""
     found = (found for found in (value.inline, *value.replicas.values()) if isinstance(found, UnsupportedTensor))
     return next((tensor.what for tensor in found), None)
 
 
 @dataclass(repr=False)
 class Checkpoint:
-    """What is in a checkpoint. Made by :func:`labkit.checkpoint.open_checkpoint`, which reads only its indices.
+    """The contents of a checkpoint. Made by :func:`labkit.checkpoint.open_checkpoint`, which reads only its indices.
 
     Attributes:
-        path: What was asked for.
+        path: The path that the caller gave.
         root: The directory that file names are relative to.
         kind: ``dcp``, ``torch`` (one file, or disjoint shards), ``torch_ranks`` (a file per rank), ``safetensors``,
-            ``parts`` (several of these, which the user has put together).
+            ``parts`` (several of these, assembled by the user).
         tensors, values: The entries by key, in stored order.
         files: Name to size in bytes, of every file that belongs to the checkpoint.
-        metadata: What else the format says about itself (versions, safetensors metadata).
-        notes: Sentences about anything odd that reading noticed.
-        opaque: Names outside the allow-list that were left unread, when the caller chose not to refuse them.
+        metadata: Other information that the format has (versions, safetensors metadata).
+        notes: Sentences about anything odd that was noticed during reading.
+        opaque: Names outside the allow-list that were left unread because the caller chose not to refuse them.
         step: The step in a labkit store; None elsewhere.
         ranks: File name to the rank that wrote it, where the files are those of ranks.
         missing_ranks: The ranks whose files are not there, as far as the others tell.
@@ -313,16 +313,16 @@ class Checkpoint:
     states: dict[str, FileState] = field(default_factory=dict)
 
     def section(self, section: Section) -> Iterable[TensorEntry]:
-        """The tensors of one section."""
+        """Return the tensors of one section."""
         return (entry for entry in self.tensors.values() if entry.section == section)
 
     @property
     def size_bytes(self) -> int:
-        """The bytes of all tensors, tied ones once."""
+        """The bytes of all tensors; tied tensors count once."""
         return sum(entry.size_bytes for entry in self.tensors.values() if entry.tied_to is None)
 
     def writer(self, file: str) -> int | None:
-        """Return the rank that wrote a file, where that is known."""
+        """Return the rank that wrote a file, if it is known."""
         return self.ranks.get(file, writer_rank(file))
 
     @property

@@ -1,4 +1,4 @@
-"""Compare the model's tensors on their way into another checkpoint with the model that the user named."""
+"""Comparison of the model tensors of a migration with the model that the user named."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from labkit.checkpoint.wording import quoted
 
 
 def misfit(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -> CheckpointMismatchError | None:
-    """Return the error that says what does not fit: names that one side lacks, or shapes; None when all is well.
+    """Return an error if the tensors do not match the model: names that one side lacks, or shapes; else None.
 
-    Where several nests may be the model, the one that shares most names with it is compared; their names may also be the model's
-    with the nest in front. A model's name that matches a ``drop`` pattern may be missing, and so may all names of a tied parameter
-    but one. Contents without model tensors fit every model.
+    If several nests may be the model, the one that shares most names with it is compared; the model's names may also include the
+    nest as a prefix. A name in the model may be missing if it matches a ``drop`` pattern, and so may all names of a tied parameter
+    but one. Contents without model tensors match every model.
     """
     tensors = [item for item in contents.tensors if item.section == "model"]
     if not tensors:

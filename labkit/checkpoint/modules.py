@@ -1,4 +1,4 @@
-"""A module's tensors by canonical FQN, sharded as the module is, and back."""
+"""A module's tensors by canonical FQN, sharded like the module, and loading them back."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from labkit.checkpoint.shards import is_sharded, is_tensor
 
 
 def has_fsdp1(module: nn.Module) -> bool:
-    """Whether a module is or holds an old FullyShardedDataParallel wrapper."""
+    """Return whether a module is or contains an old FullyShardedDataParallel wrapper."""
     return any(isinstance(part, FSDP) for part in module.modules())
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """A module's parameters, persistent buffers and extra state by canonical FQN, sharded as the module is.
+    """Return a module's parameters, persistent buffers and extra state by canonical FQN, sharded like the module.
 
     Ranks: collective for FSDP1 (it gathers each unit), else local.
     """
@@ -41,10 +41,10 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def not_handed_back(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return which names of a module's state no load would hand back, each with the reason.
+    """Return the names in a module's state that no load would restore, each with the reason.
 
-    A load fills the module's own tensors and calls ``set_extra_state``. It has no way to put back a copy or a value that
-    ``state_dict`` adds. FSDP1 modules take back what they gave out.
+    A load fills the module's own tensors and calls ``set_extra_state``. It cannot restore a copy or a value that ``state_dict``
+    adds. FSDP1 modules can load everything that they return.
 
     Ranks: local.
     """
@@ -64,19 +64,19 @@ def not_handed_back(module: nn.Module, state: Mapping[str, Any]) -> dict[str, st
 
 
 def _memory(tensor: Any) -> int:
-    """Return the address of a tensor's data in memory; 0 where it has none of its own."""
+    """Return the address of a tensor's data in memory; 0 if the data are not in memory of its own."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain = not isinstance(local, ShardedTensor) and local.layout is torch.strided and not is_wrapper(local)
     return local.untyped_storage().data_ptr() if plain else 0
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name in a module's state is that of its extra state, which ``set_extra_state`` takes."""
+    """Return whether a name in a module's state is that of its extra state, which ``set_extra_state`` takes."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Hand a sharded state back to a module. Only FSDP1 and extra state need it: other tensors were filled in place.
+    """Load a sharded state into a module. Only FSDP1 and extra state need it: other tensors were filled in place.
 
     Ranks: collective for FSDP1, else local.
     """
@@ -94,8 +94,8 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def sharded_fsdp1(module: nn.Module) -> Any:
-    """A context in which an FSDP1 module hands out and takes sharded state."""
-    # Never offload_to_cpu here: on a CPU module torch 2.11 to 2.13 crash with it or hand out shared buffers.
+    """Return a context manager in which an FSDP1 module returns and loads sharded state."""
+    # Never offload_to_cpu here: with it, torch 2.11 to 2.13 crash on a CPU module or return shared buffers.
     return FSDP.state_dict_type(
         module,
         StateDictType.SHARDED_STATE_DICT,

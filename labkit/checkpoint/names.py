@@ -1,11 +1,12 @@
 """Canonical fully qualified names.
 
-Wrappers leave their attribute in every name below them. FSDP1's ``_fsdp_wrapped_module`` (``_fpw_module`` before torch 2.0),
+Wrappers add their attribute to every name below them. FSDP1's ``_fsdp_wrapped_module`` (``_fpw_module`` before torch 2.0),
 activation checkpointing's ``_checkpoint_wrapped_module`` and ``torch.compile``'s ``_orig_mod`` are private names, which no model
-uses for a submodule, so they always go. DDP's and DataParallel's ``module`` may be a submodule's own name. The rules for it:
+uses for a submodule, so they are always removed. The ``module`` of DDP and DataParallel may also be a submodule's own name. The
+rules for it:
 
-1. Where a model is at hand, its names decide (:func:`match_names`), and the types of its modules (:func:`fqn_of`).
-2. Without a model, ``module.`` goes from the front only where every name of the model begins with it, and the caller says so
+1. If a model is available, its names decide (:func:`match_names`), and the types of its modules (:func:`fqn_of`).
+2. Without a model, a leading ``module.`` is removed only if every name of the model begins with it, and the caller asks for it
    (:func:`canonical_names`).
 3. ``module`` inside a name stays.
 """
@@ -27,7 +28,7 @@ _DDP = "module."
 
 
 def canonical_fqn(name: str) -> str:
-    """Return a name without the parts that wrappers with private names added.
+    """Return a name without the parts that wrappers with private names add.
 
     >>> canonical_fqn("_fsdp_wrapped_module.0._checkpoint_wrapped_module._orig_mod.weight")
     '0.weight'
@@ -37,9 +38,9 @@ def canonical_fqn(name: str) -> str:
 
 
 def fqn_of(module: nn.Module) -> Callable[[str], str]:
-    """Return the function from a module's names to canonical ones: without wrappers, and without ``module`` where that is DDP's.
+    """Return a function from a module's names to canonical ones: without wrappers, and without each ``module`` of DDP.
 
-    The types of the wrapped modules say where it is DDP's or DataParallel's.
+    The types of the wrapped modules show which ``module`` belongs to DDP or DataParallel.
     """
     wrapped = [path for path, part in module.named_modules() if isinstance(part, DistributedDataParallel | DataParallel)]
     owners = [".".join(part for part in path.split(".") if part and part not in WRAPPERS) for path in wrapped]
@@ -56,9 +57,9 @@ def fqn_of(module: nn.Module) -> Callable[[str], str]:
 
 
 def wrappers_in(names: Iterable[str]) -> dict[str, int]:
-    """Count the names that carry each wrapper's part: ``{"_orig_mod": 12, "module": 12}``.
+    """Count the names that contain each wrapper's part: ``{"_orig_mod": 12, "module": 12}``.
 
-    ``module`` is counted where every name begins with it, since only then it counts as DDP's.
+    ``module`` is counted only if every name begins with it, because only then it is taken for DDP's.
     """
     names = list(names)
     found: Counter[str] = Counter()
@@ -70,7 +71,7 @@ def wrappers_in(names: Iterable[str]) -> dict[str, int]:
 
 
 def canonical_names(names: Iterable[str], path: object) -> dict[str, str]:
-    """Return the canonical name of each of one model's names, by the rules of this module for names without a model.
+    """Return the canonical name of each of one model's names, by this module's rules for names without a model.
 
     Raises:
         FQNMismatchError: Two names become the same one.
@@ -94,7 +95,7 @@ def _all_in_module(names: Iterable[str]) -> bool:
 
 
 def check_unique(renamed: Mapping[str, str], path: object) -> None:
-    """Raise :class:`FQNMismatchError` when two names were given the same new name."""
+    """Raise :class:`FQNMismatchError` if two names get the same new name."""
     sources: dict[str, list[str]] = {}
     for old, new in renamed.items():
         sources.setdefault(new, []).append(old)
@@ -104,15 +105,15 @@ def check_unique(renamed: Mapping[str, str], path: object) -> None:
 
 
 def match_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str]:
-    """Find each name's partner among a model's names, wrappers on either side set aside.
+    """Find each name's partner among a model's names, ignoring wrappers on either side.
 
     Args:
         names: Names from a checkpoint.
-        reference: The model's own names; they may carry wrappers too.
+        reference: The model's own names; they may contain wrappers too.
 
     Returns:
-        Name to reference name, for those that have one. Names that are equal without wrappers of private names come first. Of
-        the rest, those that are equal without any ``module`` part are partners too, where each side has one such name only.
+        Name to reference name, for names that have a partner. Names that are equal without private wrapper names come first.
+        Of the rest, names that are equal without any ``module`` part are partners too, if each side has only one such name.
     """
     names = list(names)
     exact = {canonical_fqn(name): name for name in reference}
@@ -124,7 +125,7 @@ def match_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
 
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, str]:
-    """Map names without their ``module`` parts to the names, where they are unique."""
+    """Map names without their ``module`` parts to the full names, if they are unique."""
     groups: dict[str, list[str]] = {}
     for name in names:
         *owners, last = canonical_fqn(name).split(".")
@@ -133,5 +134,5 @@ def _by_bare_name(names: Iterable[str]) -> dict[str, str]:
 
 
 def flat_key(path: Path_) -> str:
-    """Nested keys as DCP flattens them."""
+    """Return nested keys as DCP flattens them."""
     return ".".join(map(str, path))

@@ -1,4 +1,4 @@
-"""Give optimizer state that is numbered by position the parameters' names."""
+"""Renaming of optimizer state that is numbered by position to the parameters' names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def name_numbers(
         where: What lies in each flat parameter.
 
     Raises:
-        FQNMismatchError: There are no names for the numbers, or they do not fit.
+        FQNMismatchError: There are no names for the numbers, or they do not match.
         CheckpointMismatchError: A piece of state does not have its parameter's shape.
     """
     groups = [item for item in contents.values if is_group_parameters(item)]
@@ -95,7 +95,7 @@ def _name_optimizer(
 def _own_names(
     contents: Contents, groups: Sequence[OutValue], ids: Mapping[str, Any], parameters: ParameterList | None
 ) -> dict[int, str] | None:
-    """Return the names that the optimizer itself has noted beside its numbers (``param_names``), where it was made with names."""
+    """Return the names that the optimizer itself stored beside its numbers (``param_names``); None if it has none."""
     lists = {item.path[:-1]: item for item in contents.values if item.section == "optimizer" and item.path[-1] == "param_names"}
     beside = [lists.get(group.path[:-1]) for group in groups]
     found = [item for item in beside if item is not None]
@@ -180,7 +180,7 @@ def _numbering(
     else:
         names = _known_names(checkpoint)
     units = units_of(checkpoint)
-    # Each rank's share of a moment is padded to one length; the flat parameter's own length may lack that padding.
+    # Each rank's share of a moment is padded to the same length; the flat parameter's own length may lack that padding.
     padded = {unit: range(units[unit].numel, units[unit].numel + len(units[unit].chunks)) for unit in where}
     return Numbering(checkpoint.path, groups, lengths, names, where, padded)
 

@@ -1,4 +1,4 @@
-"""Find out which parameter, or which flat parameter of FSDP1, each number of an optimizer's state stands for."""
+"""Detection of the parameter, or the flat parameter of FSDP1, that each number in an optimizer's state means."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ ORDER_ADVICE = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """What the numbers stand for: all of them parameters, or all of them flat parameters.
+    """The meaning of the numbers: all of them are parameters, or all of them are flat parameters.
 
     Attributes:
         parameters: Number to name.
-        units: Number to the unit whose flat parameter it is.
+        units: Number to the unit of the flat parameter.
     """
 
     parameters: Mapping[int, str] = field(default_factory=dict)
@@ -34,14 +34,14 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Numbering:
-    """An optimizer's numbers and what is known of them.
+    """An optimizer's numbers, and what is known about them.
 
     Attributes:
         path: The checkpoint, for messages.
         groups: The numbers in each parameter group.
-        lengths: Number to the elements of its moments, where those are vectors in pieces.
-        names: The names that may be meant, where they are known: canonical, a tied name to its first one.
-        units: What lies in each flat parameter, by unit.
+        lengths: Number to the number of elements of its moments, if those are vectors in pieces.
+        names: The names that may be meant, if they are known: canonical names, and a tied name to its first one.
+        units: The parameters in each flat parameter, by unit.
         padded: Unit to the lengths that state of its flat parameter may have.
     """
 
@@ -54,11 +54,11 @@ class Numbering:
 
     @property
     def numbers(self) -> list[int]:
-        """All numbers; an optimizer counts through its groups."""
+        """All numbers, sorted; an optimizer numbers its parameters group by group."""
         return sorted(number for group in self.groups for number in group)
 
     def fit(self, units: Sequence[str]) -> bool:
-        """Whether the state is as long as these units' flat parameters, number by number."""
+        """Return whether the state is as long as these units' flat parameters, number by number."""
         pairs = dict(zip(self.numbers, units, strict=False))
         return len(units) == len(self.numbers) and all(
             self.lengths[number] in self.padded[pairs[number]] for number in self.lengths
@@ -66,12 +66,12 @@ class Numbering:
 
 
 def with_units_of(numbering: Numbering, order: Sequence[str], parameters: ParameterList, num_ranks: int) -> Numbering:
-    """Return a numbering with the flat parameters that an order names, where the checkpoint's model has none.
+    """Return a numbering with the flat parameters that an order names, if the checkpoint's model has none.
 
-    A SHARDED or FULL model beside the optimizer's own state_dict() is such a checkpoint: only the moments are flat. The optimizer
-    holds flat parameters with ``use_orig_params=False`` alone. FSDP1 then puts parameters into one only if all of them are
-    trainable or none is, one after the other, and pads each to a multiple of the number of ranks. So a named unit holds the
-    trainable parameters below it that no inner named unit holds; where none is trainable, all of them.
+    A checkpoint of a SHARDED or FULL model with the optimizer's own state_dict() is of this kind: only the moments are flat. An
+    optimizer has flat parameters only with ``use_orig_params=False``. Then FSDP1 puts parameters into one flat parameter only if
+    all of them are trainable or none is. It stores them one after the other, and pads to a multiple of the number of ranks. So a
+    named unit holds the trainable parameters below it that no inner named unit holds; if none is trainable, it holds all of them.
 
     Raises:
         FQNMismatchError: The model has no parameters in such a unit.
@@ -100,13 +100,13 @@ def with_units_of(numbering: Numbering, order: Sequence[str], parameters: Parame
 
 
 def by_order(numbering: Numbering, order: Sequence[str], parameters: ParameterList | None) -> Meaning:
-    """The meaning by the names that the user gives in the optimizer's order.
+    """Find the meaning from the names that the user gives in the optimizer's order.
 
-    They are names of parameters; or, where the optimizer had flat parameters, names of those or of what is in them, and then
-    a flat parameter stands where the first of its parameters does.
+    These are names of parameters. If the optimizer had flat parameters, they may be names of flat parameters, or of the parameters
+    in them; then each flat parameter takes the place of the first of its parameters.
 
     Raises:
-        FQNMismatchError: A name is unknown or there twice, or there are too few or too many.
+        FQNMismatchError: A name is unknown or occurs twice, or there are too few or too many.
     """
     names = [canonical_fqn(name) for name in order]
     flat = [name for name in names if name.rpartition(".")[2] == FLAT_PARAMETER]
@@ -135,10 +135,10 @@ def by_order(numbering: Numbering, order: Sequence[str], parameters: ParameterLi
 
 
 def by_model(numbering: Numbering, parameters: ParameterList) -> Meaning:
-    """The meaning by the model's own order, of all parameters or of the trainable ones.
+    """Find the meaning from the model's own order, of all parameters or of the trainable ones.
 
     Raises:
-        FQNMismatchError: The optimizer had several groups, or another number of parameters.
+        FQNMismatchError: The optimizer had several groups, or a different number of parameters.
     """
     used = [group for group in numbering.groups if group]
     if len(used) > 1:
@@ -161,7 +161,7 @@ def by_model(numbering: Numbering, parameters: ParameterList) -> Meaning:
         if len(names) == len(numbering.numbers):
             return Meaning(parameters=dict(zip(numbering.numbers, names, strict=True)))
     for chosen in (trained, units):
-        if len(chosen) == len(numbering.numbers):  # its moments do not fit, which is told of each
+        if len(chosen) == len(numbering.numbers):  # its moments do not match, which is reported for each
             return Meaning(units=dict(zip(numbering.numbers, chosen, strict=True)))
     flat = f" in {counted(len(units), 'flat parameter')} ({len(trained)} of them trainable)" if units else ""
     raise FQNMismatchError(
@@ -175,7 +175,7 @@ def by_model(numbering: Numbering, parameters: ParameterList) -> Meaning:
 
 
 def alike(shapes: Iterable[object]) -> int:
-    """How many of these are not the only ones of their shape."""
+    """Count the items whose shape occurs more than once."""
     return sum(count for count in Counter(shapes).values() if count > 1)
 
 
@@ -199,7 +199,7 @@ def _check_known(numbering: Numbering, names: Sequence[str], known: Iterable[str
     problems: list[str] = []
     for name in names:
         if name not in known:
-            # Each search looks at every name, and a message lists a few.
+            # Each search compares all names, and a message lists only a few.
             near = get_close_matches(name, known, 1) if len(problems) < FQNMismatchError.max_listed else []
             hint = f" (did you mean {near[0]}?)" if near else ""
             problems.append(f"order names {name}, and the {whose} has no such parameter{hint}")

@@ -1,7 +1,7 @@
 """An optimizer's state by parameter name.
 
-Reading never changes what is read: torch's ``get_optimizer_state_dict`` runs an optimizer step on a fresh optimizer and
-sorts moments by position in places; here a parameter's state is read off the optimizer and named by the module's FQN.
+Reading never changes the optimizer. torch's ``get_optimizer_state_dict`` runs an optimizer step on a fresh optimizer, and in some
+places matches moments by position. Here a parameter's state is read from the optimizer and named by the module's FQN.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from labkit.checkpoint.names import flat_key, fqn_of
 
 
 def parameter_names(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) -> dict[int, str]:
-    """The FQN of each of an optimizer's parameters, by ``id``.
+    """Return the FQN of each of an optimizer's parameters, by ``id``.
 
     Raises:
         FQNMismatchError: A parameter belongs to none of the modules.
@@ -51,10 +51,10 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
 
 
 def optimizer_state(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) -> dict[str, Any]:
-    """An optimizer's state by FQN: ``{"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn, ...]}]}``.
+    """Return an optimizer's state by FQN: ``{"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn, ...]}]}``.
 
     Nothing is initialised and nothing changes: a fresh optimizer has an empty ``state``. The form is that of
-    :func:`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, which loads it.
+    :func:`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, and its counterpart can load it.
 
     Ranks: collective for FSDP1 (:meth:`FSDP.optim_state_dict`), else local.
     """
@@ -76,7 +76,7 @@ def optimizer_state(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
 
 
 def match_groups(optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], path: object) -> list[dict[str, Any]]:
-    """The saved group for each of an optimizer's groups, matched by the parameters in it; empty groups by their order.
+    """Return the saved group for each of an optimizer's groups, matched by their parameters; empty groups by their order.
 
     Raises:
         FQNMismatchError: Parameters are missing or unexpected, or the groups divide them differently.
@@ -109,10 +109,10 @@ def match_groups(optimizer: Optimizer, names: Mapping[int, str], saved: list[dic
 def state_like(
     parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, name: str, group: Mapping[str, Any]
 ) -> torch.Tensor:
-    """An uninitialised tensor for one piece of a parameter's optimizer state.
+    """Allocate an uninitialised tensor for one piece of a parameter's optimizer state.
 
-    A piece with the parameter's shape is sharded as the parameter is; anything else (a step counter) is whole on every
-    rank, on the CPU unless the optimizer is capturable or fused.
+    A piece with the parameter's shape is sharded like the parameter. Anything else is whole on every rank; a step counter is on
+    the CPU unless the optimizer is capturable or fused.
     """
     if shape == tuple(parameter.shape) and (shape or name != "step"):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Memory whose pages are locked for a GPU, filled by several threads first.
+"""Memory whose pages are locked for a GPU, after several threads have filled it.
 
-A driver that allocates locked memory makes its pages in one thread: 10 GiB took 3.8 to 5.1 s on a machine with one NVIDIA H200,
-by eight threads that each asked for a part as well. Made by eight threads and locked then, 1.4 s.
+A driver that allocates locked memory creates its pages in one thread: on a machine with one NVIDIA H200, 10 GiB took 3.8 to
+5.1 s, even if eight threads each asked for a part. Created by eight threads and locked afterwards, they took 1.4 s.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _MOST_THREADS = 8
 
 
 def locked_memory(size_bytes: int) -> Tensor:
-    """Allocate page-locked memory on the host; it is unlocked when the tensor goes.
+    """Allocate page-locked memory on the host; it is unlocked when the tensor is deleted.
 
     Args:
-        size_bytes: How much.
+        size_bytes: Bytes to allocate.
 
     Returns:
-        (size_bytes,), uint8. Where the driver cannot lock memory that is there already, it is torch's own pinned memory.
+        A uint8 tensor of shape (size_bytes,). If the driver cannot lock existing memory, it is torch's own pinned memory.
 
     Raises:
-        RuntimeError: The driver locks no more memory.
+        RuntimeError: The driver cannot lock more memory.
 
-    Ranks: local. Blocks for about 0.14 s per GiB with eight cores for a rank; torch's own takes 0.4 to 0.5.
+    Ranks: local. Blocks for about 0.14 s per GiB with eight cores per rank; torch's own takes 0.4 to 0.5 s.
     """
     memory = torch.empty(size_bytes, dtype=torch.uint8)
     _make_pages(memory, num_threads())
@@ -38,7 +38,7 @@ def locked_memory(size_bytes: int) -> Tensor:
 
 
 def num_threads() -> int:
-    """This rank's share of the cores, at most 8."""
+    """Return this rank's share of the cores, at most 8."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(_MOST_THREADS, usable_cores() // ranks))
 
@@ -49,12 +49,12 @@ def _make_pages(memory: Tensor, threads: int) -> None:
 
 
 def lock(memory: Tensor) -> bool:
-    """Lock the pages of a tensor's memory until it goes; False where the driver does not do that."""
+    """Lock the pages of a tensor's memory until it is deleted; return False if the driver cannot."""
     start = memory.data_ptr()
     if int(torch.cuda.cudart().cudaHostRegister(start, memory.nbytes, 0)):
         _forget_error()
         return False
-    # At the interpreter's end the driver is gone, or goes with everything that it has locked.
+    # When the interpreter exits, the driver is gone, or it will unlock everything itself.
     weakref.finalize(memory, _unlock, start).atexit = False
     return True
 
@@ -64,7 +64,7 @@ def _unlock(start: int) -> None:
 
 
 def _forget_error() -> None:
-    """The driver keeps the last error, and torch takes it for that of the next kernel, once."""
+    """Clear the driver's last error, which torch would report once, for its next kernel."""
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError:

@@ -1,16 +1,16 @@
-"""Find the checkpoints that lie in a directory, by what its files are.
+"""Detection of the checkpoints in a directory, from the kinds of its files.
 
-| what lies there | is one part |
+| in the directory | one part |
 | --- | --- |
 | ``.metadata`` | with the files that it names: a DCP checkpoint, called ``.metadata`` |
 | an index with a ``weight_map`` | with the files that it lists, called by the index |
-| other safetensors or torch.save files | those whose names are equal but for the numbers in them, called by a pattern; of names \
-such as ``-00001-of-00003``, which Hugging Face's writers give, all have to be there |
+| other safetensors or torch.save files | those whose names differ only in numbers, called by a pattern; for names \
+such as ``-00001-of-00003``, which Hugging Face's writers use, all have to be there |
 | a sub-directory with one of these | called by its name |
 
-A directory with one part is that checkpoint, and one with several is not a checkpoint before somebody says which: nothing is
-taken because it lies beside something, and nothing is left out because another part has a better name. What the files of one part
-are to each other, :mod:`labkit.checkpoint.rank_files` decides.
+A directory with one part is that checkpoint. If it has several parts, the user has to say which one is meant: nothing is included
+because it is in the same directory, and nothing is left out because another part has a better name. How the files of one part
+belong together is decided in :mod:`labkit.checkpoint.rank_files`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
 
 @dataclass(frozen=True)
 class Part:
-    """One checkpoint of those in a directory.
+    """One of the checkpoints in a directory.
 
     Attributes:
-        name: How to name it: a file, a sub-directory, or a pattern.
-        format: What wrote it.
-        files: Its files, relative to the directory; none for DCP, whose index says them.
+        name: The name to use for it: a file, a sub-directory, or a pattern.
+        format: The format.
+        files: Its files, relative to the directory; empty for DCP, whose index names them.
     """
 
     name: str
@@ -118,13 +118,13 @@ def _own_parts(root: Path) -> list[Part]:
 
 
 def _pattern_of(names: Sequence[str]) -> str:
-    """Return names that are equal but for numbers as one pattern, with ``*`` for the numbers that differ."""
+    """Return one pattern for names that differ only in numbers, with ``*`` for the numbers that differ."""
     pieces = zip(*(re.split("([0-9]+)", name) for name in names), strict=True)
     return "".join(same[0] if len(set(same)) == 1 else "*" for same in pieces)
 
 
 def _is_plain(child: Path) -> bool:
-    """Whether a child of a directory may be a file of a checkpoint. What has such a name and is a FIFO or device is refused."""
+    """Return whether a directory entry may be a file of a checkpoint. A FIFO or device with such a name is refused."""
     if child.name.endswith(INDEX_SUFFIX):
         regular_size(child)
     if child.is_dir() or child.name[0] == ".":
@@ -135,7 +135,7 @@ def _is_plain(child: Path) -> bool:
 
 
 def listed_in(index: Path) -> list[str] | None:
-    """Return the names of the files that an index lists; None where it is another JSON file.
+    """Return the names of the files that an index lists; None if it is another JSON file.
 
     Raises:
         CheckpointFormatError: Its ``weight_map`` cannot be read or points out of its directory.
@@ -152,7 +152,7 @@ def listed_in(index: Path) -> list[str] | None:
 
 
 def format_of(file: Path) -> Format | None:
-    """Return what wrote a file, by its first bytes, or by its suffix where these are damaged; None for other files."""
+    """Return a file's format by its first bytes, or by its suffix if these are damaged; None for other files."""
     with open_regular(file) as data:
         magic = data.read(16) or b""
     if magic[:2] == b"PK":
@@ -174,16 +174,16 @@ def _is_torch_archive(file: Path) -> bool:
 
 
 def by_number(names: Sequence[str]) -> list[str]:
-    """Return names sorted with the numbers in them compared as numbers."""
+    """Return names sorted so that the numbers in them are compared as numbers."""
     return sorted(names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", name)])
 
 
 def only_part(root: Path) -> Part:
-    """Return the one checkpoint that a directory is.
+    """Return the only checkpoint in a directory.
 
     Raises:
-        AmbiguousCheckpointError: It holds several, or has them in sub-directories only.
-        CheckpointNotFoundError: It holds none.
+        AmbiguousCheckpointError: There are several, or they are only in sub-directories.
+        CheckpointNotFoundError: There is none.
         IncompleteCheckpointError: Its files are numbered ``-00001-of-00003``, and one is missing.
     """
     parts = parts_of(root)
@@ -218,7 +218,7 @@ def only_part(root: Path) -> Part:
 
 
 def check_numbered(root: Path, names: Sequence[str]) -> None:
-    """Raise :class:`IncompleteCheckpointError` where files that are numbered in Hugging Face's form are not all there."""
+    """Raise :class:`IncompleteCheckpointError` if files numbered in Hugging Face's form are incomplete."""
     total, number, missing = lacking(names)
     if number:
         are = "is" if number == 1 else "are"
@@ -232,17 +232,17 @@ def check_numbered(root: Path, names: Sequence[str]) -> None:
 
 
 def is_pattern(path: Path) -> bool:
-    """Whether a path holds ``{rank}``, ``{rank+1}`` or ``*``."""
+    """Return whether a path contains ``{rank}``, ``{rank+1}`` or ``*``."""
     return _PLACEHOLDER.search(str(path)) is not None
 
 
 def matching_files(pattern: Path) -> tuple[Path, list[str], Mapping[str, int] | None]:
-    """Find the files of a path in which ``{rank}`` stands for the rank and ``*`` for any text, in one or several components.
+    """Find the files of a path with ``{rank}`` for the rank and ``*`` for any text, in one or several components.
 
     ``{rank+1}`` is for names that count from 1.
 
     Returns:
-        The directory before the first placeholder, the files relative to it, and file to rank where the pattern says the rank.
+        The directory before the first placeholder, the files relative to it, and file to rank if the pattern contains the rank.
 
     Raises:
         CheckpointNotFoundError: No file matches.

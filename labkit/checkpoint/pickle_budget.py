@@ -8,20 +8,20 @@ from typing import Any
 
 UNITS_PER_BYTE = 16
 FREE_UNITS = 1 << 20
-_PART_UNITS = 8  # for what is looked at one by one
+_PART_UNITS = 8  # for parts that are examined one by one
 _MOST_KEY_DEPTH = 64
 MOST_KEY_BITS = 512
-_OWN_HASH_BITS = 64  # up to here a hash belongs to a handful of numbers
+_OWN_HASH_BITS = 64  # up to this size only a handful of numbers share a hash
 
-# Their hash costs the same whatever the value, and cannot be made to equal that of many others.
+# Their hash costs the same for any value, and cannot be made to collide with that of many others.
 _PLAIN_KEYS = frozenset({str, bytes, bool, type(None), float})
 
 
 class Budget:
-    """The work that is left for a pickle: 16 units a byte, and a million for small ones.
+    """The work that is left for a pickle: 16 units per byte, plus a million for small pickles.
 
-    What is paid: an item or byte that is copied with one unit, an argument of a call, an item of a called set and a part of a
-    nested key with eight. All else costs about the same for each opcode.
+    A copied item or byte costs one unit. An argument of a call, an item of a set, and a part of a nested key cost eight each. All
+    else costs about the same for each opcode.
 
     Args:
         size: The length of the pickle in bytes.
@@ -32,17 +32,17 @@ class Budget:
         self._same_hash: Counter[tuple[int, int]] = Counter()
 
     def charge(self, units: int) -> None:
-        """Pay for work. Raises UnpicklingError when the whole costs more than a pickle of this length may."""
+        """Pay for work. Raises UnpicklingError if the total is more than a pickle of this length may cost."""
         self._left -= units
         if self._left < 0:
             raise UnpicklingError("it asks for far more work than its length allows, by repeating its parts")
 
     def charge_parts(self, count: int) -> None:
-        """Pay for things that are looked at one by one."""
+        """Pay for parts that are examined one by one."""
         self.charge(_PART_UNITS * count)
 
     def check_key(self, key: Any, target: Any) -> None:
-        """Pay for the hash of a key of a dict or set. Nothing can interrupt a hash once it is computed.
+        """Pay for the hash of a key of a dict or set, in advance, because hashing cannot be interrupted.
 
         Raises:
             UnpicklingError: The key is nested too deep, holds a very long number, or its parts repeat out of proportion.
@@ -57,8 +57,8 @@ class Budget:
         elif isinstance(key, tuple | frozenset):
             self._check_parts(key)
         elif kind is not complex:
-            return  # equal to nothing but itself, or not hashable
-        # These hashes can be chosen, unlike those of texts, and each key is compared with all before it that have the same.
+            return  # equal only to itself, or not hashable
+        # These hashes can be chosen, unlike those of texts, and each key is compared with all earlier keys of the same hash.
         same = id(target), hash(key)
         self.charge_parts(1 + self._same_hash[same])
         self._same_hash[same] += 1

@@ -1,8 +1,8 @@
-"""Run the opcodes of a pickle at a cost in proportion to its length.
+"""Execution of a pickle's opcodes at a cost in proportion to its length.
 
-Python's own unpickler leaves the cost to the file: a few bytes may ask for a memo of gigabytes, or for the hash of a tuple that
-holds itself 2**50 times. Here every opcode does a bounded amount of work, and what may repeat is paid from a budget. Only the
-opcodes that Python 3 writes in protocols 2 to 5 are known. What names and calls mean is decided by a subclass. See
+Python's own unpickler lets the file decide the cost: a few bytes may ask for a memo of gigabytes, or for the hash of a tuple that
+holds itself 2**50 times. Here every opcode does a bounded amount of work, and work that may repeat is paid from a budget. Only the
+opcodes that Python 3 writes in protocols 2 to 5 are supported. A subclass decides what names and calls mean. See
 :mod:`pickletools` for the opcodes.
 """
 
@@ -21,7 +21,7 @@ _SIZED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 
 class Stateful(list[dict[str, Any]]):
-    """A record of a class that occurs by the million: a list whose one item is the state."""
+    """A record of a class that occurs by the million: a list whose only item is the state."""
 
     __slots__ = ()
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -29,15 +29,15 @@ class Stateful(list[dict[str, Any]]):
 
 
 class PickleMachine:
-    """The machine that a pickle is a program for.
+    """The machine that executes a pickle as its program.
 
     Args:
         data: The pickle.
 
     Attributes:
-        memo: What was memoized, in order. A list, or what a subclass makes of it that also numbers what was taken out.
-        stack: What was pushed since the last mark.
-        budget: What reading may still cost.
+        memo: Memoized objects, in order. A list, or a subclass's object that also numbers runs that were taken out.
+        stack: Objects pushed since the last mark.
+        budget: The cost that reading may still have.
     """
 
     def __init__(self, data: bytes) -> None:
@@ -50,15 +50,15 @@ class PickleMachine:
     # -- what a subclass decides -----------------------------------------------------------------------------------------
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what stands for a name. Nothing is imported."""
+        """Return the stand-in for a name. Nothing is imported."""
         raise NotImplementedError
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
-        """Return what stands for the result of a call."""
+        """Return the stand-in for the result of a call."""
         raise NotImplementedError
 
     def put_items(self, target: Any, items: list[Any]) -> None:
-        """Add items, or keys and values in turn, to a record of a class."""
+        """Add items, or alternating keys and values, to a record of a class."""
         raise NotImplementedError
 
     def build(self, target: Any, state: Any) -> None:
@@ -66,11 +66,11 @@ class PickleMachine:
         raise NotImplementedError
 
     def persistent_load(self, reference: Any) -> Any:
-        """Return what stands for a reference to something outside the pickle."""
+        """Return the stand-in for a reference to something outside the pickle."""
         raise NotImplementedError
 
     def other(self, code: int) -> None:
-        """Run an opcode that no pickle has."""
+        """Run an opcode that this class does not support; a subclass may add one of its own."""
         raise UnpicklingError(f"the opcode {code:#04x}, which no pickle of a checkpoint has")
 
     # -- opcodes ---------------------------------------------------------------------------------------------------------
@@ -79,12 +79,12 @@ class PickleMachine:
         """Run the pickle.
 
         Raises:
-            UnpicklingError: It does what no pickle of a checkpoint does, or is out of proportion.
+            UnpicklingError: It does something that no pickle of a checkpoint does, or is out of proportion.
             IndexError, KeyError, TypeError, ValueError, struct.error: It is cut off or damaged.
         """
         data, memo, stack, rare = self._data, self.memo, self.stack, _RARE
         at = 0
-        # In the order of how often they occur in a large .metadata.
+        # In the order of their frequency in a large .metadata.
         while True:
             code = data[at]
             at += 1
@@ -138,7 +138,7 @@ class PickleMachine:
                 stack = self.stack
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        # Both are most of a large .metadata: a size there is a plain tuple.
+        # These two are most calls of a large .metadata: a size is a plain tuple here.
         if function is Stateful and arguments == ():
             return Stateful()
         if function is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
@@ -150,7 +150,7 @@ class PickleMachine:
         return self.call(function, arguments)
 
     def _pop_mark(self) -> list[Any]:
-        """Return what was pushed since the last mark, and go on with what was before it."""
+        """Return the objects pushed since the last mark, and restore the stack before it."""
         items, self.stack = self.stack, self._marks.pop()
         return items
 
@@ -171,7 +171,7 @@ class PickleMachine:
             target.add(item)
 
     def set_items(self, target: Any, items: list[Any]) -> None:
-        """Set entries of a dict or a record; keys and values alternate."""
+        """Set entries of a dict or a record from alternating keys and values."""
         if len(items) & 1:
             raise UnpicklingError("a key without a value")
         if type(target) is not dict and type(target) is not OrderedDict:
@@ -191,14 +191,14 @@ class PickleMachine:
         return at
 
     def _put(self, at: int, width: int) -> int:
-        # Python hands the numbers out in order. A number far beyond makes its own unpickler fill gigabytes.
+        # Python assigns the numbers in order. A number far beyond makes its own unpickler fill gigabytes.
         if int.from_bytes(self._data[at : at + width], "little") != len(self.memo):
             raise UnpicklingError("a memo number out of turn")
         self.memo.append(self.stack[-1])
         return at + width
 
     def _counted(self, at: int, width: int, make: Callable[[bytes], Any]) -> int:
-        """Push what is made of bytes that have their number in front."""
+        """Push the object made from bytes whose number precedes them."""
         begin = at + width
         end = begin + int.from_bytes(self._data[at:begin], "little")
         if end > len(self._data):
@@ -298,5 +298,5 @@ _RARE: dict[int, Callable[[PickleMachine, int], int]] = {
     0x63: PickleMachine._line_global,  # GLOBAL
     0x51: lambda machine, at: machine._push(machine.persistent_load(machine.stack.pop()), at),  # BINPERSID
     0x80: PickleMachine._protocol,  # PROTO
-    0x95: lambda machine, at: at + 8,  # FRAME: where frames end changes nothing about what is read
+    0x95: lambda machine, at: at + 8,  # FRAME: the ends of frames do not affect the result
 }

@@ -23,7 +23,7 @@ from labkit.checkpoint.pickle_records import (
     sizes_text,
 )
 
-# Classes that add nothing to the tensor that they are made of.
+# Classes that add nothing to the tensor from which they are made.
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
@@ -35,7 +35,7 @@ def _shape(size: Any) -> tuple[int, ...]:
 
 
 def storage(kind: Any, key: Any, numel: Any) -> StorageRef:
-    """Return a storage that a pickle refers to."""
+    """Return the reference to a storage that a pickle names."""
     if not isinstance(kind, Function) or not isinstance(key, str) or type(numel) is not int or not 0 <= numel < 1 << 63:
         raise UnpicklingError("a storage that cannot be read")
     return StorageRef(key, kind.call(), numel)
@@ -72,7 +72,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    # torch._tensor._rebuild_from_type_v2: a subclass, or a tensor with attributes, which are left out.
+    # torch._tensor._rebuild_from_type_v2: a subclass, or a tensor with attributes, which are dropped.
     if not (isinstance(function, Function) and isinstance(kind, Class) and isinstance(arguments, tuple)):
         raise UnpicklingError("a tensor subclass that is rebuilt by something that is no function of torch")
     built = function.call(*arguments)
@@ -143,5 +143,5 @@ _STORAGE_KINDS = {name: Function(lambda dtype=dtype: dtype) for name, dtype in {
 
 
 def storage_kind(module: str, name: str) -> Function | None:
-    """Return what stands for a class of storages; calling it gives the dtype."""
+    """Return the stand-in for a class of storages; calling it gives the dtype."""
     return _STORAGE_KINDS.get(name) if module in ("torch", "torch.cuda", "torch.storage") else None

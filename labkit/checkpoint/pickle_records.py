@@ -1,4 +1,4 @@
-"""Stand-ins for the objects of a pickle that is read without running it: records of classes, and descriptions of tensors."""
+"""Stand-ins for the objects of a pickle that is read without running it: class records, and descriptions of tensors."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUANTIZED = frozenset(QUANTIZED_STORAGES.values())
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StorageRef:
-    """A storage that a torch.save archive keeps in a record of its own.
+    """A storage that a torch.save archive keeps in a separate record.
 
     Attributes:
         key: The record's name under ``data/``.
@@ -51,18 +51,18 @@ class StorageRef:
     numel: int
 
     def fits(self, length: int) -> bool:
-        """Whether a record of so many bytes is the whole storage. A few bytes may be left over at its end."""
+        """Return whether a record of so many bytes is the whole storage. A few extra bytes at its end are allowed."""
         item = 1 if self.dtype is None else self.dtype.itemsize
         return 0 <= length - self.numel * item < item
 
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
-    """The work left to do on a tensor's bytes: torch saves a view as the bytes of its base and these two bits.
+    """Operations that remain to be done on a tensor's bytes: torch saves a view as the bytes of its base and these two bits.
 
     Attributes:
-        conj: The values are the complex conjugates of what is stored.
-        neg: They are the negatives.
+        conj: The values are the complex conjugates of the stored ones.
+        neg: The values are the negatives of the stored ones.
     """
 
     conj: bool = False
@@ -72,7 +72,7 @@ class Lazy:
         return self.conj or self.neg
 
     def resolve(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return the values of a tensor that is stored so."""
+        """Return the values of a tensor that is stored with these bits."""
         if self.conj:
             stored = stored.conj().resolve_conj()
         return stored.neg() if self.neg else stored
@@ -80,7 +80,7 @@ class Lazy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorRef:
-    """A tensor described and not built: a view of a storage."""
+    """A tensor that is described but not built: a view of a storage."""
 
     storage: StorageRef
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class TensorRef:
 
     @property
     def view(self) -> tuple[Any, ...]:
-        """Return a key that references to the same values share."""
+        """A key that is equal for references to the same values."""
         return self.storage.key, self.dtype, self.shape, self.strides, self.offset, self.lazy
 
     def __repr__(self) -> str:
@@ -105,10 +105,10 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnsupportedTensor:
-    """A tensor that labkit describes and does not read.
+    """A tensor that labkit describes but does not read.
 
     Attributes:
-        what: What it is: ``quantized tensor 3x4 qint8``.
+        what: A description: ``quantized tensor 3x4 qint8``.
     """
 
     what: str
@@ -118,7 +118,7 @@ class UnsupportedTensor:
 
 
 class Class:
-    """A class that a pickle names. Calling it makes a :class:`Record`; nothing of the class itself is run.
+    """A class that a pickle names. Calling it makes a :class:`Record`; no code of the class itself runs.
 
     Attributes:
         module, qualname: Its name.
@@ -139,7 +139,7 @@ class Class:
 
 
 class Record:
-    """An object of a class, as its arguments, its state and its items only. Keys and values in turn are items too."""
+    """An object of a class, kept as arguments, state and items only. Alternating keys and values are items too."""
 
     __slots__ = ("args", "items", "kind", "state")
 
@@ -153,7 +153,7 @@ class Record:
         return self.kind.name
 
     def set_state(self, state: Any) -> None:
-        """Take the state that a pickle sets, once: what a second one does to the first depends on the class."""
+        """Take the state that a pickle sets, but only once: the effect of a second state depends on the class."""
         if self.state:
             raise UnpicklingError(f"it sets the state of a {self.name} twice")
         # Slotted dataclasses and enums pickle (dict, slots); everything else that torch writes pickles one dict.
@@ -175,25 +175,25 @@ class Function:
 
 
 def is_tensor(item: Any) -> bool:
-    """Whether something read from a pickle is a tensor, also one that is not supported."""
+    """Return whether something read from a pickle is a tensor, including unsupported ones."""
     return isinstance(item, TensorRef | UnsupportedTensor) or is_dtensor(item) or is_sharded_tensor(item)
 
 
 def is_dtensor(item: Any) -> bool:
-    """Whether something read from a pickle is a DTensor."""
+    """Return whether something read from a pickle is a DTensor."""
     return isinstance(item, Record) and isinstance(item.state.get("_local_tensor"), TensorRef)
 
 
 def is_sharded_tensor(item: Any) -> bool:
-    """Whether something read from a pickle is one of FSDP1's sharded tensors."""
+    """Return whether something read from a pickle is one of FSDP1's sharded tensors."""
     return isinstance(item, Record) and item.name == "torch.distributed._shard.sharded_tensor.api.ShardedTensor"
 
 
 def sizes_text(shape: tuple[int, ...]) -> str:
-    """``2x3`` for (2, 3)."""
+    """Return ``2x3`` for (2, 3)."""
     return "x".join(map(str, shape)) or "scalar"
 
 
 def name_text(dtype: object) -> str:
-    """``float32`` for ``torch.float32``."""
+    """Return ``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""A checkpoint as a picture: where its bytes are. Plain HTML and SVG, readable in a saved notebook without any script."""
+"""A picture of where a checkpoint's bytes are. Plain HTML and SVG, readable in a saved notebook without any script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_FILES = 24
 
 
 def file_shares(checkpoint: Checkpoint) -> dict[str, dict[Section, int]]:
-    """How many bytes of model, optimizer and other tensors each file holds."""
+    """Return the bytes of model, optimizer and other tensors in each file."""
     shares: dict[str, dict[Section, int]] = {name: {} for name in checkpoint.files}
     for entry in checkpoint.tensors.values():
         if entry.tied_to is not None:
@@ -33,7 +33,7 @@ def file_shares(checkpoint: Checkpoint) -> dict[str, dict[Section, int]]:
 
 
 def checkpoint_svg(checkpoint: Checkpoint) -> str:
-    """Bars, one a file: how many bytes of which part it holds. At most 24 files are drawn; the text says how many are left out."""
+    """Draw one bar per file with the bytes of each section. At most 24 files are drawn; a text counts the others."""
     shares = file_shares(checkpoint)
     names = list(shares)[:MAX_FILES]
     largest = max((sum(shares[name].values()) for name in names), default=1) or 1
@@ -87,7 +87,7 @@ def _text(text: str) -> str:
 
 
 def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
-    """The picture with a summary above it and the first tensors below, for a notebook cell."""
+    """Return the picture with a summary above and the first tensors below, for a notebook cell."""
     numbers = totals(checkpoint)
     step = "" if checkpoint.step is None else f", step {checkpoint.step}"
     head = (
@@ -101,7 +101,7 @@ def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
     ]
     more = f"<p>and {counted(len(entries) - rows, 'more tensor')}</p>" if len(entries) > rows else ""
     table = f"<table>{_row(['name', 'shape', 'dtype', 'size', 'shards'], tag='th')}{''.join(body)}</table>"
-    # An image, because JupyterLab takes inline SVG out of notebooks that it does not trust.
+    # An image, because JupyterLab removes inline SVG from untrusted notebooks.
     data = base64.b64encode(checkpoint_svg(checkpoint).encode()).decode()
     sizes = ", ".join(
         f"{name} {bytes_text(sum(share.values()))}" for name, share in list(file_shares(checkpoint).items())[:MAX_FILES]
@@ -117,5 +117,5 @@ def _shape(shape: Sequence[int]) -> str:
 
 def _row(cells: Sequence[str], tag: str = "td") -> str:
     name, *rest = map(_text, cells)
-    name = name.replace(".", ".<wbr>")  # on a narrow page a long name goes on after a point
+    name = name.replace(".", ".<wbr>")  # on a narrow page a long name may wrap after a dot
     return "<tr>" + "".join(f'<{tag} style="text-align:left">{cell}</{tag}>' for cell in (name, *rest)) + "</tr>"

@@ -1,7 +1,7 @@
-"""Files and JSON that somebody else made: only regular files are opened, names stay in their folder, JSON means one thing.
+"""Safe access to files and JSON from elsewhere: only regular files are opened, names stay in their folder, JSON is unambiguous.
 
-Nothing that is not a regular file is opened at all: a FIFO would hold the reader, a device may have no end. A link to a regular
-file is followed, since the caches of Hugging Face are made of such links; a link to anything else is refused like its target.
+Other files are never opened: a FIFO would block the reader, and a device may have no end. A link to a regular file is followed,
+because Hugging Face's caches consist of such links; a link to anything else is refused like its target.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def open_regular(path: Path) -> io.BufferedReader:
     """Open a regular file, or a link to one, for reading.
 
     Raises:
-        CheckpointFormatError: It is something else, which is left unopened.
-        OSError: It is missing, or must not be read.
+        CheckpointFormatError: It is something else, and was not opened.
+        OSError: It is missing, or may not be read.
     """
     try:
         return places.open_regular(path)
@@ -31,14 +31,14 @@ def open_regular(path: Path) -> io.BufferedReader:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise :class:`CheckpointFormatError` for what is neither a regular file nor a directory nor a link to one of them."""
+    """Raise :class:`CheckpointFormatError` unless a path is a regular file, a directory, or a link to one of them."""
     mode = os.stat(path).st_mode
     if not stat.S_ISDIR(mode):
         _refuse_special(path, mode)
 
 
 def regular_size(path: Path) -> int:
-    """Return the size of a regular file in bytes, -1 where nothing is there; errors as :func:`open_regular`."""
+    """Return the size of a regular file in bytes, or -1 if it does not exist; errors as :func:`open_regular`."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -57,9 +57,9 @@ def _special(path: Path, kind: str) -> CheckpointFormatError:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return all bytes that a regular file says it has; errors as :func:`open_regular`."""
+    """Return as many bytes of a regular file as its size says; errors as :func:`open_regular`."""
     with open_regular(path) as file:
-        # Some of what the kernel shows as a regular file, such as /proc/kmsg, has no size, no end, and at times no data.
+        # Some kernel files that look regular, such as /proc/kmsg, have no size, no end, and sometimes no data.
         return file.read(os.fstat(file.fileno()).st_size) or b""
 
 
@@ -67,7 +67,7 @@ def is_inside(name: object, *, nested: bool = False) -> bool:
     """Return whether a name from a list can only be a file in the list's own folder.
 
     Args:
-        name: What the list says: any value.
+        name: The name in the list, of any type.
         nested: Whether it may also be in a folder below.
     """
     if not isinstance(name, str) or "\0" in name:
@@ -81,10 +81,10 @@ def is_inside(name: object, *, nested: bool = False) -> bool:
 
 
 def parse_json(text: bytes) -> Any:
-    """Parse JSON as RFC 8259 has it: UTF-8, each name once in its object, no NaN or Infinity.
+    """Parse JSON as defined in RFC 8259: UTF-8, each name once in its object, no NaN or Infinity.
 
     Raises:
-        ValueError: It is none; the text says why.
+        ValueError: The text is not such JSON; the message says why.
     """
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)

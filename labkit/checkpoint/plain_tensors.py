@@ -1,4 +1,4 @@
-"""Takes a tensor's data out of its wrapping; needs no torch.distributed, which imports sympy."""
+"""Removal of the wrapping from a tensor's data; needs no torch.distributed, which imports sympy."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of others, so that its data are not in memory of its own."""
+    """Return whether a tensor is made of others, so that its data are not in memory of its own."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
 
 
 def to_cpu(data: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """Return a shard's data as a CPU tensor whose storage holds nothing else; ``copy`` makes it independent of the live one.
+    """Return a shard's data as a CPU tensor whose storage holds nothing else; ``copy`` makes it independent of the live tensor.
 
-    Conjugate and negative bits are worked out: torch.save writes them as notes beside the bytes.
+    Conjugate and negative bits are applied: torch.save would write them beside the bytes instead.
     """
     on_cpu = data.detach().to("cpu", copy=copy).resolve_conj().resolve_neg()
     if on_cpu.untyped_storage().nbytes() != on_cpu.nbytes:
@@ -53,10 +53,10 @@ def to_cpu(data: torch.Tensor, *, copy: bool) -> torch.Tensor:
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a CPU tensor in C order, as a flat uint8 tensor."""
     flat = tensor.contiguous()
-    # A tensor of one element is contiguous whatever its stride, which view() minds.
+    # A tensor of one element is contiguous whatever its stride, but view() checks the stride.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def unsavable(problem: str) -> UnsavableStateError:
-    """Make the error for a value whose name the caller adds."""
+    """Return the error for a value whose name the caller adds."""
     return UnsavableStateError(STATE, [problem])

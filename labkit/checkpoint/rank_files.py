@@ -1,4 +1,4 @@
-"""Decide how several torch.save files make one checkpoint, from what they hold and the numbers in their names.
+"""Decision on how several torch.save files form one checkpoint, from their contents and the numbers in their names.
 
 | the files | are |
 | --- | --- |
@@ -62,8 +62,8 @@ class RankFile:
         tensors, values: Its entries by key.
         opaque: Names outside the allow-list that were left unread.
         records: Its storages as (start, length, CRC-32), by start.
-        writers: The ranks that its tensors say they were written by; torch notes it in sharded tensors.
-        world_size: How many ranks they say there were, at least.
+        writers: The ranks that wrote its tensors according to the tensors themselves; torch stores it in sharded tensors.
+        world_size: The least number of ranks that the tensors imply.
     """
 
     name: str
@@ -81,15 +81,15 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     Args:
         files: The files of a directory that may be one checkpoint.
         root: The directory.
-        told: File name to rank, where the caller has said so.
-        together: Whether the caller has said that the files belong to one checkpoint; else any number in which their names differ
-            may be that of a step.
+        told: File name to rank, if the caller gave it.
+        together: Whether the caller said that the files belong to one checkpoint. Otherwise any number in which their names
+            differ may be that of a step.
 
     Returns:
-        File name to rank; None where the files are parts of one state.
+        File name to rank; None if the files are parts of one state.
 
     Raises:
-        AmbiguousCheckpointError: It is not decided, or the files contradict what the caller said.
+        AmbiguousCheckpointError: It cannot be decided, or the files contradict what the caller said.
 
     Ranks: local. Reads the first bytes of tensors that several files hold.
     """
@@ -163,12 +163,12 @@ def _by_equal_weights(files: Sequence[RankFile], root: Path) -> dict[str, int]:
 
 
 def _columns(files: Sequence[RankFile]) -> list[list[int]]:
-    """Return the numbers in the names: one list for each place, with one number for each file."""
+    """Return the numbers in the names: one list for each position, with one number for each file."""
     return [list(column) for column in zip(*([int(n) for n in _NUMBER.findall(file.name)] for file in files), strict=True)]
 
 
 def _different_moments(files: Sequence[RankFile], root: Path, numbers: Mapping[str, int]) -> str:
-    """Return why the files may be of different moments of a training; nothing where they are of one.
+    """Return why the files may be from different moments of a training; an empty text if they are from the same moment.
 
     Args:
         files: The files.
@@ -213,7 +213,7 @@ def _sections(file: RankFile, root: Path) -> dict[str, str]:
 
 
 def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
-    """Return for each tensor of a file what is equal for equal tensors: its place in the storage, checksum and first bytes."""
+    """Return, for each tensor of a file, data that are equal for equal tensors: place in the storage, checksum, first bytes."""
     result: dict[str, Any] = {}
     with open_regular(root / file.name) as data:
         for key in keys & file.tensors.keys():

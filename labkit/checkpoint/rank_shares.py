@@ -1,4 +1,4 @@
-"""Find the entries of which each rank's file has a share only, so that none passes for the whole."""
+"""Detection of entries that are divided over the ranks' files, so that no share is taken for the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from labkit.checkpoint.sections import Nest, is_moment_piece, name_in, nest_of
 
 
 def is_flat(entry: TensorEntry) -> bool:
-    """Whether a model's tensor is a flat parameter of FSDP1, or an optimizer's tensor is state of one."""
+    """Return whether a model's tensor is a flat parameter of FSDP1, or an optimizer's tensor is state of one."""
     keys = [part for step in entry.path for part in str(step).split(".")]
     return entry.flat or (entry.section != "other" and FLAT_PARAMETER in keys[-2:])
 
@@ -26,11 +26,11 @@ def model_shapes(checkpoint: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
 
 
 def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
-    """The numbered moments of which the rank files hold different pieces, end to end in rank order.
+    """Return the numbered moments that are divided over the rank files, in pieces to be joined in rank order.
 
-    Moments that are the same in every rank's file are copies, unless the model is flat: then each is a share.
+    Moments that are the same in every rank's file are copies, unless the model is flat; then each is a share.
 
-    Ranks: local. Reads the moments that all files have in one shape.
+    Ranks: local. Reads the moments that have the same shape in all files.
     """
     flat = any(entry.flat for entry in checkpoint.tensors.values())
     if len(checkpoint.ranks) < 2 and not flat:

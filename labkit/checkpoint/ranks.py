@@ -1,4 +1,4 @@
-"""Small collectives on objects, with one rule: a rank that fails takes the others along with its error, so nobody hangs."""
+"""Small collectives on objects. If one rank fails, all ranks raise its error, so that none hangs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Comm:
-    """The ranks that save or load together; one rank on its own when no process group exists.
+    """The ranks that save or load together; a single rank if no process group exists.
 
     Args:
         group: A process group; None for the default group.
@@ -26,7 +26,7 @@ class Comm:
         self.size = dist.get_world_size(group) if self.active else 1
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, on every rank.
+        """Return every rank's value, on every rank.
 
         Ranks: collective. Blocks until all ranks call it, at most the group's time-out.
         """
@@ -37,11 +37,11 @@ class Comm:
         return result  # type: ignore[return-value]
 
     def everywhere(self, function: Callable[[], T], path: object) -> list[T]:
-        """Call a function on every rank; every rank's results, or on every rank the first rank's error.
+        """Call a function on every rank and return all results; on failure, raise the first failing rank's error on every rank.
 
         Raises:
-            CheckpointError: The function raised one on some rank; its own type is kept.
-            CheckpointWriteError: It raised something else; the message names the rank and the exception.
+            CheckpointError: The function raised a CheckpointError on some rank; its own type is kept.
+            CheckpointWriteError: The function raised something else; the message names the rank and the exception.
 
         Ranks: collective.
         """
@@ -59,7 +59,7 @@ class Comm:
         return [value for value, _ in outcomes]  # type: ignore[misc]
 
     def on_first(self, function: Callable[[], T], path: object) -> T:
-        """Call a function on rank 0 only; every rank gets its result or its error.
+        """Call a function on rank 0 only, and return its result or raise its error on every rank.
 
         Ranks: collective; the function runs on rank 0.
         """

@@ -1,4 +1,4 @@
-"""Read data out of a checkpoint: whole tensors, boxes of them, and values."""
+"""Reading of data from a checkpoint: whole tensors, boxes of them, and values."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from labkit.checkpoint.pickle_records import Lazy, TensorRef, UnsupportedTensor
 from labkit.checkpoint.plain_files import open_regular
 from labkit.checkpoint.source_files import FileState, changed
 
-# A checkpoint may have more files than a process may open, often 1,024, and several threads have a reader each.
+# A checkpoint may have more files than a process may open, often 1,024, and each of several threads has a reader.
 _MOST_OPEN = 32
 
 
 class Reader:
-    """Reads tensors and values of one checkpoint. Keeps its files open; close it, or use it in a ``with`` block.
+    """A reader of tensors and values of one checkpoint. It keeps files open; close it, or use it in a ``with`` block.
 
     Reading a box touches only the rows of the chunks that it needs. Rows that are contiguous on both sides are read straight
-    into the result; others need the rows of one chunk beside it.
+    into the result; for others, the rows of one chunk are in memory as well.
 
     Args:
         checkpoint: An opened checkpoint.
-        checksums: Compare the CRC-32 that torch notes for each record, before anything of the record is handed out. DCP
-            and ``torch.load`` never look at it. A storage that is read in parts is read once more for that.
+        checksums: Check the CRC-32 that torch stores for each record, before any of the record is returned. DCP and
+            ``torch.load`` never check it. A storage that is read in parts is read once more for that.
 
     Ranks: local. One thread at a time.
     """
@@ -52,13 +52,13 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, *, checksums: bool = False) -> None:
         self.checkpoint, self._checksums = checkpoint, checksums
         self._files: dict[str, Any] = {}
-        # By file and place, shared between forks; threads only add to them.
+        # Keyed by file and position, and shared between forks; threads only add to them.
         self._sound: set[tuple[str, int]] = set()
         self._checking: dict[tuple[str, int], threading.Lock] = {}
         self._resolved: dict[tuple[str, int, int], tuple[RecordRange, TensorRef]] = {}
 
     def fork(self, *, checksums: bool | None = None) -> Reader:
-        """Another reader for another thread, which does not repeat the checks that this one and its other forks have made."""
+        """Return another reader for another thread; it does not repeat checks that this one and its other forks have made."""
         other = Reader(self.checkpoint, checksums=self._checksums if checksums is None else checksums)
         other._sound, other._checking, other._resolved = self._sound, self._checking, self._resolved
         return other
@@ -75,7 +75,7 @@ class Reader:
             self._files.popitem()[1].close()
 
     def tensor(self, key: str) -> torch.Tensor:
-        """A whole tensor, on the CPU.
+        """Return a whole tensor, on the CPU.
 
         Raises:
             FQNMismatchError: The checkpoint has no tensor of this name.
@@ -93,7 +93,7 @@ class Reader:
     def box(
         self, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int], chunks: ChunkTable | None = None
     ) -> torch.Tensor:
-        """A box of a tensor, as a new C-contiguous CPU tensor of shape ``sizes``; errors as in :meth:`tensor`."""
+        """Return a box of a tensor, as a new C-contiguous CPU tensor of shape ``sizes``; errors as in :meth:`tensor`."""
         chunks = entry.chunks if chunks is None else chunks
         wanted = chunks.intersecting(offsets, sizes)
         first: Chunk | None = chunks[wanted[0]] if wanted else None
@@ -121,17 +121,17 @@ class Reader:
         return result
 
     def chunk(self, entry: TensorEntry, chunk: Chunk) -> torch.Tensor:
-        """One chunk's tensor, as a new C-contiguous CPU tensor."""
+        """Return one chunk's tensor, as a new C-contiguous CPU tensor."""
         return self._rows(entry, chunk, chunk.offsets, chunk.sizes).contiguous()
 
     def value(self, key: str) -> Any:
-        """A value that is not a tensor, as plain Python data; tensors inside it are read.
+        """Return a value that is not a tensor, as plain Python data; tensors inside it are read.
 
         Raises:
             FQNMismatchError: The checkpoint has no value of this name.
             UnsafeCheckpointError: Its pickle names something outside the allow-list.
             UnsupportedTensorError: It is or holds a tensor that labkit does not read.
-            CheckpointFormatError: It holds something that is no plain data.
+            CheckpointFormatError: It holds something that is not plain data.
         """
         entry = self.checkpoint.values.get(key)
         if entry is None:
@@ -159,7 +159,7 @@ class Reader:
         return safe_pickle.plain(raw, path, tensor=read)
 
     def stored(self, entry: ValueEntry) -> tuple[Any, tuple[str, ...]]:
-        """A value to look at: records and references stand for what is no plain data; and names outside the allow-list.
+        """Return a value for display, with records and references for all that is not plain data; and names outside the allow-list.
 
         Raises:
             CheckpointFormatError: It cannot be read.
@@ -169,7 +169,7 @@ class Reader:
         return self._archive(entry.file, entry.start, entry.length).load("opaque")
 
     def check_value(self, entry: ValueEntry) -> None:
-        """Raise :class:`UnsafeCheckpointError` where a value's pickle names something outside the allow-list."""
+        """Raise :class:`UnsafeCheckpointError` if a value's pickle names something outside the allow-list."""
         if entry.length:
             self._archive(entry.file, entry.start, entry.length).load()
 
@@ -191,7 +191,7 @@ class Reader:
     def _rows_into(
         self, entry: TensorEntry, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int], target: torch.Tensor
     ) -> bool:
-        """Read a box straight into contiguous memory, where it is one piece of the file; False where it is not."""
+        """Read a box straight into contiguous memory if it is one piece of the file; return False if it is not."""
         start, strides = self.data_start(entry, chunk)
         if strides is not None or not sizes or list(sizes[1:]) != list(chunk.sizes[1:]) or not target.is_contiguous():
             return False
@@ -201,7 +201,7 @@ class Reader:
         return True
 
     def _rows(self, entry: TensorEntry, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """The part of a chunk inside a box, which lies within the chunk."""
+        """Return the part of a chunk in a box, which must be inside the chunk."""
         start, strides = self.data_start(entry, chunk)
         inner = tuple(slice(a - o, a - o + n) for a, o, n in zip(offsets, chunk.offsets, sizes, strict=True))
         itemsize = entry.dtype.itemsize
@@ -224,15 +224,15 @@ class Reader:
         return shaped[(slice(None), *inner[1:])]
 
     def check_record(self, entry: TensorEntry, chunk: Chunk, crc: int | None = None) -> None:
-        """Compare the CRC-32 of the storage that a chunk is in, where this reader looks at checksums and there is one.
+        """Check the CRC-32 of the storage that contains a chunk, if this reader checks checksums and there is one.
 
         Args:
-            entry: Whose storage, for messages.
+            entry: The entry of the storage, for messages.
             chunk: The chunk.
-            crc: That of the whole storage as it was just read. Without it the storage is read, once for all forks.
+            crc: The CRC-32 of the whole storage if it was just read. Otherwise the storage is read, once for all forks.
 
         Raises:
-            CorruptCheckpointError: It is another than was noted.
+            CorruptCheckpointError: It differs from the stored one.
         """
         record = self.record(chunk) if self._checksums else None
         if record is None:
@@ -252,7 +252,7 @@ class Reader:
             self._sound.add(key)
 
     def record(self, chunk: Chunk) -> RecordRange | None:
-        """The storage that a chunk is in; None in formats without."""
+        """Return the storage that contains a chunk; None in formats without storages."""
         if chunk.archive:
             return self._resolve(chunk)[0]
         records = self.checkpoint.records.get(chunk.file, [])
@@ -260,10 +260,10 @@ class Reader:
         return RecordRange(*records[at]) if at >= 0 and chunk.length else None
 
     def data_start(self, entry: TensorEntry, chunk: Chunk) -> tuple[int, tuple[int, ...] | None]:
-        """Return the place of a chunk's data in its file, and their strides unless they are the values in C order.
+        """Return the position of a chunk's data in its file, and their strides; None for strides if the values are in C order.
 
         Raises:
-            CheckpointFormatError: The archive there holds another dtype or shape than the index says.
+            CheckpointFormatError: The archive there holds a different dtype or shape than the index says.
         """
         if not chunk.archive:
             return chunk.start, chunk.strides
@@ -294,7 +294,7 @@ class Reader:
             if not isinstance(ref, TensorRef):
                 raise CheckpointFormatError(path, f"at byte {chunk.start} there is no tensor")
             where = archive.tensor(ref)
-            if ref.size_bytes > where.length:  # DCP copies what is expanded before it writes it
+            if ref.size_bytes > where.length:  # DCP copies expanded tensors before it writes them
                 raise UnsupportedTensorError(path, f"tensor expanded from {where.length:,} to {ref.size_bytes:,} bytes", key)
             known = self._resolved[place] = (where, ref)
         return known
@@ -313,12 +313,12 @@ class Reader:
         return archive
 
     def open(self, file: str) -> Any:
-        """An open binary file of the checkpoint, for use at once: :meth:`close` closes it, and so may opening others.
+        """Return an open binary file of the checkpoint. Use it at once: :meth:`close` closes it, and so may opening others.
 
         Raises:
             IncompleteCheckpointError: It is missing.
             CheckpointFormatError: It is no regular file.
-            CheckpointFormatError: It is not what the checkpoint's ``states`` say any more.
+            CheckpointFormatError: It no longer matches the checkpoint's ``states``.
         """
         found = self._files.get(file)
         if found is None:
@@ -345,7 +345,7 @@ class Reader:
             raise self.too_short(file, entry, start, length, got)
 
     def too_short(self, file: str, entry: TensorEntry | ValueEntry, start: int, length: int, got: int) -> IncompleteCheckpointError:
-        """The error for a file that ends inside what an entry needs of it."""
+        """Return the error for a file that ends inside the bytes that an entry needs."""
         return IncompleteCheckpointError(
             self.checkpoint.root / file,
             f"{entry.key!r} needs the bytes from {start} to {start + length}, and the file ends at {start + got}",
@@ -357,12 +357,12 @@ def _covers(chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two CPU tensors have the same dtype, shape and bits (NaN equals itself, 0.0 differs from -0.0)."""
+    """Return whether two CPU tensors have the same dtype, shape and bits (NaN equals itself, 0.0 differs from -0.0)."""
     if left.dtype != right.dtype or left.shape != right.shape:
         return False
     return torch.equal(bits(left), bits(right))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, as a flat uint8 view where it is contiguous."""
+    """Return a tensor's bytes as a flat uint8 tensor; it is a view if the tensor is contiguous."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

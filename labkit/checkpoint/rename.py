@@ -13,23 +13,23 @@ _MOST_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Rule:
-    """A line of a rename table: a pattern with ``*`` and what becomes of a name that it matches as a whole.
+    """A line of a rename table: a pattern with ``*``, and the new name for a name that the whole pattern matches.
 
-    Each ``*`` in the replacement stands for what the ``*`` in its place matched. An empty replacement drops the entry.
+    Each ``*`` in the replacement becomes the text that the corresponding ``*`` matched. An empty replacement drops the entry.
     """
 
     pattern: str
     replacement: str
 
     def apply(self, name: str) -> str | None:
-        """Return the new name, or None when the pattern does not match.
+        """Return the new name, or None if the pattern does not match.
 
-        Of several ways to match, the one counts in which the first ``*`` takes most, then the second, and so on.
+        If there are several ways to match, the first ``*`` matches as much as possible, then the second, and so on.
         """
         head, *texts = self.pattern.split("*")
         if not texts:
             return self.replacement if name == head else None
-        # From the end, each text as late as it can be: no other order has to be tried.
+        # From the end, each text as late as possible: no other order has to be tried.
         taken: list[str] = []
         end = len(name)
         for index, text in enumerate(reversed(texts)):
@@ -46,7 +46,7 @@ class Rule:
 
 
 def read_names(path: Path) -> list[str]:
-    """Read the names of an optimizer's parameters, in its order: one a line.
+    """Read the names of an optimizer's parameters, in its order, one per line.
 
     Raises:
         CheckpointError: The file cannot be read.
@@ -55,10 +55,10 @@ def read_names(path: Path) -> list[str]:
 
 
 def read_rules(path: Path) -> list[Rule]:
-    """Read a rename table: one ``old -> new`` a line, ``#`` begins a comment, the first match wins.
+    """Read a rename table: one ``old -> new`` per line; ``#`` begins a comment; the first match wins.
 
     Raises:
-        CheckpointError: The file or a line cannot be read, or its replacement has more ``*`` than its pattern.
+        CheckpointError: The file or a line cannot be read, or the replacement has more ``*`` than the pattern.
     """
     rules = []
     for number, line in enumerate(_read(path, "rename table").splitlines(), start=1):
@@ -73,7 +73,7 @@ def read_rules(path: Path) -> list[Rule]:
 
 
 def _read(path: Path, what: str) -> str:
-    # A pipe is welcome, such as the shell makes of <(command); what never ends is not.
+    # A pipe is allowed, such as the shell makes from <(command); an endless input is not.
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Rewrite a checkpoint's shards for another number of ranks or another mesh, without a process group."""
+"""Rewriting of a checkpoint's shards for another number of ranks or another mesh, without a process group."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class ShardRule:
-    """On one mesh axis, tensors whose parameter name matches are sharded on a dim.
+    """A rule that on one mesh axis, tensors with a matching parameter name are sharded on a dim.
 
     Attributes:
         axis: The mesh axis, such as ``tp``.
@@ -45,10 +45,10 @@ class ShardRule:
 
 
 def parse_rule(text: str) -> ShardRule:
-    """Read ``tp:*.w1.weight=0``: axis, pattern and dim.
+    """Parse ``tp:*.w1.weight=0`` into axis, pattern and dim.
 
     Raises:
-        CheckpointError: It cannot be read.
+        CheckpointError: The text is not of this form.
     """
     axis, colon, rest = text.partition(":")
     pattern, equals, dim = rest.rpartition("=")
@@ -67,30 +67,30 @@ def reshard(
     despite: Sequence[str] = (),
     for_torch: str | None = None,
 ) -> Result:
-    """Write a DCP checkpoint in which each rank of the next job finds what it needs in one contiguous file.
+    """Write a DCP checkpoint in which each rank of the next job finds its data in one contiguous file.
 
-    Rank ``r``'s boxes, in the order of the names, are ``__r_0.distcp``. Boxes that several ranks hold are in the lowest
-    rank's file.
+    Rank ``r``'s boxes, in the order of the names, are in ``__r_0.distcp``. Boxes that several ranks hold are in the lowest rank's
+    file.
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
-        destination: Must not exist; it appears complete, by one rename. A killed run starts over.
+        destination: A path that must not exist; it appears complete, by one rename. After a killed run, start over.
         mesh: The number of ranks, or the axes and sizes of a mesh, outermost first, also as ``dp=4,tp=2``. Axes called dp,
-            fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, but for
+            fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, except for
             ``rules``.
-        rules: What other axes shard. A dim that a data axis and an inner axis both shard is cut by the inner axis first, as
-            FSDP2 over tensor parallelism does it.
+        rules: The dims that other axes shard. If a data axis and an inner axis both shard a dim, the inner axis splits it
+            first, as in FSDP2 over tensor parallelism.
         workers: Files that are written at the same time.
         despite: As for :func:`labkit.checkpoint.migrate`. ``unsafe`` does not help here: a value that torch would run is never
             copied, and only ``migrate`` can leave it out.
         for_torch: As for :func:`labkit.checkpoint.migrate`.
 
     Raises:
-        FQNMismatchError: There are flat parameters, or moments of which each rank's file has a share: migrate them first.
-        CheckpointError: The mesh cannot be read, a rule names no axis, or a dim that a tensor does not have; and as
-            :func:`labkit.checkpoint.migrate`.
+        FQNMismatchError: There are flat parameters, or each rank's file has only a share of moments: migrate them first.
+        CheckpointError: The mesh cannot be parsed, or a rule names an unknown axis, or a dim that a tensor does not have; also
+            as for :func:`labkit.checkpoint.migrate`.
 
-    Ranks: local. Tensor data in memory stay below twice the largest tensor and 64 MiB.
+    Ranks: local. Tensor data in memory stay below twice the largest tensor plus 64 MiB.
     """
     source, destination = Path(source), Path(destination)
     axes = _axes(mesh)
@@ -153,13 +153,13 @@ def _axes(mesh: int | str | Mapping[str, int]) -> dict[str, int]:
 
 
 def _plain(contents: Contents) -> Mapping[str, object]:
-    # Values in a DCP directory are copied byte for byte; from elsewhere they are read and pickled.
+    # Values in a DCP directory are copied byte for byte; values from elsewhere are read and pickled.
     wanted = [value for value in contents.values if value.entry is None or not value.entry.length]
     return read_values(contents, wanted, drop_advice="Migrate it first, with drop=[...] (--drop).")
 
 
 def _tied(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> Ties:
-    """The tensors that are others too and are sharded like them, so that one set of bytes does for both."""
+    """Return the tensors that are tied to another one and sharded like it, so that their bytes are written only once."""
     tensors = {tensor.key: tensor for tensor in contents.tensors}
     owners = {
         key: owner
@@ -195,7 +195,7 @@ def _files(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRul
 
 
 def _owner(item: OutTensor | OutValue, rank: int, num_ranks: int) -> int:
-    """Per-rank values go into their own rank's file, where that rank still exists."""
+    """Return the rank whose file gets an item: a per-rank value goes to its own rank, or to rank 0 if that rank is gone."""
     for part in item.path:
         if isinstance(part, str) and part.startswith("rank_") and part.removeprefix("rank_").isdigit():
             own = int(part.removeprefix("rank_"))

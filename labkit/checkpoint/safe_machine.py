@@ -17,7 +17,7 @@ _MOST_UNKNOWN = 100
 _DCP = "torch.distributed.checkpoint"
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
-# The types themselves, which nothing can change: sizes and the three classes are most of a large .metadata file.
+# Plain types, which a pickle cannot modify: sizes and the three classes are most of a large .metadata file.
 _TYPES: dict[tuple[str, str], type] = {
     (f"{_DCP}.metadata", "ChunkStorageMetadata"): Stateful,
     (f"{_DCP}.metadata", "MetadataIndex"): Stateful,
@@ -27,27 +27,27 @@ _TYPES: dict[tuple[str, str], type] = {
 
 
 class NumpyArray(Record):
-    """numpy's ``_reconstruct`` and the state that follows it; :func:`plain` turns it into an array."""
+    """The result of numpy's ``_reconstruct`` and its state; :func:`plain` turns it into an array."""
 
     __slots__ = ()
 
 
 class NumpyScalar(Record):
-    """The value that numpy's ``scalar`` makes."""
+    """The value that numpy's ``scalar`` returns."""
 
     __slots__ = ()
 
 
 class SafeMachine(PickleMachine):
-    """The machine that turns names into records. The stream decides which records are made, never which code is run.
+    """The machine that turns names into records. The pickle decides which records are made, but never which code runs.
 
     Args:
         data: The pickle.
-        storages: Whether it is of a torch.save archive, in which tensors with storages elsewhere may occur. In DCP's index
-            there are none, and a torch.Size is a plain tuple.
+        storages: Whether it belongs to a torch.save archive, in which tensors may have their storages elsewhere. DCP's index
+            has no tensors, and there a torch.Size is a plain tuple.
 
     Attributes:
-        unknown: The names outside the allow-list that it asks for, the first hundred of them.
+        unknown: The first hundred names in it that are outside the allow-list.
     """
 
     def __init__(self, data: bytes, storages: bool = False) -> None:
@@ -69,7 +69,7 @@ class SafeMachine(PickleMachine):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        # Protocols up to 2, torch.save's among them, write the Python 2 name of this module.
+        # Protocols up to 2, which torch.save also uses, write the Python 2 name of this module.
         pair = ("builtins" if module == "__builtin__" else module, name)
         if pair == ("torch", "Size") and not self._storages:
             return tuple
@@ -93,14 +93,14 @@ class SafeMachine(PickleMachine):
         return made
 
     def _member(self, kind: Any, name: Any) -> Class:
-        # Protocol 2 pickles a nested class, and Python 3.11 an enum's member, as getattr(class, name). Of any other class it is a
-        # method, which torch would call.
+        # Protocol 2 pickles a nested class, and Python 3.11 pickles an enum's member, as getattr(class, name). On any other class
+        # this is a method, which torch would call.
         if not isinstance(kind, Class) or not isinstance(name, str) or len(name) > 100:
             raise UnpicklingError("an attribute of something that is no class")
         return kind if kind.opaque else self._class(kind.module, f"{kind.qualname}.{name}")
 
     def _set(self, items: Any) -> set[Any]:
-        # From a sequence only: set(range(10**9)) would be a bomb.
+        # Only from a sequence: set(range(10**9)) would be a bomb.
         if type(items) not in (list, tuple, set, frozenset):
             raise UnpicklingError(f"a set of {type(items).__name__}")
         self.budget.charge_parts(len(items))
@@ -135,7 +135,7 @@ class SafeMachine(PickleMachine):
             self.budget.charge(sum(len(part) for part in state if isinstance(part, dict)) if isinstance(state, tuple) else 0)
             target.set_state(state)
         elif type(target) is OrderedDict:
-            # A module's state dict has _metadata so. It is left out, and so is no part of what is listed.
+            # A module's state dict has the attribute _metadata. It is dropped, because it is none of the listed entries.
             if type(state) is not dict or any(not isinstance(key, str) or hasattr(OrderedDict, key) for key in state):
                 raise UnpicklingError("it replaces a method of an OrderedDict")
         else:
@@ -155,7 +155,7 @@ def _bytes(items: Any) -> bytes:
 
 
 def _counter(counts: Any = None) -> Counter[Any]:
-    # What is in a dict already has keys that were looked at.
+    # The keys of a dict have already been checked.
     if counts is not None and type(counts) is not dict:
         raise UnpicklingError(f"a Counter of {type(counts).__name__}")
     return Counter(counts)
@@ -174,7 +174,7 @@ def _device(*arguments: Any) -> torch.device:
 
 
 def encode(text: str, encoding: str = "latin1") -> bytes:
-    """Return the bytes that protocol 2 writes as a text."""
+    """Return the bytes that protocol 2 writes as text."""
     if encoding not in ("latin1", "latin-1"):
         raise UnpicklingError("bytes in an encoding other than latin1")
     return text.encode("latin-1")

@@ -1,13 +1,13 @@
-"""Read the pickles in checkpoints without running anything that they name.
+"""Reading of the pickles in checkpoints without running anything that they name.
 
-A pickle is a small program: it may name any importable function and call it. Here no name is ever imported. Each name on
-the allow-list stands for an inert record that only remembers its arguments; any other name refuses the file (or is kept as an
-opaque record when the caller wants to look on). See the warning in :mod:`pickle`, and :func:`torch.load` with
-``weights_only=True`` for torch's own restricted reader, which builds real tensors and knows neither ``.metadata`` nor FSDP1's
+A pickle is a small program: it may name any importable function and call it. Here no name is ever imported. Each name on the
+allow-list becomes an inert record that only stores its arguments. Any other name makes the reader refuse the file, or becomes an
+opaque record if the caller still wants to inspect the file. See the warning in :mod:`pickle`, and :func:`torch.load` with
+``weights_only=True`` for torch's own restricted reader. That one builds real tensors, and reads neither ``.metadata`` nor FSDP1's
 sharded tensors.
 
-What reading may cost is in proportion to the pickle: :mod:`labkit.checkpoint.pickle_machine` sees to it for the reading itself,
-:mod:`labkit.checkpoint.pickle_values` for what is made of it.
+The cost of reading is in proportion to the pickle's length. :mod:`labkit.checkpoint.pickle_machine` limits the reading itself,
+and this module limits the conversion of the result.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Unknown = Literal["refuse", "opaque"]
 _PAUSE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _NAMES_PER_BYTE = 8
-# What a damaged or hostile pickle makes the machine raise.
+# Errors that a damaged or hostile pickle causes in the machine.
 _DAMAGED = (UnpicklingError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
 
 
@@ -43,16 +43,16 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
     Args:
         data: The pickle's bytes.
         path: The file, for messages.
-        unknown: What to do about names outside the allow-list: refuse the file, or keep them as opaque records.
-        storages: Whether tensors with storages elsewhere in the file may occur (torch.save archives).
+        unknown: How to treat names outside the allow-list: refuse the file, or keep them as opaque records.
+        storages: Whether tensors may have their storages elsewhere in the file (torch.save archives).
 
     Returns:
-        The object, of plain Python data, :class:`TensorRef`, :class:`UnsupportedTensor` and :class:`Record`; and the unknown names,
-        sorted.
+        The object, made of plain Python data, :class:`TensorRef`, :class:`UnsupportedTensor` and :class:`Record`; and the unknown
+        names, sorted.
 
     Raises:
-        UnsafeCheckpointError: It names something outside the allow-list and ``unknown`` is ``refuse``, or it cannot be read beside.
-        CheckpointFormatError: It is no pickle, is cut off or damaged, or asks for work out of proportion to its length.
+        UnsafeCheckpointError: It names something outside the allow-list, and ``unknown`` is ``refuse`` or it cannot be read.
+        CheckpointFormatError: It is no pickle, is cut off or damaged, or needs work out of proportion to its length.
 
     Ranks: local.
     """
@@ -78,7 +78,7 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
 
 @contextmanager
 def _collector_paused(pause: bool) -> Iterator[None]:
-    # Millions of objects that all stay make the collector look through them again and again: half of the time.
+    # With millions of objects that all stay, the collector scans them again and again, which is half of the time.
     pause = pause and gc.isenabled()
     if pause:
         gc.disable()
@@ -90,24 +90,24 @@ def _collector_paused(pause: bool) -> Iterator[None]:
 
 
 def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None = None) -> Any:
-    """Turn what :func:`load` gave into ordinary Python data.
+    """Turn the result of :func:`load` into ordinary Python data.
 
-    What occurs several times in it is one object, as it was.
+    Shared objects stay shared.
 
     Args:
         value: A value made of plain data, records and references.
         path: The file, for messages.
-        tensor: Reads a tensor that is referred to; None where no tensor may occur.
+        tensor: Reads a referenced tensor; None if no tensor may occur.
 
     Raises:
         UnsupportedTensorError: It holds a tensor that labkit does not read.
-        CheckpointFormatError: It holds something that is no plain data (a tensor, an opaque record, deep nesting).
+        CheckpointFormatError: It holds something that is not plain data (a tensor, an opaque record, deep nesting).
     """
     return _Plain(path, tensor).turn(value, 0)
 
 
 class _Plain:
-    """The values that :func:`plain` has turned so far. A few bytes of pickle can say "twice the list before" sixty times over."""
+    """The converter of :func:`plain`. It turns each shared value only once: a few bytes of pickle can double a list sixty times."""
 
     def __init__(self, path: object, tensor: Callable[[TensorRef], Any] | None) -> None:
         self._path, self._tensor = path, tensor
@@ -158,7 +158,7 @@ class _Plain:
             raise CheckpointFormatError(self._path, f"a numpy array that cannot be read ({str(error)[:200]})") from None
 
     def _count(self, data: Any) -> None:
-        # Each array gets memory of its own, also where many say that they have the same bytes.
+        # Each array gets its own memory, even if many arrays refer to the same bytes.
         self._array_bytes[id(data)] = len(data)
         self._copied += len(data)
         if self._copied > UNITS_PER_BYTE * sum(self._array_bytes.values()) + FREE_UNITS:
@@ -186,14 +186,14 @@ def _short(item: Any) -> str:
 
 
 class Walk:
-    """The leaves of a nested state, each with the keys that lead to it, in stored order.
+    """A walk over the leaves of a nested state, each with the keys that lead to it, in stored order.
 
-    A list or tuple is a leaf unless a tensor or a dict lies in it, as in DCP's own flattening, and so is an empty dict.
+    A list or tuple is a leaf unless it contains a tensor or a dict, as in DCP's own flattening. An empty dict is a leaf too.
 
     Args:
         path: The file, for messages.
-        size: The length of the pickle in bytes. All names together may have eight times as many characters and a million more:
-            what occurs under several names is listed under each, and twice the dict before, fifty times over, is refused.
+        size: The length of the pickle in bytes. All names together may have eight times as many characters plus a million. A
+            shared value is listed under each of its names, so a dict that is doubled fifty times is refused.
     """
 
     def __init__(self, path: object, size: int) -> None:
@@ -201,11 +201,11 @@ class Walk:
         self._without: set[int] = set()
 
     def leaves(self, value: Any) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-        """Yield the keys and the leaf.
+        """Yield the keys and value of each leaf.
 
         Raises:
-            CheckpointFormatError: A nesting that refers to itself, is deeper than 64 levels, or has far more leaves than the pickle
-                has bytes.
+            CheckpointFormatError: The state contains itself, is nested deeper than 64 levels, or has far more leaves than the
+                pickle has bytes.
         """
         stack: list[tuple[tuple[str | int, ...], Any]] = [((), value)]
         while stack:
@@ -236,7 +236,7 @@ class Walk:
             )
 
     def _holds_tensors(self, items: Any, depth: int) -> bool:
-        """Whether a tensor or a dict lies in a list. Lists without, which may occur many times, are looked through once."""
+        """Return whether a list contains a tensor or a dict. A list without any, even if shared often, is searched only once."""
         if depth == 0:
             return True
         if id(items) in self._without:

@@ -1,9 +1,9 @@
-"""Read safetensors: one file, a directory of shards with or without index, and DCP's own sharded files.
+"""Reading of safetensors: one file, a directory of shards with or without an index, and DCP's own sharded files.
 
 The format is an 8-byte little-endian length, a JSON header and the data, C-contiguous and without holes
-(https://github.com/huggingface/safetensors#format). What the ``safetensors`` library refuses is refused. Reading the header
-here too gives the byte ranges, which the library keeps to itself. ``DCP_SHARDING_INFO`` in the metadata is what
-:class:`torch.distributed.checkpoint.HuggingFaceStorageWriter` with ``save_distributed=True`` notes about a shard's place.
+(https://github.com/huggingface/safetensors#format). Files that the ``safetensors`` library refuses are refused. The header is also
+parsed here to get the byte ranges, which the library does not expose. ``DCP_SHARDING_INFO`` in the metadata is the shard's place,
+written by :class:`torch.distributed.checkpoint.HuggingFaceStorageWriter` with ``save_distributed=True``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from labkit.checkpoint.plain_files import is_inside, open_regular, parse_json, r
 
 INDEX_SUFFIX = ".index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-# A header that the library refuses is parsed to say why, up to this size: as Python's objects it can take 20 times its text.
+# A refused header up to this size is parsed to explain why: as Python objects it can take 20 times the size of its text.
 _EXPLAINED_BYTES = 1 << 20
-_LARGEST = (1 << 63) - 1  # of torch's and numpy's numbers
+_LARGEST = (1 << 63) - 1  # the largest integer of torch and numpy
 _SHARDING = "DCP_SHARDING_INFO"
 
 DTYPES: dict[str, torch.dtype] = {
@@ -56,13 +56,13 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
-    """Return the JSON header of a safetensors file and the byte at which the data begin.
+    """Return the JSON header of a safetensors file and the offset of the data.
 
-    The ``safetensors`` library decides whether it is one. It says neither where tensors lie nor which file is only cut off, so
-    the header is parsed here too, more strictly: what the library accepts and another reader could read in two ways is refused.
+    The ``safetensors`` library decides whether the file is valid. It reports neither where tensors are nor which file is only cut
+    off, so the header is parsed here too. This is stricter: headers that another reader could read differently are refused.
 
     Raises:
-        IncompleteCheckpointError: The file ends inside the header, or before its data do.
+        IncompleteCheckpointError: The file ends inside the header, or before the end of its data.
         CheckpointFormatError: It is no safetensors file.
     """
     with open_regular(path) as file:
@@ -86,7 +86,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _refusal(path: Path) -> str:
-    """Return why the library refuses a file; an empty text where it takes it."""
+    """Return why the library refuses a file; an empty text if it accepts it."""
     try:
         with safe_open(path, framework="np"):
             return ""
@@ -121,13 +121,13 @@ def read_safetensors(path: Path, names: Sequence[str] | None = None, root: Path 
     """Read a safetensors file, an index file with its files, or the named files of a directory.
 
     Args:
-        path: The file or index; or what was asked for, where ``names`` are given.
+        path: The file or index; if ``names`` are given, the path that the caller gave.
         names: The files, relative to ``root``.
         root: Their directory; ``path`` itself by default.
 
     Raises:
-        IncompleteCheckpointError: A file that the index names is missing, or lacks a tensor that the index gives it.
-        CheckpointFormatError: A header is wrong, two files hold one tensor, or a file is no safetensors file.
+        IncompleteCheckpointError: A file that the index names is missing, or lacks a tensor that the index places in it.
+        CheckpointFormatError: A header is wrong, two files hold the same tensor, or a file is no safetensors file.
     """
     if names is not None:
         root, index_file, files = root or path, None, list(names)
@@ -218,7 +218,7 @@ def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtyp
         raise CheckpointFormatError(
             checkpoint.root / found[1][0].file, f"{key!r} has another dtype or number of dims than in {first.file}"
         )
-    # A shard does not say how large the whole is: its end is the furthest end of any shard.
+    # A shard does not contain the size of the whole tensor: it is the furthest end of any shard.
     shape = tuple(max(chunk.offsets[d] + chunk.sizes[d] for chunk, _ in found) for d in range(len(first.sizes)))
     unique = {(chunk.offsets, chunk.sizes): chunk for chunk, _ in found}
     if len(unique) < len(found) and not any(any(chunk.offsets) for chunk, _ in found):
@@ -228,7 +228,7 @@ def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtyp
 
 
 def _add_tied(checkpoint: Checkpoint) -> None:
-    # What safetensors.torch.save_model notes: the name that it left out, and the one that has the data.
+    # As written by safetensors.torch.save_model: the name that it left out, and the name that has the data.
     for name, owner in checkpoint.metadata.items():
         entry = checkpoint.tensors.get(owner)
         if entry is not None and name not in checkpoint.tensors and name != "format":

@@ -1,9 +1,9 @@
 """A save that cannot lose the last good checkpoint.
 
-What a load would not give back as it is, is refused before anything is written. A step is written into a directory of its own, by
-DCP. After every rank has read back its files and the values in them, rank 0
-publishes ``manifest.json`` by an atomic rename; only then does the step count, and only then are older steps removed. A
-crash at any moment leaves the previous steps as they were and a directory without a manifest.
+Anything that a load would not restore unchanged is refused before anything is written. DCP writes a step into a directory of its
+own. After every rank has read back its files and the values in them, rank 0 publishes ``manifest.json`` by an atomic rename. Only
+then is the step complete, and only then are older steps removed. A crash at any moment leaves the previous steps unchanged, and a
+directory without a manifest.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def save(
 ) -> Path:
     """Save a training state as a step of a store.
 
-    What is accepted, a load returns, equal and of the same type: :mod:`labkit.checkpoint.values` lists the values, and
-    :mod:`labkit.checkpoint.state` says how names are made of nested dicts and lists. Everything else is refused before anything is
-    written. Before the step is published, and older ones go, each rank reads back what it wrote, as a load would.
+    A load returns everything that is accepted here, equal and of the same type: :mod:`labkit.checkpoint.values` lists the values,
+    and :mod:`labkit.checkpoint.state` explains how nested dicts and lists become names. Everything else is refused before anything
+    is written. Before the step is published and older steps are removed, each rank reads back what it wrote, as a load would.
 
     Args:
-        store: A directory that all ranks see; made if needed.
+        store: A directory that all ranks see; created if needed.
         state: Nested dicts of modules, optimizers, objects with ``state_dict``, tensors, DTensors, plain values, and
             :class:`labkit.checkpoint.PerRank` for what each rank has its own of. Optimizer state goes by FQN, so the module
             that an optimizer trains belongs into the state too. Schedulers and counters need entries of their own.
@@ -71,8 +71,8 @@ def save(
         RankDivergenceError: Ranks hold different values under one key that is not per rank.
         UnsavableStateError: A value or a tensor would not come back as it is; the message names all of them, each with a way out.
         FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
-        CheckpointWriteError: A rank could not write, or what it wrote does not read back. All ranks raise it; the step is
-            not published.
+        CheckpointWriteError: A rank could not write, or its files do not read back. All ranks raise it, and the step is not
+            published.
 
     Ranks: collective. Blocks until every rank's files are on disk and read back.
     """
@@ -82,7 +82,7 @@ def save(
 
 
 class PendingSave:
-    """An asynchronous save on its way.
+    """An asynchronous save in progress.
 
     Attributes:
         step: The step that is being saved.
@@ -93,7 +93,7 @@ class PendingSave:
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._collected = False
-        # No daemon: a process that ends normally finishes its save first.
+        # Not a daemon thread: a process that ends normally finishes its save first.
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"labkit-save-{work.step}")
         self._thread.start()
 
@@ -104,7 +104,7 @@ class PendingSave:
             self._error = error
 
     def done(self) -> bool:
-        """Whether the save has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Path:
@@ -112,9 +112,9 @@ class PendingSave:
 
         Raises:
             TimeoutError: It is still running after ``timeout_s`` seconds.
-            CheckpointError: Whatever the save raised; the step is then not published.
+            CheckpointError: The save failed; the step is then not published.
 
-        Ranks: local, but the save itself is collective, so every rank should wait at the same place.
+        Ranks: local, but the save itself is collective, so every rank should wait at the same point of the program.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -134,20 +134,20 @@ _groups: dict[int, dist.ProcessGroup] = {}
 def save_async(store: str | Path, state: Mapping[str, Any], step: int, *, keep: int | None = None, threads: int = 1) -> PendingSave:
     """Save in the background: copy everything to CPU memory, return, and write from a thread.
 
-    What a GPU holds goes into page-locked memory, which is kept for the next save: host memory as large as this rank's share
-    stays taken. The first save locks it and takes longer.
+    GPU tensors are copied into page-locked memory, which is kept for the next save. So host memory of the size of this rank's
+    share stays allocated. The first save locks it and takes longer.
 
-    What the training loop does to its tensors afterwards does not reach the checkpoint. One save runs at a time: a second
-    call first waits for the one before and raises its error if nobody has. The arguments are those of :func:`save`; all ranks
-    of the default group take part, over a gloo group of their own.
+    Later changes to the tensors do not affect the checkpoint. Only one save runs at a time: a second call first waits for the
+    previous save, and raises its error unless ``wait()`` has already done so. The arguments are those of :func:`save`. All ranks of
+    the default group take part, over a separate gloo group.
 
     Returns:
         The pending save. Call ``wait()`` before relying on it; the step counts only once it is published.
 
     Raises:
-        CheckpointError: As :func:`save`, for what is found before writing begins; and the previous save's error.
+        CheckpointError: As :func:`save`, for errors found before writing begins; or the previous save failed.
 
-    Ranks: collective. Blocks for the copy to CPU memory, and for a save that is still running.
+    Ranks: collective. Blocks for the copy to CPU memory, and until a save that is still running has ended.
     """
     global _pending
     previous, _pending = _pending, None
@@ -164,7 +164,7 @@ def save_async(store: str | Path, state: Mapping[str, Any], step: int, *, keep: 
 
 
 def _own_group() -> dist.ProcessGroup | None:
-    """A gloo group for the background thread: two threads may not use one group."""
+    """Return a gloo group for the background thread, because two threads must not use the same group."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     default = dist.distributed_c10d._get_default_group()
@@ -185,7 +185,7 @@ def _staged(data: torch.Tensor) -> torch.Tensor:
 
 def _capture(state: Mapping[str, Any], comm: Comm) -> Captured:
     captured: list[Captured] = []
-    # capture() is collective for FSDP1; a rank that fails there alone is the time-out of the group, as in FSDP1 itself.
+    # capture() is collective for FSDP1. If only one rank fails there, the others wait until the group times out, as in FSDP1.
     comm.everywhere(lambda: captured.append(capture(state, comm.rank)), "the state")
     refuse_divergence(captured[0], comm)
     return captured[0]
@@ -228,7 +228,7 @@ class _Save:
         with task(f"save step {self.step}", mine) as writing:
             writer = DirectoryWriter(self.directory, threads=self.threads, progress=writing.advance)
             self._write(writer)
-        # The metadata file exists on rank 0 only after every rank has written, so this is a barrier too.
+        # DCP writes .metadata on rank 0 only after every rank has written, so all data files exist by then.
         sums = self.comm.everywhere(lambda: self._read_back(writer), self.directory)
         self.comm.on_first(lambda: self._publish(sums), self.directory)
 
@@ -278,6 +278,6 @@ class _Save:
 
 
 def _causes(error: CheckpointException) -> str:
-    # A failure is the exception with its traceback.
+    # A failure is a pair of the exception and its traceback.
     causes = {rank: failure[0] for rank, failure in error.failures.items()}
     return "; ".join(f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in causes.items()) or str(error)

@@ -1,16 +1,16 @@
-"""Tell the model's entries from the optimizer's and from everything else, by the structure of the state.
+"""Classification of entries as model, optimizer or other, by the structure of the state.
 
-The rules, in this order; what a key is called decides nothing but for the two keys that every torch optimizer writes:
+These are the rules, in this order. Names of keys do not matter, except for the two keys that every torch optimizer writes:
 
-1. An optimizer is a dict with ``param_groups``, and beside it ``state``, wherever it is nested. Where a checkpoint has kept the
-   ``state`` alone, that counts as an optimizer's when the names in it are parameter numbers, or names of tensors elsewhere in the
-   checkpoint, and the pieces have names that torch's optimizers give.
-2. The other tensors lie in nests: the dicts under the top-level keys, and the top level itself. A nest with a floating-point tensor
+1. An optimizer is a dict with ``param_groups``, and ``state`` beside it, wherever it is nested. If a checkpoint has only the
+   ``state``, it still counts as an optimizer's if its names are parameter numbers, or names of tensors elsewhere in the
+   checkpoint, and its pieces have names that torch's optimizers use.
+2. The other tensors are in nests: the dicts under the top-level keys, and the top level itself. A nest with a floating-point tensor
    of at least one dim may be a model; all its tensors belong to the section ``model``. Random states, permutations and counters
-   are integers or single numbers, so their nests are ``other``, and so is every value that is no tensor. Where no nest has such a
-   tensor, every nest may be a model, but for files of several ranks, which then hold what each rank has its own of.
-3. Several such nests (averaged weights beside the weights, a teacher) are all ``model``. Where one of them has to be chosen, it is
-   the one with the names that the given model or the optimizer has; where that does not decide, the user does.
+   are integers or single numbers, so their nests are ``other``, and so is every value that is no tensor. If no nest has such a
+   tensor, every nest may be a model. The exception are files of several ranks, which then hold per-rank values.
+3. If there are several such nests (averaged weights beside the weights, a teacher), all are ``model``. If one of them must be
+   chosen, it is the one with the names of the given model or of the optimizer. If that does not decide, the user must choose.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def classify(checkpoint: Checkpoint) -> None:
 
 
 def nest_of(path: Path_) -> Nest:
-    """Return the top-level key under which an entry lies in a dict or list of its own; nothing for the top level itself."""
+    """Return the top-level key of the dict or list that contains an entry; an empty tuple for the top level itself."""
     return path[:1] if len(path) > 1 else ()
 
 
@@ -53,12 +53,12 @@ def _may_be_a_parameter(entry: TensorEntry) -> bool:
 
 
 def parts(entry: TensorEntry | ValueEntry) -> Path_:
-    """Return the entry's nested keys, names with dots split into their parts."""
+    """Return the entry's nested keys, with names split at their dots."""
     return tuple(part for step in entry.path for part in (step.split(".") if isinstance(step, str) else (step,)))
 
 
 def optimizer_roots(entries: Iterable[TensorEntry | ValueEntry]) -> set[Path_]:
-    """Return the prefixes under which an optimizer's ``state`` and ``param_groups`` lie."""
+    """Return the prefixes that contain an optimizer's ``state`` and ``param_groups``."""
     groups: set[Path_] = set()
     states: dict[Path_, set[str]] = {}
     others: set[str] = set()
@@ -87,10 +87,10 @@ def _in_optimizer(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> bool:
 
 
 def parameters_of_group(value: object, where: object) -> list[str | int]:
-    """Return what an optimizer's group has under ``params``: the parameters' names, or their numbers.
+    """Return a group's ``params`` from an optimizer: the parameters' names, or their numbers.
 
     Raises:
-        CheckpointFormatError: It is something else.
+        CheckpointFormatError: The value is something else.
     """
     if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
         raise CheckpointFormatError(where, "it is no list of an optimizer's parameters, which have names or numbers")
@@ -98,7 +98,7 @@ def parameters_of_group(value: object, where: object) -> list[str | int]:
 
 
 def is_moment_piece(entry: TensorEntry) -> bool:
-    """Whether each rank's file may hold another stretch of a flattened moment: 1-D, of a parameter that has only a number."""
+    """Return whether each rank's file may hold another stretch of a flattened moment: 1-D, of a parameter with only a number."""
     keys = [str(part) for part in entry.path]
     return entry.section == "optimizer" and len(entry.shape) == 1 and any(key.isdigit() for key in keys[-2:-1])
 
@@ -113,7 +113,7 @@ def model_nest(checkpoint: Checkpoint, names: Collection[str] = ()) -> Nest:
 
     Args:
         checkpoint: A classified checkpoint.
-        names: The model's canonical names, where it is known.
+        names: The model's canonical names, if they are known.
 
     Raises:
         CheckpointFormatError: Several nests may be the model.
@@ -142,7 +142,7 @@ def flat_nests(checkpoint: Checkpoint) -> list[Nest]:
 
 
 def _optimizer_names(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of parameters that optimizer state goes by; numbers are no names."""
+    """Return the names of parameters in optimizer state; numbers are not names."""
     names = set()
     for entry in checkpoint.section("optimizer"):
         keys = [str(part) for part in parts(entry)]
@@ -158,12 +158,12 @@ def name_in(path: Path_) -> str:
 
 
 def nest_text(nest: Nest) -> str:
-    """Return a nest for people and for the option that chooses it; the top level is a dot."""
+    """Return a nest as text, for people and for the option that chooses it; the top level is a dot."""
     return ".".join(map(str, nest)) or "."
 
 
 def wrappers_of(checkpoint: Checkpoint) -> dict[str, int]:
-    """Count the tensors' names that carry each wrapper's part, as :func:`wrappers_in` counts them in each nest."""
+    """Count the tensors' names that contain each wrapper's part; in each nest as in :func:`wrappers_in`."""
     result: dict[str, int] = {}
     nests: dict[Nest | str, list[str]] = {}
     for entry in checkpoint.tensors.values():

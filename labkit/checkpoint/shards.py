@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor: its local boxes, for plain tensors, DTensor and FSDP1's ShardedTensor alike."""
+"""The part of a tensor that one rank holds: its local boxes, for plain tensors, DTensor and FSDP1's ShardedTensor alike."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class LocalTensor:
     Attributes:
         shape: The full shape.
         dtype: The dtype.
-        shards: What this rank holds; empty boxes are left out unless the whole tensor is empty.
-        replica_of: None when no other rank holds the same boxes; else a label that ranks with equal boxes share. Ranks
-            with one label must hold equal values.
+        shards: The shards that this rank holds; empty boxes are left out unless the whole tensor is empty.
+        replica_of: None if no other rank holds the same boxes; else a label that ranks with equal boxes share. Ranks with the
+            same label must hold equal values.
     """
 
     shape: tuple[int, ...]
@@ -42,11 +42,11 @@ class LocalTensor:
 
 
 def local_tensor(tensor: torch.Tensor) -> LocalTensor:
-    """This rank's part of a tensor.
+    """Return this rank's part of a tensor.
 
     Raises:
-        UnsavableStateError: A DTensor is an unreduced partial sum, or holds another part than its placements say; or the tensor
-            is none of :func:`~labkit.checkpoint.plain_tensors.plain_tensor`.
+        UnsavableStateError: A DTensor is an unreduced partial sum, or its data do not match its placements; or
+            :func:`~labkit.checkpoint.plain_tensors.plain_tensor` refuses the tensor.
 
     Ranks: local.
     """
@@ -86,12 +86,12 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
 
 
 def placement_of(placement: Any) -> Placement:
-    """A DTensor placement in the arithmetic of :mod:`labkit.checkpoint.layout`.
+    """Convert a DTensor placement to one of :mod:`labkit.checkpoint.layout`.
 
     Raises:
         TypeError: It is neither a shard nor a replica.
     """
-    kind = type(placement).__name__  # in torch 2.11 a _StridedShard is a Shard too, in 2.13 it is none
+    kind = type(placement).__name__  # in torch 2.11 _StridedShard is a subclass of Shard, in 2.13 it is not
     if kind == "Replicate":
         return None
     if kind in ("Shard", "_StridedShard"):
@@ -100,11 +100,11 @@ def placement_of(placement: Any) -> Placement:
 
 
 def box_of(tensor: DTensor) -> Box:
-    """The box that this rank holds of a tensor whose mesh it is in; it need not be as large as the local tensor.
+    """Return this rank's box of a tensor whose mesh it is in. The box need not have the size of the local tensor.
 
-    torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes cut unevenly: of 7 rows
-    over ``(dp=3, tp=2)`` a rank gets one that is not there, and boxes of 13 rows overlap. So what fully_shard and
-    parallelize_module make is worked out here. Other strides and placements are left to torch.
+    torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes split unevenly: with 7
+    rows over ``(dp=3, tp=2)`` a rank gets a row that does not exist, and boxes of 13 rows overlap. So the layouts of fully_shard
+    and parallelize_module are computed here. Other strides and placements are left to torch.
 
     Raises:
         UnsavableStateError: This rank holds several boxes.
@@ -139,10 +139,10 @@ def _kept(shape: tuple[int, ...], shards: list[LocalShard]) -> tuple[LocalShard,
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is a tensor of any of the kinds that :func:`local_tensor` takes."""
+    """Return whether a value is a tensor of a kind that :func:`local_tensor` accepts."""
     return isinstance(value, torch.Tensor | ShardedTensor)
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether a value is a tensor that ranks may hold in parts."""
+    """Return whether a value is a tensor that may be divided over ranks."""
     return isinstance(value, DTensor | ShardedTensor)

@@ -1,4 +1,4 @@
-"""Values that are no tensors, put into a few words: read where they are small, named where they cannot be read."""
+"""Short descriptions of values that are no tensors: small values are read, and unreadable ones are named."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOST_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class SmallValue:
-    """A value as far as it was read.
+    """A value, as far as it was read.
 
     Attributes:
-        entry: Which value.
-        content: The value; inert records stand for what is no plain data.
-        asks_for: Names outside the allow-list that its pickle asks for. Nothing of it was run.
-        unread: Why it was not read; empty where it was.
+        entry: The entry of the value.
+        content: The value; inert records replace whatever is not plain data.
+        asks_for: Names in its pickle outside the allow-list. None of them was run.
+        unread: The reason why it was not read; empty if it was.
     """
 
     entry: ValueEntry
@@ -37,7 +37,7 @@ class SmallValue:
 
     @property
     def text(self) -> str:
-        """What it is, in a few words."""
+        """A description in a few words."""
         if self.asks_for:
             return f"asks for {', '.join(self.asks_for)}, not run"
         if isinstance(self.content, UnsupportedTensor):
@@ -46,7 +46,7 @@ class SmallValue:
 
 
 def small_values(checkpoint: Checkpoint, entries: Iterable[ValueEntry]) -> Iterator[SmallValue]:
-    """Read values of a checkpoint, those of up to 64 KiB. Ranks: local. Runs nothing, and reads no tensor."""
+    """Read values of a checkpoint of up to 64 KiB each. Ranks: local. Runs nothing, and reads no tensor."""
     with Reader(checkpoint) as reader:
         for entry in entries:
             if entry.length > SMALL_BYTES:
@@ -60,12 +60,12 @@ def small_values(checkpoint: Checkpoint, entries: Iterable[ValueEntry]) -> Itera
             try:
                 content = safe_pickle.plain(content, checkpoint.root / entry.file, tensor=lambda reference: reference)
             except CheckpointFormatError:
-                pass  # what it holds is shown as the records that they are
+                pass  # the content is then shown as records
             yield SmallValue(entry, content, asks_for)
 
 
 class _Short(reprlib.Repr):
-    """Writes out a few levels and items of a value: a file of a few bytes may hold a list of 2**60 items."""
+    """A repr of only a few levels and items of a value, because a file of a few bytes may hold a list of 2**60 items."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class _Short(reprlib.Repr):
 
 
 def short(value: Any) -> str:
-    """A value in a few words."""
+    """Describe a value in a few words."""
     if isinstance(value, list | tuple | dict | set | frozenset) and len(value) > _MOST_ITEMS:
         return f"{type(value).__name__} of {len(value)} items"
     text = _Short().repr(value)

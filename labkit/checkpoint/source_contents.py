@@ -19,7 +19,7 @@ from labkit.checkpoint.wording import listed, quoted
 def contents_of(
     checkpoint: Checkpoint, *, copies: Copies = "refuse", only: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Contents:
-    """A checkpoint's contents as they are, but for what is left out.
+    """Return a checkpoint's contents as they are, without those that are left out.
 
     What differs from rank file to rank file is keyed by rank (``rng.rank_0...``) where it belongs to neither model nor
     optimizer, as :class:`labkit.checkpoint.PerRank` does.

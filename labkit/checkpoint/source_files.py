@@ -1,17 +1,17 @@
-"""Whether the files of a source stay as they are while they are read.
+"""Check that the files of a source do not change while they are read.
 
-The rule: device, inode, size and both times (of the content and of the inode) of each file are noted before the index is read.
-Every descriptor that reads data is compared with them when it is opened, and every file once more after the last read. Any
-difference is refused, also where only the times differ: safetensors carry no checksum, so nothing else tells a file that was half
-overwritten from a good one.
+Device, inode, size and both times (of the content and of the inode) of each file are noted before the index is read. Every
+descriptor that reads data is compared with them when it is opened, and every file once more after the last read. Any difference is
+refused, even if only the times differ: safetensors have no checksum, so nothing else shows that a file was half overwritten.
 
-Where it ends:
+Changes that this does not detect:
 
 - A write that keeps the size, within one step of the file system's clock after the file was noted. On Linux 6.18 (ext4 and
-  tmpfs) each of 2,000 writes right after a look at the times was seen; before Linux 6.13 a step is a tick of the kernel's timer.
-- Stores through a shared memory map, which the kernel counts when it writes a page back and not when it happens.
-- Network file systems that answer with times from a cache.
-- Links to directories inside a source: what they lead to is noted after the index was read.
+  tmpfs) each of 2,000 writes right after the times were read was detected. Before Linux 6.13 a step is a tick of the kernel's
+  timer.
+- Stores through a shared memory map, which the kernel records when it writes a page back and not when they happen.
+- Changes on network file systems that answer with times from a cache.
+- Changes behind links to directories inside a source: their targets are noted only after the index was read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from labkit.checkpoint.parts import is_pattern, matching_files
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """The marks by which a change of a file is seen."""
+    """The properties of a file by which a change is detected."""
 
     device: int
     inode: int
@@ -39,12 +39,12 @@ class FileState:
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        """Return the state that a call of ``stat`` gave."""
+        """Return the state in a result of ``stat``."""
         return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def states_of(source: Path) -> dict[Path, FileState]:
-    """Return the state of every file in a directory and below, of those of a pattern, or of a file and its neighbours."""
+    """Return the state of every file in a directory and below, of a pattern's files, or of a file and its neighbours."""
     found = {}
     for path in _candidates(source):
         with suppress(OSError):
@@ -59,13 +59,13 @@ def _candidates(source: Path) -> Iterator[Path]:
     elif source.exists():
         yield from source.parent.iterdir()
     elif is_pattern(source):
-        with suppress(CheckpointError):  # opening it raises again
+        with suppress(CheckpointError):  # opening the checkpoint raises it again
             root, names, _ = matching_files(source)
             yield from (root / name for name in names)
 
 
 def changed(path: Path) -> CheckpointFormatError:
-    """Return the error for a file that did not stay as it was."""
+    """Return the error for a file that changed while it was read."""
     return CheckpointFormatError(
         path,
         "it was changed while it was read (its size, times or inode are others than before). Run the command again when nothing "

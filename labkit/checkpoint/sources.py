@@ -1,4 +1,4 @@
-"""Where the values of an output tensor come from: an entry of a checkpoint, a stretch of a flat parameter, a conversion."""
+"""Sources of the values of an output tensor: an entry of a checkpoint, a stretch of a flat parameter, a conversion."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class Source(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that :meth:`read` gives."""
+        """The dtype that :meth:`read` returns."""
 
     @property
     def label(self) -> str:
-        """What stands for this source in a plan: equal labels read equal values."""
+        """The source's name in a plan: sources with equal labels have equal values."""
 
     def read(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box, as a new C-contiguous CPU tensor."""
+        """Return a box, as a new C-contiguous CPU tensor."""
 
     def ranges(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> list[ByteRange] | None:
-        """The byte ranges that are the box as it is; None where it has to be read and put together."""
+        """Return the byte ranges that concatenate to the box; None if it must be read and assembled."""
 
     def cost(self, numel: int) -> int:
-        """Bytes of memory that reading this many elements takes at its peak."""
+        """Return the bytes of memory that reading this many elements takes at its peak."""
 
 
 @dataclass(frozen=True)
 class EntrySource:
-    """A tensor of a checkpoint as it is, or one rank's copy of it."""
+    """A tensor of a checkpoint, unchanged, or one rank's copy of it."""
 
     entry: TensorEntry
     chunks: ChunkTable | None = None
@@ -109,7 +109,7 @@ class FlatSource:
 
 @dataclass(frozen=True)
 class CastSource:
-    """Another source in another dtype; a finite value that becomes inf or NaN is an error."""
+    """Another source converted to another dtype; a finite value that becomes inf or NaN is an error."""
 
     inner: Source
     dtype: torch.dtype

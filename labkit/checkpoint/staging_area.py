@@ -1,15 +1,15 @@
 """A destination that is absent or complete: everything is written beside it, and appears by one rename.
 
-``NEW.partial`` is a folder that labkit makes for its user alone. It holds
+``NEW.partial`` is a folder that labkit creates for its user alone. It contains
 
-- ``.labkit``, the marker: it says for which destination the folder was begun, and is locked for as long as a run writes;
+- ``.labkit``, the marker: it names the destination of the folder, and is locked as long as a run writes;
 - ``data``, the checkpoint that is being written.
 
-A run that was killed starts over: the next one for the same destination removes what is left and begins anew
+After a killed run, the next run for the same destination removes the leftovers and starts over
 (:mod:`labkit.checkpoint.staging_leftovers` says when it may).
 
-Where this ends: whoever may rename entries of the destination's parent directory may also exchange the folder while a run writes
-into it. Directories that others may write to, such as ``/tmp``, prevent that by their sticky bit.
+There is one limit: a user who may rename entries of the destination's parent directory may also exchange the folder while a run
+writes into it. Directories that others may write to, such as ``/tmp``, prevent that by their sticky bit.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from labkit.checkpoint.staging_leftovers import (
 )
 from labkit.places import PlaceError
 
-_ATTEMPTS = 10  # runs that begin and end beside this one
+_ATTEMPTS = 10  # other runs for this destination may begin and end meanwhile
 
 
 class StagingArea:
     """The folder beside a destination. End it with :meth:`publish` or :meth:`discard`.
 
     Args:
-        destination: Where the result goes.
+        destination: The path of the result.
 
     Attributes:
         data: An empty directory to write into.
@@ -75,7 +75,7 @@ class StagingArea:
             raise
 
     def _begin(self) -> bool:
-        """Make the folder; return False when a leftover was removed, or another run came in between."""
+        """Create the folder; return False if a leftover was removed, or another run interfered."""
         try:
             self.folder.mkdir(mode=0o700)
         except FileExistsError:
@@ -88,12 +88,12 @@ class StagingArea:
             if lock(marker_fd) is not False and is_linked(marker_fd, folder_fd):
                 self._folder_fd, self._marker_fd = folder_fd, marker_fd
         except (FileNotFoundError, FileExistsError):
-            return False  # another run took the folder, which had nothing in it yet, for a leftover
+            return False  # another run took the folder, which was still empty, for a leftover
         finally:
             if self._folder_fd < 0:
                 _close(folder_fd, marker_fd)
                 with suppress(OSError):
-                    self.folder.rmdir()  # only if it is empty, and so nobody's
+                    self.folder.rmdir()  # succeeds only if it is empty, so that nothing is lost
         if self._folder_fd < 0:
             return False
         os.write(self._marker_fd, self._text)
@@ -102,16 +102,16 @@ class StagingArea:
         return True
 
     def publish(self, file: str | None = None) -> str:
-        """Let the destination appear, complete, by one rename; nothing that is there is replaced.
+        """Publish the destination, complete, by one rename; nothing existing is replaced.
 
-        A directory cannot be renamed over a file, a link or a directory with something in it, and a hard link cannot be made where
-        there is something. Where the file system has no hard links, a file that appears in the same instant is replaced.
+        A directory cannot be renamed over a file, a link or a non-empty directory, and a hard link cannot replace anything. Only on
+        a file system without hard links, a file that appears at the same instant is replaced.
 
         Args:
             file: The one file in ``data`` that becomes the destination; by default ``data`` itself does.
 
         Returns:
-            What is left beside it, in a sentence; empty when nothing is.
+            A sentence about leftovers beside the destination; empty if there are none.
 
         Raises:
             CheckpointExistsError: Something has appeared at the destination.
@@ -140,11 +140,11 @@ class StagingArea:
         """Remove the folder.
 
         Returns:
-            What is there now, in a sentence or two.
+            One or two sentences about what is there now.
         """
         left = self._remove()
         published = self._is_published()
-        with suppress(OSError):  # somebody else has put something there
+        with suppress(OSError):  # another process has put something there
             for parent in self._made if not published else ():
                 parent.rmdir()
         made = f"{self.destination} is complete" if published else f"{self.destination} was not made"
@@ -160,7 +160,7 @@ class StagingArea:
         return (status.st_dev, status.st_ino) == self._result
 
     def _remove(self) -> str:
-        """Remove the folder where this run has made it, and let others write to the destination; return what is left."""
+        """Remove the folder if this run created it, and allow others to write to the destination; return a note on leftovers."""
         if self._folder_fd < 0:
             return ""
         try:

@@ -1,10 +1,10 @@
-"""The folder in which a destination is written, as another run may have left it: what it looks like, and when it may go.
+"""The folder in which a destination is written, as left by another run: its possible states, and when it may be removed.
 
-``NEW.partial`` holds ``.labkit``, the marker, and ``data``. It is removed only when it is a real directory of this user, with
-nothing but a marker and ``data`` in it, the marker is a regular file of this user that names this destination, and nobody holds its
-lock. Two states have no marker to read and are removed too, since a kill between two system calls leaves them: an empty directory,
-and one with an empty marker only. Anything else is refused and stays as it is. Nothing is opened through a link, and of what the
-folder holds only the marker is ever read.
+``NEW.partial`` contains ``.labkit``, the marker, and ``data``. It is removed only if it is a real directory of this user that
+contains nothing but a marker and ``data``, the marker is a regular file of this user that names this destination, and no process
+holds its lock. Two states have no marker to read and are removed too, because a kill between two system calls leaves them: an empty
+directory, and one with only an empty marker. Anything else is refused and stays unchanged. Nothing is opened through a link, and
+only the marker is ever read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def partial_folder(destination: Path) -> Path:
 
 
 def is_partial(path: Path) -> bool:
-    """Return whether a path is a folder that a run has left unfinished, or the data in one."""
+    """Return whether a path is a folder that a run has left unfinished, or the data in such a folder."""
     folders = [path, path.parent] if path.name == DATA else [path]
     return any(_is_regular(folder / MARKER) for folder in folders)
 
@@ -45,15 +45,15 @@ def _is_regular(path: Path) -> bool:
 
 
 def remove_leftover(destination: Path, text: bytes) -> None:
-    """Remove a destination's folder where a killed run has left it; return also when another run has done that meanwhile.
+    """Remove a destination's folder if a killed run has left it; also return if another run has removed it meanwhile.
 
     Args:
-        destination: Where the result goes.
-        text: What the marker of a run for this destination holds.
+        destination: The path of the result.
+        text: The marker's content for a run for this destination.
 
     Raises:
-        CheckpointExistsError: What is there was not left by a killed run for this destination.
-        CheckpointWriteError: Its run is at work.
+        CheckpointExistsError: The folder was not left by a killed run for this destination.
+        CheckpointWriteError: Its run is still working.
     """
     folder = partial_folder(destination)
     try:
@@ -134,11 +134,11 @@ def being_written(destination: Path) -> CheckpointWriteError:
     return CheckpointWriteError(destination, "another process is writing it. Wait for it, or end it.")
 
 
-# -- of a folder that is known to be labkit's -----------------------------------------------------------------------------------
+# -- operations on a folder that is known to be labkit's -------------------------------------------------------------------------
 
 
 def empty(folder_fd: int) -> None:
-    """Remove what a run puts into its folder, in an order that leaves what the next run recognises after a kill."""
+    """Remove what a run creates in its folder, in an order whose intermediate states the next run recognises after a kill."""
     with suppress(FileNotFoundError):
         shutil.rmtree(DATA, dir_fd=folder_fd)
     with suppress(FileNotFoundError):
@@ -155,7 +155,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def lock(fd: int) -> bool | None:
-    """Return whether the lock was free, and take it; None where the file system has no locks."""
+    """Take the lock and return True if it was free; return False if it was taken, None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

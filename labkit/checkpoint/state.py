@@ -1,13 +1,13 @@
-"""Take a training state (modules, optimizers, schedulers, tensors, values) apart into flat leaves.
+"""Splitting of a training state (modules, optimizers, schedulers, tensors, values) into flat leaves.
 
-The nested dicts and lists of a state are names, and the caller's own: a load fills them and leaves them what they are. A ``dict``
-or ``OrderedDict`` is taken apart when all its keys are str or int; an int becomes its digits, so 3 and "3" are one name, and a
-collision is refused. A list is taken apart when it holds a tensor or a dict that is.
+The nested dicts and lists of a state determine names and belong to the caller: a load fills them and does not replace them. A
+``dict`` or ``OrderedDict`` is split if all its keys are str or int; an int becomes its digits, so 3 and "3" are the same name, and
+a collision is refused. A list is split if it contains a tensor or a dict that is split.
 
-What an object's ``state_dict`` gives has to be made again from the file, so there only str keys are names, and the order of each
-OrderedDict is saved beside its items. Whatever is not taken apart is one value, stored whole; :mod:`labkit.checkpoint.values` says
-which values there are. Tensors of an object come back as tensors of their own, on the CPU; a sharded one comes back into the tensor
-that the object's ``state_dict`` has for it at the time of the load, and whole where that one is not sharded.
+The result of an object's ``state_dict`` must be rebuilt from the file. So only str keys are names there, and the order of each
+OrderedDict is saved beside its items. Anything that is not split is one value, stored whole; :mod:`labkit.checkpoint.values` lists
+the possible values. Tensors of an object are restored as new tensors on the CPU. A sharded tensor is loaded into the tensor that
+the object's ``state_dict`` returns at the time of the load; if that one is not sharded, it is restored whole.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ ORDER = "<OrderedDict>"
 
 @dataclass
 class PerRank:
-    """A value that each rank has its own of: saved under ``rank_0``, ``rank_1`` ..., loaded by the rank it belongs to.
+    """A value that differs between ranks: saved under ``rank_0``, ``rank_1`` ..., and loaded by the rank that it belongs to.
 
     Attributes:
-        value: Plain data, tensors, nested dicts of them, a module that no other rank has a part of, or an object with
+        value: Plain data, tensors, nested dicts of them, a module that is entirely on this rank, or an object with
             ``state_dict`` and ``load_state_dict``.
     """
 
@@ -49,13 +49,13 @@ class PerRank:
 class Rng:
     """This process's random number generators as state: Python's, torch's on the CPU and every visible GPU, numpy's.
 
-    Wrap it in :class:`PerRank`, since every rank has its own: ``{"rng": PerRank(Rng())}``. numpy is included when it is loaded.
+    Wrap it in :class:`PerRank`, because every rank has its own: ``{"rng": PerRank(Rng())}``. numpy's is included if it is imported.
 
     Ranks: local.
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """The generators' states, as tensors and plain data."""
+        """Return the generators' states, as tensors and plain data."""
         state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": list(random.getstate())}
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             state["cuda"] = {str(index): torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())}
@@ -66,7 +66,7 @@ class Rng:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the generators to a state from :meth:`state_dict`. GPUs that this process does not have are left out."""
+        """Set the generators to a state from :meth:`state_dict`. States of GPUs that this process does not have are ignored."""
         torch.set_rng_state(state["torch"])
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
@@ -88,17 +88,17 @@ def _numpy_random() -> Any:
 
 @dataclass
 class Captured:
-    """A training state taken apart.
+    """A training state split into leaves.
 
     Attributes:
-        leaves: This rank's values by flat key; tensors share memory with the live ones where they can.
+        leaves: This rank's values by flat key; tensors share memory with the live ones if possible.
         modules: Key prefix to module.
         optimizers: Key prefix to optimizer.
         objects: Key prefix to other objects with ``state_dict`` and ``load_state_dict``.
         sharded: Flat key to the sharded tensors that objects hold.
         per_rank: Key prefixes of :class:`PerRank` values, without the rank.
         replicas: Flat key to the label under which ranks must hold equal values; see :class:`labkit.checkpoint.shards.LocalTensor`.
-        problems: What cannot be saved, or cannot be filled by a load.
+        problems: Sentences about entries that cannot be saved, or that a load cannot fill.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -111,27 +111,27 @@ class Captured:
     problems: list[str] = field(default_factory=list)
 
     def is_own(self, path: Path_) -> bool:
-        """Whether a path leads into a :class:`PerRank`."""
+        """Return whether a path leads into a :class:`PerRank`."""
         return any(path[: len(prefix)] == prefix for prefix in self.per_rank)
 
 
 def capture(state: Mapping[str, Any], rank: int, *, saving: bool = True) -> Captured:
-    """Take a training state apart; for a save, with everything that would not come back found before anything is written.
+    """Split a training state; for a save, find everything that a load would not restore before anything is written.
 
     Args:
         state: Nested dicts whose leaves are tensors of any kind, plain values, :class:`PerRank`, modules, optimizers, or
             objects with ``state_dict`` and ``load_state_dict`` (schedulers, data loaders).
         rank: This rank, for per-rank values.
-        saving: Whether to read and check what optimizers, objects and values hold, or only to note what a load can fill.
+        saving: Whether to read and check the contents of optimizers, objects and values, or only note what a load can fill.
 
     Raises:
-        FQNMismatchError: Two leaves get one name; or an optimizer holds tensors that are no parameter of any module in
+        FQNMismatchError: Two leaves get the same name; or an optimizer holds tensors that are no parameter of any module in
             the state (it was built before ``fully_shard`` replaced them, and its steps change nothing).
-        UnsavableStateError: A value or a tensor would not come back as it is; all of them are named.
+        UnsavableStateError: A value or a tensor would not be restored unchanged; all of them are named.
         CheckpointMismatchError: A tensor cannot be filled; or FSDP1 is combined with tensor parallelism, whose optimizer state
             torch restores wrongly.
 
-    Ranks: collective when an FSDP1 module is in the state, else local.
+    Ranks: collective if an FSDP1 module is in the state, else local.
     """
     found = Captured()
     plain: list[tuple[Path_, Any]] = []
@@ -188,13 +188,13 @@ def _below(path: Path_, key: Any, found: Captured) -> Path_:
 def walk(
     value: Any, path: Path_, *, rebuilt: bool = True, ordered: dict[Path_, list[str]] | None = None
 ) -> Iterator[tuple[Path_, Any]]:
-    """Yield the leaves of nested dicts and lists, with the keys that lead to each; an int is a place in a list.
+    """Yield the leaves of nested dicts and lists, with the keys that lead to each; an int is a position in a list.
 
     Args:
         value: The nested containers.
         path: The keys that lead to it.
-        rebuilt: Whether a load makes the containers again, or fills the caller's own.
-        ordered: Takes the keys of each OrderedDict that is taken apart and made again. None leaves them whole.
+        rebuilt: Whether a load rebuilds the containers, or fills the caller's own.
+        ordered: A dict that receives the keys of each OrderedDict that is split and rebuilt. None leaves OrderedDicts whole.
     """
     if len(path) > MAX_DEPTH:
         raise UnsavableStateError(STATE, [f"{flat_key(path):.80} is nested deeper than {MAX_DEPTH} levels, or contains itself"])
@@ -211,7 +211,7 @@ def walk(
 
 
 def _is_open(value: Any, *, rebuilt: bool, ordered: bool = False, closed: set[int] | None = None) -> bool:
-    """Whether a dict or list is taken apart; ``closed`` collects the lists that are not, which may occur many times."""
+    """Return whether a dict or list is split; ``closed`` collects lists that are not, because these may occur many times."""
     kind = type(value)
     if kind is dict or (kind is OrderedDict and (not rebuilt or (ordered and not lost_attributes(value)))):
         return bool(value) and all(type(key) is str or (type(key) is int and not rebuilt) for key in value)
@@ -245,7 +245,7 @@ def _add(found: Captured, path: Path_, value: Any, *, rebuilt: bool, saving: boo
             found.leaves[key] = Leaf(key, path, value=snapshot(value) if saving else value, own=own)
             return
         if rebuilt and saving and type(value) is not torch.Tensor and not is_sharded(value):
-            snapshot(value)  # refuses it: a parameter or another subclass would come back as a plain tensor
+            snapshot(value)  # raises for a parameter or another subclass, which would be restored as a plain tensor
         local = local_tensor(value)
     except UnsavableStateError as error:
         found.problems.extend(f"{key} {problem}" if not problem.startswith("[") else key + problem for problem in error.problems)

@@ -1,4 +1,4 @@
-"""Hand loaded values back: nested dicts, values in place, and optimizers."""
+"""Restoring of loaded values: nested dicts, values in place, and optimizers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from labkit.checkpoint.state import ORDER, PerRank
 
 
 def nest(leaves: Mapping[Path_, Any], source: object) -> Any:
-    """Return nested dicts and lists from leaves by path; integers in a path are list positions.
+    """Build nested dicts and lists from leaves by path; integers in a path are list positions.
 
-    The keys of each OrderedDict may be among the leaves, as :func:`labkit.checkpoint.state.capture` saves them.
+    The order of each OrderedDict may be among the leaves, as :func:`labkit.checkpoint.state.capture` saves it.
 
     Raises:
-        FQNMismatchError: The positions of a list have gaps, so they were the int keys of a dict in a file of another making.
+        FQNMismatchError: The positions of a list have gaps, so they were int keys of a dict in a file from another program.
     """
     if () in leaves:
         return leaves[()]
@@ -86,7 +86,7 @@ def _set(here: Any, step: Any, value: Any) -> None:
 
 
 def key_of(container: Any, step: str | int) -> Any:
-    """Return the key of a dict, or the index of a list, that a part of a name stands for: "3" is the int 3 where there is one."""
+    """Return the dict key or list index for a part of a name: "3" means the int 3 if the dict has that key but not "3"."""
     if isinstance(container, list):
         return int(step)
     if step in container or not str(step).lstrip("-").isdecimal():
@@ -113,13 +113,13 @@ def put_value(state: Any, path: Path_, value: Any) -> None:
 
 @dataclass
 class OptimizerTarget:
-    """An optimizer and what will be read for it.
+    """An optimizer and the data to read for it.
 
     Attributes:
         optimizer: The optimizer.
-        tensors: Flat key to the tensor that the piece is read into, sharded as its parameter is.
-        keys: All keys of the checkpoint that belong to it.
-        states: FQN to its state, holding those tensors and values that are no tensors.
+        tensors: Flat key to the tensor that receives the piece, sharded like its parameter.
+        keys: All keys of the checkpoint that belong to the optimizer.
+        states: FQN to its state, with those tensors and with values that are no tensors.
         groups: The saved options for each of the optimizer's groups, in its order.
         parameters: FQN to parameter.
     """
@@ -133,7 +133,7 @@ class OptimizerTarget:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
 
     def apply(self) -> None:
-        """Give the optimizer its state and options.
+        """Set the optimizer's state and options.
 
         Ranks: collective for FSDP1, else local.
         """
@@ -150,18 +150,18 @@ class OptimizerTarget:
 
 
 def keys_below(checkpoint: Checkpoint, path: Path_) -> list[str]:
-    """Return the keys of a checkpoint's entries whose nested keys begin with a path, or are it."""
+    """Return the keys of a checkpoint's entries whose nested keys are a path or begin with it."""
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     return [entry.key for entry in entries if entry.path[: len(path)] == path]
 
 
 def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_, nn.Module], reader: Reader) -> OptimizerTarget:
-    """Plan the loading of an optimizer: match groups and parameters by FQN, and make a tensor for each piece of state.
+    """Plan the loading of an optimizer: match groups and parameters by FQN, and allocate a tensor for each piece of state.
 
-    The optimizer itself is not touched.
+    The optimizer itself is not changed.
 
     Raises:
-        FQNMismatchError: The checkpoint's groups or state do not fit the optimizer's parameters.
+        FQNMismatchError: The checkpoint's groups or state do not match the optimizer's parameters.
 
     Ranks: collective for FSDP1, else local.
     """
@@ -173,7 +173,7 @@ def optimizer_targets(path: Path_, optimizer: Optimizer, modules: Mapping[Path_,
     names = parameter_names(optimizer, modules)
     target.parameters = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"]}
     if has_fsdp1(module):
-        # Flat parameters have no FQN of their own; FSDP matches groups itself, from the names of what is in them.
+        # Flat parameters have no FQN of their own; FSDP matches groups itself, by the names of the parameters in them.
         _fsdp1_targets(target, path, optimizer, modules, reader)
         target.groups = saved
         return target
@@ -221,7 +221,7 @@ def _fsdp1_targets(
             state[piece] = reader.value(key)
             continue
         tensor = reader.checkpoint.tensors[key]
-        # FSDP1 takes whole tensors for its sharded optimizer state too, and cuts them itself.
+        # FSDP1 needs whole tensors even for its sharded optimizer state, and splits them itself.
         state[piece] = target.tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
@@ -232,7 +232,7 @@ def _fsdp1_shapes(modules: Mapping[Path_, nn.Module]) -> set[str]:
 def _state_key(rest: Path_, names: Container[str | int]) -> tuple[str, Path_] | None:
     """Return FQN and piece from the keys below an optimizer: ``("state", "block.0.weight", "exp_avg")``.
 
-    A piece may be nested (LBFGS has lists of tensors) where the FQN is one key and the name of a parameter.
+    A piece may be nested (LBFGS has lists of tensors) if the FQN is a single key and the name of a parameter.
     """
     if len(rest) < 3 or rest[0] != "state":
         return None

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, as a table for people."""
+"""The contents of a checkpoint as a table for people."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ KINDS = {
     "parts": "put together from parts",
 }
 DEFAULT_ROWS = 200
-_MISSING = 8  # of them one sees what is wrong
+_MISSING = 8  # enough to see what is wrong
 
 
 def render(
     checkpoint: Checkpoint, *, patterns: Sequence[str] = (), rows: int | None = DEFAULT_ROWS, chunks: bool = False
 ) -> RenderableType:
-    """A checkpoint as a rich table with a summary above it.
+    """Render a checkpoint as a rich table with a summary above it.
 
     Args:
         checkpoint: An opened checkpoint.
-        patterns: Only tensors and values whose name matches.
-        rows: At most this many rows; None for all.
+        patterns: Show only tensors and values whose name matches.
+        rows: Show at most this many rows; None for all.
         chunks: Whether to list each chunk under its tensor.
     """
     entries = select(checkpoint, patterns)
@@ -67,7 +67,7 @@ def render(
 
 
 def _cells(texts: Iterable[str]) -> list[Text]:
-    return [Text(printable(text)) for text in texts]  # a Text has no markup
+    return [Text(printable(text)) for text in texts]  # a Text does not interpret markup
 
 
 def _row(entry: TensorEntry) -> list[str]:
@@ -90,7 +90,7 @@ def _row(entry: TensorEntry) -> list[str]:
 
 
 def _extent(entry: TensorEntry) -> str:
-    """How the chunks cut the tensor: ``4 on dim 0``, ``4x2`` on several dims, ``whole``."""
+    """Describe how the chunks split the tensor: ``4 on dim 0``, ``3-4 x 2 on dim 0, 1``, ``whole``, or ``none``."""
     if len(entry.chunks) <= 1 or not entry.shape:
         return "whole" if len(entry.chunks) else "none"
     sizes = entry.chunks.sizes
@@ -177,7 +177,7 @@ def _values_table(values: Sequence[SmallValue], num_values: int) -> list[Rendera
     return [table, *(rest if more else [])]
 
 
-# What fits on a printed page; a notebook cuts off or scrolls what is wider.
+# The width of a printed page; a notebook cuts off or scrolls wider lines.
 NOTEBOOK_COLUMNS = 96
 
 
@@ -187,9 +187,9 @@ def show(
     """Write a checkpoint's table to the terminal or the notebook cell.
 
     Args:
-        checkpoint: An opened checkpoint, or where one is.
-        patterns: Only tensors and values whose name matches.
-        rows: At most this many rows; None for all.
+        checkpoint: An opened checkpoint, or its path.
+        patterns: Show only tensors and values whose name matches.
+        rows: Show at most this many rows; None for all.
         chunks: Whether to list each chunk under its tensor.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Tied tensors on their way into another checkpoint: which of a model's names are one tensor."""
+"""Tied tensors on their way into another checkpoint: the names of a model that mean the same tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BLOCK_BYTES = 1 << 24
 
 
 def tied_tensors(tensors: Sequence[OutTensor]) -> dict[str, str]:
-    """The key of each of the model's tensors that is another one too, with the key of the first.
+    """Return, for each of the model's tensors that is the same as an earlier one, its key and the key of the first.
 
-    A tie is one source under several names. Optimizer state is left alone: a shared step count is no tie.
+    Tensors are tied if they have the same source under several names. Optimizer state is ignored: a shared step count is no tie.
     """
     return _same_source(tensors, lambda source: source.label)
 
@@ -39,24 +39,24 @@ def _same_source(tensors: Sequence[OutTensor], label: Callable[[Source], str]) -
 
 
 def lost_ties(tensors: Sequence[OutTensor]) -> dict[str, str]:
-    """The ties of the source that the tensors do not have any more, because only one name gets another dtype."""
+    """Return the source's ties that no longer hold because only one of the names gets another dtype."""
     kept = tied_tensors(tensors)
     before = _same_source(tensors, lambda source: source.inner.label if isinstance(source, CastSource) else source.label)
     return {key: owner for key, owner in before.items() if key not in kept}
 
 
 def tie_note(what: str, tied: Mapping[str, str]) -> list[str]:
-    """One sentence about ties; none where there are none."""
+    """Return a list with one sentence about ties; empty if there are none."""
     return [f"{what}: {listed([f'{key} = {owner}' for key, owner in tied.items()])}"] if tied else []
 
 
 def complete_ties(contents: Contents, parameters: ParameterList | None) -> None:
-    """Give a tied parameter of the model all its names, all with one source.
+    """Give a tied parameter of the model all its names, all with the same source.
 
-    FSDP1 saved some forms with one of the names, and DCP stores each name's data anew.
+    FSDP1 saved some forms under only one of the names, and DCP stores the data once per name.
 
     Raises:
-        CheckpointMismatchError: Both names are there, and their data differ.
+        CheckpointMismatchError: Both names exist, and their data differ.
     """
     if parameters is None:
         return
@@ -90,7 +90,7 @@ def _require_equal(contents: Contents, reader: Reader, item: OutTensor, first: O
 
 
 def equal(reader: Reader, left: Source, right: Source) -> bool:
-    """Whether two sources have the same bits. Reads both, in blocks of rows of about 16 MiB."""
+    """Return whether two sources have the same bits. Reads both, in blocks of rows of about 16 MiB."""
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
     if not left.shape:

@@ -1,4 +1,4 @@
-"""Read torch.save files: one full state, disjoint shards, or one file per rank (FSDP1 SHARDED and LOCAL, DTensor)."""
+"""Reading of torch.save files: one full state, disjoint shards, or one file per rank (FSDP1 SHARDED and LOCAL, DTensor)."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def read_torch(
     """Read torch.save files as one checkpoint, without building a tensor.
 
     Args:
-        path: What was asked for, for messages.
+        path: The path that the caller gave, for messages.
         root: The directory that the names are relative to.
         names: The files.
-        ranks: File name to rank, where the caller says so.
-        together: As for :func:`labkit.checkpoint.rank_files.ranks_of`, which decides what the files are.
+        ranks: File name to rank, if the caller gave it.
+        together: As for :func:`labkit.checkpoint.rank_files.ranks_of`, which decides how the files belong together.
         unknown: As for :func:`labkit.checkpoint.open_checkpoint`.
 
     Raises:
@@ -79,7 +79,7 @@ def indexed_files(index: Path) -> list[str]:
     """Return the names of the files that an index (``weight_map``) lists.
 
     Raises:
-        CheckpointFormatError: It cannot be read, or points out of its directory.
+        CheckpointFormatError: It cannot be read, or names a file outside its directory.
         IncompleteCheckpointError: A file is missing.
     """
     try:
@@ -115,7 +115,7 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
         state, result.opaque = archive.load(unknown)
         places = _Places(archive, path, name)
         for found_at, leaf in Walk(path, archive.index_bytes).leaves(state):
-            nested = found_at or ("value",)  # a file that holds one tensor or value and no dict
+            nested = found_at or ("value",)  # a file that holds a single tensor or value, without a dict
             key = ".".join(map(str, nested))
             if key in result.tensors or key in result.values:
                 raise CheckpointFormatError(path, f"two different entries flatten to the name {key!r}")
@@ -131,7 +131,7 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
 
 
 def _note_writer(file: RankFile, leaf: Record, path: Path) -> None:
-    """Note which rank a sharded tensor says it was written by, and how many ranks there were."""
+    """Note the rank that wrote a sharded tensor and the number of ranks, according to the tensor itself."""
     try:
         if is_dtensor(leaf):
             mesh = leaf.state["_spec"].state["mesh"].state
@@ -153,7 +153,7 @@ def _placed_on(placement: Any) -> int | None:
 
 
 class _Places:
-    """Byte ranges of the storages of one archive, each looked up once."""
+    """Byte ranges of the storages of one archive; each is looked up only once."""
 
     def __init__(self, archive: TorchArchive, path: Path, name: str) -> None:
         self._archive, self.path, self._name = archive, path, name
@@ -162,14 +162,14 @@ class _Places:
         self._left = expanded_bytes(path.stat().st_size)
 
     def records(self) -> list[tuple[int, int, int]]:
-        """The storages in use, as (start, length, CRC-32), by start."""
+        """Return the storages in use, as (start, length, CRC-32), by start."""
         return sorted((where.start, where.length, where.crc) for where in self._known.values())
 
     def chunk(self, ref: TensorRef, offsets: Sequence[int]) -> Chunk:
-        """The chunk of a tensor that lies at ``offsets`` of the whole.
+        """Return the chunk of a tensor at ``offsets`` of the whole tensor.
 
         Raises:
-            UnsupportedTensorError: With it, the tensors of this file are far larger than the file.
+            UnsupportedTensorError: With this chunk, the tensors of the file are far larger than the file.
         """
         where = self._known[ref.storage.key] = self._archive.tensor(ref, self._known.get(ref.storage.key))
         if ref.view not in self._views:
@@ -187,7 +187,7 @@ class _Places:
 
 
 def _tensor(nested: Path_, leaf: Any, places: _Places) -> Any:
-    """Return the tensor that a leaf is; else the leaf, or what stands for a tensor that is not supported."""
+    """Return a leaf as a tensor if it is one; else the leaf itself, or a stand-in for an unsupported tensor."""
     try:
         if isinstance(leaf, TensorRef):
             chunk = places.chunk(leaf, (0,) * len(leaf.shape))
@@ -243,7 +243,7 @@ def _placement(record: Record, path: Path) -> ShardDim | None:
 
 
 def _check_order(spec: Mapping[str, Any], placements: Sequence[ShardDim | None], mesh_shape: Sequence[int]) -> None:
-    """Raise ValueError where the mesh's axes shard one dim in another order than :func:`local_box` takes them."""
+    """Raise ValueError if the mesh's axes shard one dim in a different order than :func:`local_box` assumes."""
     for entry in spec.get("shard_order") or ():
         _, axes = entry.args if isinstance(entry, Record) else entry
         if list(axes) != sorted(axes):
@@ -256,7 +256,7 @@ def _check_order(spec: Mapping[str, Any], placements: Sequence[ShardDim | None],
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    # The form of DeviceMesh's state changed: a tensor of ranks (to 2.8), a layout of shapes (2.9 on), of axes (2.13 on).
+    # The form of DeviceMesh's state changed: a tensor of ranks (up to 2.8), a layout of shapes (from 2.9), of axes (from 2.13).
     if isinstance(mesh.get("mesh"), TensorRef):
         return mesh["mesh"].shape  # type: ignore[no-any-return]
     layout = mesh["_layout"].state
@@ -267,8 +267,8 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _drop_flat_views(file: RankFile, notes: list[str]) -> None:
-    # LOCAL_STATE_DICT with use_orig_params=True also lists this rank's slices of the flat parameters, as 1-D views
-    # without any word on what part of the parameter they are.
+    # LOCAL_STATE_DICT with use_orig_params=True also lists this rank's slices of the flat parameters, as 1-D views that do not
+    # say which part of the parameter they are.
     flat = {key: found for key, found in file.tensors.items() if key.split(".")[-1] == FLAT_PARAMETER}
     storages = frozenset().union(*(found.storages for found in flat.values()))
     views = [

@@ -1,7 +1,7 @@
-"""Write a torch.save archive whose tensors are read one at a time.
+"""Writing of a torch.save archive whose tensors are read one at a time.
 
-:func:`torch.save` wants the whole state in memory. The archive is a zip of stored records, so it can be written record by
-record: the pickle first, with each tensor described and its storage named, then the storages. The pickle asks for the same
+:func:`torch.save` needs the whole state in memory. The archive is a zip of stored records, so it can be written record by
+record: first the pickle, which describes each tensor and names its storage, then the storages. The pickle uses the same
 functions as torch's own, and ``torch.load(weights_only=True)`` reads it.
 """
 
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from labkit.checkpoint.contents import OutValue
     from labkit.checkpoint.writers import Piece
 
-_ALIGN = 64  # as torch aligns storages for mmap=True
+_ALIGN = 64  # torch aligns storages to this, for mmap=True
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items() if dtype is not None}
 
 
 @dataclass(frozen=True, eq=False)
 class _Storage:
-    """A storage that comes later in the archive."""
+    """A storage that is written later in the archive."""
 
     key: str
     dtype: torch.dtype
@@ -51,7 +51,7 @@ class _Tensor:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a nested state in which tensors are :class:`_Tensor`."""
+    """A pickler for a nested state in which tensors are :class:`_Tensor`."""
 
     def persistent_id(self, item: Any) -> Any:
         if not isinstance(item, _Storage):
@@ -83,7 +83,7 @@ def write_state(
     reserve: Callable[[int], AbstractContextManager[None]],
     progress: Callable[[int], None],
 ) -> None:
-    """Write a whole state as one archive. Tensors with equal sources share one storage, so ties survive."""
+    """Write a whole state as one archive. Tensors with equal sources share one storage, so ties are kept."""
     storages: dict[str, tuple[_Storage, Piece]] = {}
     leaves: dict[tuple[str | int, ...], Any] = {}
     for piece in pieces:
@@ -95,14 +95,14 @@ def write_state(
 
 
 def write_tensor(out: HashedFile, piece: Piece, reader: Reader, reserve: Callable[[int], AbstractContextManager[None]]) -> None:
-    """Write one piece as an archive of its own, as DCP stores it."""
+    """Write one piece as a separate archive, as DCP stores it."""
     data = _lone_pickle(piece.tensor.source.dtype, piece.box[1])
     _write(out, "archive", data, [(_storage(piece, 0), piece)], reader, reserve, lambda _: None)
 
 
 @lru_cache
 def _lone_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """The pickle of a tensor that is alone in its archive: a checkpoint has many of few shapes."""
+    """Return the pickle of a tensor that is alone in its archive; cached, as a checkpoint has many tensors of few shapes."""
     return _pickled(_Tensor(_Storage("0", dtype, prod(shape)), shape))
 
 
@@ -136,10 +136,10 @@ def _write(
 
 
 def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
-    """Return nested dicts and lists from leaves by path.
+    """Build nested dicts and lists from leaves by path.
 
-    An int is a position in a list and an :class:`IntKey` a key of a dict. Digits right below an optimizer's ``state`` are parameter
-    numbers, also where DCP turned them into text: ``load_state_dict`` takes text without a word and restores nothing.
+    An int is a position in a list, and an :class:`IntKey` is a key of a dict. Digits right below an optimizer's ``state`` are
+    parameter numbers, even if DCP turned them into text: ``load_state_dict`` would silently accept text and restore nothing.
     """
     root: Any = [] if any(type(path[0]) is int for path in leaves) else {}
     for path, value in leaves.items():

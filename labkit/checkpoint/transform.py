@@ -1,4 +1,4 @@
-"""What migration changes: wrappers leave the names, flat parameters are taken apart, numbers become names, rules apply."""
+"""The changes of a migration: wrappers leave the names, flat parameters are split, numbers become names, rules apply."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from labkit.checkpoint.wording import counted, listed
 
 @dataclass(frozen=True)
 class Options:
-    """What to change on the way.
+    """The changes to make.
 
     Attributes:
         parameters: The model's parameters, for flat parameters and for state numbered by position.
@@ -55,16 +55,16 @@ class Options:
 
 
 def transform(contents: Contents, options: Options) -> Contents:
-    """Bring contents into the form that FSDP2 and ``torch.distributed.checkpoint.state_dict`` load.
+    """Convert contents to the form that FSDP2 and ``torch.distributed.checkpoint.state_dict`` load.
 
     Raises:
         UnsupportedTensorError: There is a tensor that labkit does not read, and no pattern drops it.
-        FQNMismatchError: Names collide, numbered state comes without names, or names fit the model neither before the rename
-            rules nor after them.
-        CheckpointMismatchError: Shapes do not fit the model, or names that it ties differ.
+        FQNMismatchError: Names collide, numbered state has no names, or names match the model neither before nor after the
+            rename rules.
+        CheckpointMismatchError: Shapes do not match the model, or tensors that it ties differ.
         IncompleteCheckpointError: Other ranks' parts of a flat parameter are missing.
 
-    Ranks: local. Reads values, and of tensors those that the model ties and the source does not.
+    Ranks: local. Reads values, and those tensors that the model ties and the source does not.
     """
     contents = replace(contents, tensors=list(contents.tensors), values=list(contents.values), notes=list(contents.notes))
     _refuse_idle_drops(contents, options.parameters)
@@ -101,7 +101,7 @@ def _refuse_idle_drops(contents: Contents, parameters: ParameterList | None) -> 
 
 
 def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
-    """Take the wrappers out of the names: by the model's names where it is known, else by the rules of :mod:`names`."""
+    """Remove the wrappers from the names: by the model's names if it is known, else by the rules of :mod:`names`."""
     nests: dict[Nest, list[str]] = {}
     for item in contents.tensors:
         if item.section == "model":
@@ -119,7 +119,7 @@ def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
 
 
 def _renamed(item: OutTensor, name: str) -> OutTensor:
-    """Return a tensor of the model under another name. Under the same one it stays where it was, in lists and dicts of its own."""
+    """Return a tensor of the model under another name. If the name is the same, it keeps its place in lists and dicts."""
     return item if name == name_in(item.path) else replace(item, path=(*nest_of(item.path), name))
 
 
@@ -152,7 +152,7 @@ def _parts_gone(name: str, canonical: str) -> set[str]:
 
 
 def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Stretch]]:
-    """Replace flat parameters by what is in them; returns where each parameter lies, per unit."""
+    """Replace flat parameters by the parameters in them, and return the position of each parameter, per unit."""
     checkpoint = contents.checkpoint
     units = units_of(checkpoint)
     if not units:
@@ -201,7 +201,7 @@ def _check_all_ranks(checkpoint: Checkpoint, flat: Iterable[TensorEntry]) -> Non
 
 
 def _refuse_flat(contents: Contents) -> None:
-    """State that is kept by the name of a flat parameter, which no model under FSDP2 has."""
+    """Raise :class:`FQNMismatchError` for state under the name of a flat parameter, which no model under FSDP2 has."""
     left = [item.key for item in contents.tensors if item.section == "optimizer" and FLAT_PARAMETER in item.key.split(".")]
     if left:
         raise FQNMismatchError(

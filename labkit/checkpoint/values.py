@@ -1,7 +1,7 @@
-"""The values in a training state: what ``save`` accepts, ``load`` returns, equal and of the same type. The rest is refused.
+"""The values of a training state: ``load`` returns those that ``save`` accepts, equal and of the same type. Others are refused.
 
 ==============================================  ==================================================================================
-a value                                         what comes back
+a value                                         its restored form
 ==============================================  ==================================================================================
 None, bool, int, float, complex, str, bytes,    the same to the last bit: any size of int, -0.0, every NaN, lone surrogates
 bytearray, torch.dtype, torch.device
@@ -11,17 +11,17 @@ dict, OrderedDict, Counter                      equal; keys and items of sets ar
 numpy arrays and scalars of bool, int8 to       the same dtype, byte order, shape and bits. An array comes back in C order
 uint64, float16 to float64, complex64, 128
 torch.Tensor                                    the same dtype, shape and bits, on the CPU, contiguous and without
-                                                ``requires_grad``; conjugate and negative bits are worked out
+                                                ``requires_grad``; conjugate and negative bits are applied
 ==============================================  ==================================================================================
 
-Only these very classes: what derives from one (an Enum of ints, a namedtuple, a Parameter, ``np.matrix``) would come back as
-another, and is refused. So are defaultdict, deque, paths, dates, namespaces, ranges, arrays of text, dates or objects, tensors
-that are sparse, quantized, jagged or on meta, sharded tensors inside a value, and nesting beyond 50 levels, which a value that
-contains itself has too. An attribute that was set on an OrderedDict is refused, except ``_metadata``, which torch sets and which is
-not kept. Whether two places held one object or two equal ones is not kept either.
+Only these exact classes are accepted. A subclass (an Enum of ints, a namedtuple, a Parameter, ``np.matrix``) would be restored as
+a different class, and is refused. So are defaultdict, deque, paths, dates, namespaces, ranges, arrays of text, dates or objects,
+tensors that are sparse, quantized, jagged or on meta, sharded tensors inside a value, and nesting beyond 50 levels, which also
+covers a value that contains itself. An attribute set on an OrderedDict is refused, except ``_metadata``, which torch sets and which
+is not kept. It is not kept either whether two places held the same object or two equal ones.
 
-Two values agree when they are equal, of the same types and the same to the last bit. The order of a dict, a Counter or a set does
-not count, that of an OrderedDict does.
+Two values agree if they are equal, of the same types and identical to the last bit. The order of a dict, a Counter or a set does
+not matter, that of an OrderedDict does.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from labkit.checkpoint.errors import STATE, UnsavableStateError
 from labkit.checkpoint.pickle_budget import MOST_KEY_BITS
 from labkit.checkpoint.plain_tensors import plain_tensor, tensor_bytes, to_cpu
 
-MAX_DEPTH = 50  # the reader goes a little deeper
+MAX_DEPTH = 50  # the reader accepts a few more levels
 
 _PAYLOADS: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda value: b"",
@@ -65,7 +65,7 @@ _NUMBERS = frozenset(
 )
 _LONG = 32
 
-# The first class in this order that a refused value is or derives from says what to do.
+# The advice for a refused value is that of the first class in this order that the value is an instance of.
 _WAYS_OUT = {
     "labkit.checkpoint.state.PerRank": "PerRank has to be the value of a key, in a dict of the state with str or int keys",
     "torch.nn.modules.module.Module": "give it a key of its own, in a dict of the state with str or int keys",
@@ -96,14 +96,14 @@ _WAYS_OUT = {
 
 
 def snapshot(value: Any, *, copy: bool = False) -> Any:
-    """Return a value as it is going to be written: containers anew, tensors on the CPU.
+    """Return a value in the form to be written: new containers, and tensors on the CPU.
 
     Args:
         value: The value.
-        copy: Whether tensors and arrays have to be independent of the live ones.
+        copy: Whether tensors and arrays must be independent of the live ones.
 
     Raises:
-        UnsavableStateError: Something in it would not come back as it is. The problem begins with its place in the value.
+        UnsavableStateError: Something in it would not be restored unchanged. The problem begins with its place in the value.
     """
     known: dict[int, Any] = {}
 
@@ -170,7 +170,7 @@ def _hashable(key: Any, place: str) -> Any:
 
 
 def lost_attributes(mapping: Any) -> list[str]:
-    """Return the attributes of an OrderedDict or a Counter that would not come back, without torch's ``_metadata``."""
+    """Return the attributes of an OrderedDict or a Counter that would not be restored, without torch's ``_metadata``."""
     return sorted(getattr(mapping, "__dict__", {}).keys() - {"_metadata"})
 
 
@@ -194,7 +194,7 @@ def _what_and_way_out(value: Any) -> str:
 
 
 def digest(value: Any) -> bytes:
-    """Return a hash of a value from :func:`snapshot`. Equal values have equal ones; it sees types, and every bit."""
+    """Return a hash of a value from :func:`snapshot`. Equal values have equal hashes; it depends on types and on every bit."""
     return xxhash.xxh3_128_digest(_canonical(value, {}))
 
 
@@ -211,7 +211,7 @@ def _canonical(value: Any, known: dict[int, bytes]) -> bytes:
 
 
 def _content(value: Any, known: dict[int, bytes]) -> bytes:
-    """The hash of a container, an array or a tensor; items hash by themselves, so that sharing costs nothing."""
+    """Return the hash of a container, an array or a tensor; shared items are hashed only once."""
     kind, total = type(value), xxhash.xxh3_128()
     if kind in _MAPPINGS:
         pairs = (_canonical(key, known) + _canonical(item, known) for key, item in value.items())
@@ -238,7 +238,7 @@ def _update(total: Any, parts: Iterable[bytes]) -> None:
 
 
 def _numbers(items: Any) -> bytes | None:
-    """Many floats, or many ints of up to 64 bits, at once; histories and permutations have a million."""
+    """Return many floats, or many ints of up to 64 bits, as bytes; else None. Histories and permutations have a million."""
     kinds = set(map(type, items)) if len(items) >= _LONG else set()
     if kinds == {float}:
         return b"floats " + array("d", items).tobytes()

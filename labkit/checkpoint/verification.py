@@ -1,7 +1,7 @@
-"""Is a checkpoint complete, readable and what it should be?
+"""Verification that a checkpoint is complete, readable and unchanged.
 
-:func:`verify` reads every byte and reports. :func:`check_small` makes the same checks but for the hashes and checksums of tensor
-data; what migrates, reshards or loads a checkpoint calls it first, and stops at its errors (:class:`findings.Gate`).
+:func:`verify` reads every byte and reports. :func:`check_small` makes the same checks except for the hashes and checksums of
+tensor data. Migrating, resharding and loading call it first, and stop at its errors (:class:`findings.Gate`).
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ def verify(
     Args:
         path: As for :func:`open_checkpoint`.
         against: Another checkpoint, of any kind and sharding, that must hold the same bits under the same names.
-        model: A model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds one, whose names and shapes the
-            checkpoint must have.
+        model: A model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds one; the checkpoint must have its
+            names and shapes.
         data: Whether to read the data: hashes or checksums, declared dtypes, copies in other rank files, step counters.
         finite: Whether NaN and inf are errors.
         workers: Threads that read.
 
     Returns:
-        What was looked at and what is wrong. A checkpoint that cannot even be opened gives one finding.
+        The findings, and what was checked. A checkpoint that cannot be opened at all gives one finding.
 
     Raises:
         CheckpointNotFoundError: There is nothing at one of the paths.
-        CheckpointError: The model cannot be built.
+        CheckpointError: The model cannot be built, or ``against`` cannot be opened.
 
     Ranks: local. Blocks for one read of the checkpoint, two with ``against`` or ``finite``.
     """
@@ -88,7 +88,7 @@ def verify(
 
 
 def open_source(path: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
-    """Open a checkpoint that is going to be read, as far as the gate lets it pass; put together where parts are given.
+    """Open a checkpoint to be read, as far as the gate allows; if parts are given, assemble it from them.
 
     Raises:
         UnsafeCheckpointError: Its pickle names something outside the allow-list, and the caller does not accept that.
@@ -111,19 +111,19 @@ def check_source(
     reader: Reader | None = None,
     workers: int = 2,
 ) -> None:
-    """Check a checkpoint that is going to be copied, before anything is written.
+    """Check a checkpoint that is to be copied, before anything is written.
 
-    Files and the index are checked as a whole; entries only if they are copied, so that a fault in what is left out does not
-    stop the rest. Checksums of tensor data are compared while they are copied, so here only safetensors are hashed, where there
-    is a manifest: they have no checksums of their own. A caller who accepts changed data is told which they are: then all
-    checksums are compared here.
+    Files and the index are checked as a whole. Entries are checked only if they are copied, so that an error in something that is
+    left out does not stop the rest. Checksums of tensor data are compared during the copy. So here only safetensors are hashed, if
+    there is a manifest, because they have no checksums of their own. If the caller accepts changed data, all checksums are compared
+    here, so that the caller is told which data are changed.
 
     Args:
         checkpoint: The opened source.
-        gate: What the caller accepts.
-        tensors: The keys of the tensors that are copied.
-        values: Those of the values.
-        reader: Of the source; what it learns of tensors' headers need not be looked up again.
+        gate: The errors that the caller accepts.
+        tensors: The keys of the tensors to copy.
+        values: The keys of the values to copy.
+        reader: A reader of the source; it keeps the tensors' headers that it reads here.
         workers: Threads that read.
 
     Raises:
@@ -142,9 +142,9 @@ def check_source(
 
 
 def check_written(folder: Path, single: str | None, destination: Path, gate: Gate) -> Checkpoint:
-    """Open what was just written and check it like any checkpoint.
+    """Open a checkpoint that was just written, and check it like any other.
 
-    Its hashes were compared when it was written, and with them the headers of its tensors.
+    The hashes of its files have already been compared, and with them the headers of its tensors.
 
     Raises:
         VerificationError: It has errors that the caller does not accept.
@@ -160,15 +160,15 @@ def check_written(folder: Path, single: str | None, destination: Path, gate: Gat
 
 
 def check_loaded(reader: Reader, gate: Gate, *, without: Collection[str]) -> list[str]:
-    """Check what is going to be loaded: its index, its moments and whether its optimizer state is complete.
+    """Check what is to be loaded: its index, its moments, and that its optimizer state is complete.
 
     Args:
-        reader: Of the opened checkpoint; what it learns of tensors' headers, the load need not look up again.
-        gate: What the caller accepts.
-        without: The keys that are not loaded; a fault in them stops nothing.
+        reader: A reader of the opened checkpoint; it keeps the tensors' headers that it reads here.
+        gate: The errors that the caller accepts.
+        without: The keys that are not loaded; errors in them are ignored.
 
     Returns:
-        What the caller accepted, a sentence a finding.
+        The findings that the caller accepted, one sentence each.
 
     Raises:
         VerificationError: It has errors that the caller does not accept.
@@ -205,13 +205,13 @@ def check_small(
     """Make every check of :func:`verify` that can find an error without reading all bytes.
 
     Args:
-        part: An opened checkpoint, or the entries of one that matter.
-        report: Takes the findings.
-        whole: The checkpoint that ``part`` is of.
-        headers: Whether to look at each tensor's header in its file.
-        values: Whether to look at each value.
-        storages: Whether to compare the checksums of tensor data after all.
-        reader: Of the same checkpoint, where there is one already.
+        part: An opened checkpoint, or those of its entries that matter.
+        report: Receives the findings.
+        whole: The checkpoint that ``part`` belongs to; by default ``part`` itself.
+        headers: Whether to check each tensor's header in its file.
+        values: Whether to check each value.
+        storages: Whether to compare the checksums of tensor data as well.
+        reader: A reader of the same checkpoint, if there is one.
         workers: Threads that read.
     """
     whole = part if whole is None else whole
@@ -223,7 +223,7 @@ def check_small(
             unsummed = [name for name in found.files if whole.kind == "safetensors" or not verify_index.holds_data(name)]
             damaged |= verify_data.check_hashes(whole, found, report, workers, verify_data.no_progress, sorted(unsummed))
         if values:
-            # Of a DCP directory's tensors the reader compares the headers' checksums itself.
+            # For a DCP directory's tensors, the reader itself checks the headers' checksums.
             summed = part if storages or part.kind != "dcp" else replace(part, tensors={})
             damaged |= verify_data.check_archives(summed, report, workers, verify_data.no_progress, storages=storages)
             verify_data.check_values(part, report, workers, damaged)
@@ -231,7 +231,7 @@ def check_small(
             entries, looking = list(part.tensors.values()), reader.fork(checksums=not storages)
             verify_data.check_tensors(part, report, finite=False, entries=entries, workers=workers, damaged=damaged, reader=looking)
         verify_optimizer.check_moments(part, report, workers, reader.fork(checksums=False))
-    # The optimizer's completeness shows in the whole of it only, and what is left out is no matter here.
+    # Whether optimizer state is complete only shows in the whole of it; findings on entries that are left out are dropped.
     optimizer = Report(report.path)
     verify_optimizer.check_optimizer(whole, optimizer, None, damaged)
     keys = [*part.tensors, *part.values]
@@ -257,7 +257,7 @@ def _check_index(whole: Checkpoint, part: Checkpoint, report: Report) -> set[str
 def _check_data(
     checkpoint: Checkpoint, found: Manifest | None, report: Report, finite: bool, workers: int, progress: Progress
 ) -> set[str]:
-    """Read everything. Returns the files that are damaged."""
+    """Read everything, and return the files that are damaged."""
     if found is not None:
         damaged = verify_data.check_hashes(checkpoint, found, report, workers, progress, sorted(found.files))
     else:
@@ -271,7 +271,7 @@ def _check_data(
 
 
 def _open_other(path: str | Path, report: Report) -> Checkpoint | None:
-    """The checkpoint to compare with; None, and findings, when files of it are missing or cut off."""
+    """Open the checkpoint to compare with; if files of it are missing or cut off, report that and return None."""
     other = open_checkpoint(path, unknown="opaque")
     beside = Report(str(path))
     if not verify_index.check_files(other, beside):

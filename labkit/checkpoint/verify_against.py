@@ -1,4 +1,4 @@
-"""Compare a checkpoint with a model, or with another checkpoint of any kind and sharding."""
+"""Comparison of a checkpoint with a model, or with another checkpoint of any kind and sharding."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ModelSource = nn.Module | str | Callable[[], nn.Module]
 
 
 def build_model(model: ModelSource | None) -> nn.Module | None:
-    """A model as it is given: itself, or built on the meta device.
+    """Return a given model, or build it on the meta device.
 
     Args:
-        model: A module, a function that builds one, or the text ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, which is imported from
-            the current directory. The user's own code is run, nothing of a checkpoint.
+        model: A module, a function that builds one, or the text ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, which is imported
+            from the current directory. This runs the user's own code, and none from a checkpoint.
 
     Raises:
-        CheckpointError: The module or function is not there, fails, or does not return a module.
+        CheckpointError: The module or function does not exist, fails, or does not return a module.
     """
     if model is None or isinstance(model, nn.Module):
         return model
@@ -67,9 +67,9 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
 
 
 def model_entries(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorEntry]:
-    """Return the model's tensors by their names in the model: without the nesting that the checkpoint put around them.
+    """Return the model's tensors by their names in the model, without the checkpoint's nesting around them.
 
-    Of several nests that may be the model, the one is taken that shares most of the given names of the model.
+    If several nests may be the model, this uses the nest that shares most names with the model.
     """
     nests: dict[Nest, dict[str, TensorEntry]] = {(): {entry.key: entry for entry in checkpoint.section("model")}}
     for entry in checkpoint.section("model"):
@@ -80,7 +80,7 @@ def model_entries(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Ten
 
 
 def report_flat(checkpoint: Checkpoint, report: Report) -> bool:
-    """Whether a checkpoint holds flat parameters, with which nothing can be compared; then that is one finding."""
+    """Return whether a checkpoint has flat parameters, which cannot be compared; if so, add one finding."""
     flat = [entry.key for entry in checkpoint.section("model") if is_flat(entry)]
     if flat and not any(finding.code == "flat-parameters" and finding.where == str(checkpoint.path) for finding in report.findings):
         report.error(
@@ -94,7 +94,7 @@ def report_flat(checkpoint: Checkpoint, report: Report) -> bool:
 
 
 def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:
-    """Names in both directions, shapes and dtypes against a model."""
+    """Check names in both directions, shapes and dtypes against a model."""
     expected: Mapping[str, torch.Tensor] = {
         name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)
     }
@@ -128,7 +128,7 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
 
 
 def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:
-    """Names that are one parameter in the model have the same data, and other names bytes of their own. Reads the former."""
+    """Check that names of one parameter in the model have the same data, and other names separate bytes. Reads tied tensors."""
     fqn = fqn_of(model)
     names = [fqn(name) for name in model.state_dict()]
     have = model_entries(checkpoint, names)
@@ -143,7 +143,7 @@ def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None
             try:
                 same = equal(reader, EntrySource(left), EntrySource(right))
             except CheckpointError:
-                continue  # what cannot be read is another check's finding
+                continue  # another check reports what cannot be read
             if not same:
                 what = f"it and {owner} are one tensor in the model, and differ in the checkpoint"
                 report.error("untied", name, what, "the one that is loaded last is taken for both")
@@ -155,15 +155,15 @@ def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None
 
 
 def trainable_names(model: nn.Module) -> set[str]:
-    """The model's trainable parameters by canonical name."""
+    """Return the model's trainable parameters by canonical name."""
     fqn = fqn_of(model)
     return {fqn(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Return the tensors by names that do not depend on the checkpoint's kind: without wrappers, and without a model's nesting.
+    """Return tensors by names that do not depend on the checkpoint's kind: without wrappers and without a model's nesting.
 
-    Where several nests may be the model, each keeps its nesting.
+    If several nests may be the model, each keeps its nesting.
     """
     nests = model_nests(checkpoint)
     names: dict[str, TensorEntry] = {}
@@ -178,19 +178,19 @@ def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 
 
 def _optimizer_name(entry: TensorEntry) -> str:
-    # The nesting before "state" is the caller's choice (optim, optimizer); FQNs after it may carry wrappers.
+    # The nesting before "state" is the caller's choice (optim, optimizer); FQNs after it may contain wrappers.
     keys = [str(part) for part in entry.path]
     return ".".join(keys[keys.index("state") + 1 :]) if "state" in keys else entry.key.removeprefix("state.")
 
 
 def _alone(names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]) -> list[str]:
-    """The names that the other side lacks, but for those of a tied tensor that it has under another name."""
+    """Return the names that the other side lacks, except those of tied tensors that it has under another name."""
     shared = {entry.tied_to or entry.key for name, entry in names.items() if name in others}
     return [name for name, entry in names.items() if name not in others and (entry.tied_to or entry.key) not in shared]
 
 
 def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, workers: int, progress: Progress) -> None:
-    """Bit-equality with another checkpoint, box by box of this one's chunks."""
+    """Check bit-equality with another checkpoint, for each of this one's chunks."""
     mine, theirs = comparable(checkpoint), comparable(other)
     for section in {entry.section for entry in (*mine.values(), *theirs.values())}:
         for side, others, path in ((mine, theirs, other.path), (theirs, mine, checkpoint.path)):

@@ -1,4 +1,4 @@
-"""What only reading the data tells: checksums, declared dtypes, NaN and inf, copies that differ, shared moments."""
+"""Checks that need the data: hashes and checksums, values, declared dtypes, NaN and inf, copies that differ."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ T = TypeVar("T")
 
 
 def no_progress(_: int) -> None:
-    """Takes the number of bytes done, and does nothing with it."""
+    """Take the number of bytes done, and do nothing with it."""
 
 
 def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoint | Reader, workers: int) -> None:
-    """Run a function over jobs in threads; each thread has a reader of its own, a fork of the one that is given."""
+    """Run a function over jobs in threads; each thread has its own reader, forked from the given one."""
     base = source if isinstance(source, Reader) else Reader(source)
     local = threading.local()
     readers: list[Reader] = []
@@ -57,7 +57,7 @@ def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoin
 def check_hashes(
     checkpoint: Checkpoint, found: Manifest, report: Report, workers: int, progress: Progress, names: Iterable[str]
 ) -> set[str]:
-    """Compare files with the hashes that the manifest gives. Returns those that have another."""
+    """Compare files with the hashes in the manifest, and return the files that differ."""
     changed: set[str] = set()
 
     def check(name: str, _: Reader) -> None:
@@ -75,7 +75,7 @@ def check_hashes(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Archive:
-    """A torch.save archive to check: a whole file, or what holds one entry of a DCP directory."""
+    """A torch.save archive to check: a whole file, or one entry of a DCP directory."""
 
     file: str
     start: int
@@ -97,18 +97,18 @@ class _Fault:
 
 
 def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progress: Progress, *, storages: bool = True) -> set[str]:
-    """Every record of every torch.save archive has the CRC-32 that torch noted when it wrote it (and never looks at again).
+    """Check every record of every torch.save archive against the CRC-32 that torch wrote (and never checks).
 
     Args:
         checkpoint: An opened checkpoint.
-        report: Takes the findings.
+        report: Receives the findings.
         workers: Threads that read.
-        progress: Called with the bytes that were looked at.
-        storages: Whether to look at tensors' storages too, which are nearly all of the bytes; their values in DCP values count
-            as small.
+        progress: Called with the number of bytes just checked.
+        storages: Whether to check tensors' storages too, which are nearly all of the bytes. Values of a DCP directory are always
+            checked with the tensors in them.
 
     Returns:
-        The files with a fault; what is wrong in one file is one finding.
+        The files with errors; all errors of one file are one finding.
     """
     if checkpoint.kind == "safetensors":
         report.unchecked.append("safetensors files carry no checksum, and there is no manifest: changed bits cannot be told")
@@ -175,9 +175,9 @@ def _report_faults(path: Path, faults: Sequence[_Fault], report: Report) -> None
 
 
 def check_values(checkpoint: Checkpoint, report: Report, workers: int, damaged: Collection[str]) -> None:
-    """No value's pickle in a DCP directory asks for anything outside the allow-list; elsewhere the index told already.
+    """Check that no value's pickle in a DCP directory names anything outside the allow-list; elsewhere the index was enough.
 
-    ``damaged`` are files of which a finding says already that they cannot be read.
+    ``damaged`` are files that another finding already reports as unreadable.
     """
 
     def check(value: ValueEntry, reader: Reader) -> None:
@@ -213,9 +213,9 @@ def check_tensors(
     progress: Progress = no_progress,
     reader: Reader | None = None,
 ) -> None:
-    """Each chunk holds the declared dtype and shape; with ``finite``, no NaN and no inf; with ``copies``, they equal each other.
+    """Check that chunks have the declared dtype and shape; with ``finite``, no NaN or inf; with ``copies``, equal copies.
 
-    ``damaged`` is as for :func:`check_values`. A ``reader`` that looks at checksums compares those of the headers.
+    ``damaged`` is as for :func:`check_values`. A ``reader`` that checks checksums checks those of the headers.
     """
 
     def check(job: tuple[TensorEntry, Chunk], reader: Reader) -> None:
@@ -276,5 +276,5 @@ def _check_replicas(entry: TensorEntry, reader: Reader, report: Report) -> None:
 
 
 def table_of(chunk: Chunk) -> ChunkTable:
-    """A table with one chunk in it."""
+    """Return a table with a single chunk."""
     return ChunkTable.of([chunk], len(chunk.sizes))

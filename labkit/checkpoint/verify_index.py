@@ -1,4 +1,4 @@
-"""What the index alone tells: files, coverage, byte ranges, names, the optimizer's completeness."""
+"""Checks that need only the index and the manifest: files, versions, coverage, byte ranges and names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNREAD = "labkit migrates and loads what is left without it"
 
 
 def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
-    """Every file that the index names is there and long enough; none is there that it does not name.
+    """Check that every file named by the index exists and is long enough, and that there are no other data files.
 
     Returns:
         The files that are missing or too short.
@@ -81,12 +81,12 @@ def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> No
 
 
 def holds_data(name: str) -> bool:
-    """Whether a file of a directory holds tensor data, and is no index."""
+    """Return whether a file of a directory holds tensor data, and is no index."""
     return Path(name).suffix in (".distcp", ".safetensors")
 
 
 def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
-    """The checkpoint's manifest when it is a directory that has one and it can be read."""
+    """Return the checkpoint's manifest if it is a directory with a readable manifest; else None."""
     if not checkpoint.path.is_dir():
         return None
     try:
@@ -96,13 +96,13 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
 
 
 def check_form(checkpoint: Checkpoint, report: Report) -> None:
-    """The torch and the Python here read a DCP index."""
+    """Check that the torch and the Python here can read a DCP index."""
     for code, what in refusals(checkpoint):
         report.error(code, checkpoint.root / METADATA_FILE, what, "DCP raises here, whatever it is to load; labkit reads it")
 
 
 def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
-    """Every element of every tensor is in exactly one chunk, and every tensor is of a kind that labkit reads."""
+    """Check that every element of a tensor is in exactly one chunk, and that every tensor is of a kind that labkit reads."""
     gaps: list[tuple[TensorEntry, Coverage]] = []
     for entry in checkpoint.tensors.values():
         report.count("tensors")
@@ -135,7 +135,7 @@ def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
 def _report_gaps(checkpoint: Checkpoint, gaps: list[tuple[TensorEntry, Coverage]], report: Report) -> None:
     silently = "they keep whatever was in memory"
     if checkpoint.kind != "dcp" and len(gaps) > 1:
-        # No index names these files, so the gaps are all that tells of one that is missing.
+        # No index names these files, so the gaps are the only sign of a missing file.
         size = sum(found.missing * entry.dtype.itemsize for entry, found in gaps)
         ranks = sorted({rank for name in checkpoint.files for rank in [checkpoint.writer(name)] if rank is not None})
         there = f" There are files of {'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}." if ranks else ""
@@ -170,7 +170,7 @@ def check_forms(checkpoint: Checkpoint, report: Report) -> None:
 
 
 def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
-    """No two entries share bytes, unless they are the same tensor under two names."""
+    """Check that no two entries share bytes, unless they are the same tensor under two names."""
     ranges: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for entry in checkpoint.tensors.values():
         if entry.tied_to is not None:
@@ -198,7 +198,7 @@ def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
 
 
 def check_names(checkpoint: Checkpoint, report: Report) -> None:
-    """Wrappers' parts in names, names outside the allow-list."""
+    """Report parts of wrappers in names, and names outside the allow-list."""
     for wrapper, count in wrappers_of(checkpoint).items():
         if wrapper != "_flat_param":
             report.warning(
@@ -212,7 +212,7 @@ def check_names(checkpoint: Checkpoint, report: Report) -> None:
 
 
 def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
-    """The manifest can be read and its files are there in the right size."""
+    """Check that the manifest can be read and its files exist in the right size; return the manifest, or None."""
     if not checkpoint.path.is_dir():
         return None
     try:

@@ -18,8 +18,8 @@ from labkit.checkpoint.verify_data import each
 from labkit.checkpoint.wording import counted, listed
 
 _MOST_VALUES = 3
-# What torch's optimizers keep for each parameter that they keep anything for: Adam and its kin, Adamax, Adadelta, Adagrad, ASGD,
-# Rprop, Adafactor.
+# Pieces that torch's optimizers keep together for each parameter that has state: Adam and its relatives, Adamax, Adadelta,
+# Adagrad, ASGD, Rprop, Adafactor.
 _TOGETHER = (
     frozenset({"step", "exp_avg", "exp_avg_sq"}),
     frozenset({"step", "exp_avg", "exp_inf"}),
@@ -34,13 +34,13 @@ _TOGETHER = (
 def check_optimizer(
     checkpoint: Checkpoint, report: Report, trainable: set[str] | None = None, damaged: Collection[str] = ()
 ) -> None:
-    """Each optimized parameter has its state, and each state its parameter.
+    """Check that each optimized parameter has its state, and each state its parameter.
 
     Args:
         checkpoint: An opened checkpoint.
-        report: Takes the findings.
-        trainable: A model's trainable parameters by canonical name, when there is a model to compare with.
-        damaged: Files of which a finding says already that they cannot be read.
+        report: Receives the findings.
+        trainable: A model's trainable parameters by canonical name, if there is a model to compare with.
+        damaged: Files that another finding already reports as unreadable.
     """
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     for root in sorted(optimizer_roots(entries), key=str):
@@ -67,7 +67,7 @@ def check_optimizer(
             _compare_shapes(checkpoint, tensors, pieces, report)
         _compare_pieces(prefix, pieces, named, report)
         if trainable is not None and not numbered:
-            # Wrappers are in the optimizer's names as in the model's.
+            # The optimizer's names contain wrappers like the model's.
             for name in sorted(trainable - set(match_names(pieces, trainable).values())):
                 report.error(
                     "no-state",
@@ -78,7 +78,7 @@ def check_optimizer(
 
 
 def _split(keys: list[str], named: Collection[str]) -> tuple[str, str]:
-    """Return a parameter's name and its piece of state. A piece may be a list of tensors, as LBFGS keeps."""
+    """Return a parameter's name and its piece of state. A piece may be a list of tensors, as in LBFGS."""
     for end in range(len(keys) - 1, 0, -1):
         if ".".join(keys[:end]) in named:
             return ".".join(keys[:end]), keys[end]
@@ -137,9 +137,9 @@ def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], r
 def _lost_pieces(found: set[str], kinds: Collection[frozenset[str]]) -> list[str]:
     """Return the pieces that a parameter must have had.
 
-    An optimizer may keep other pieces for some parameters (amsgrad in one group, factored moments of matrices), so a difference
-    alone says nothing. Pieces are lost where a parameter has one of those that torch's optimizers always keep together
-    (:data:`_TOGETHER`) and lacks another, which parameters with the first one have; or where a step counter is all it has.
+    An optimizer may keep different pieces for some parameters (amsgrad in one group, factored moments of matrices), so a
+    difference alone proves nothing. Pieces are lost in two cases. A parameter has one of the pieces that torch's optimizers always
+    keep together (:data:`_TOGETHER`), and lacks another that some parameter with the first one has. Or it has only a step counter.
     """
     if found == {"step"}:
         return sorted(set().union(*kinds) - found)
@@ -155,7 +155,7 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
     keys = [key for key in checkpoint.values if key.startswith(head)]
     lists = [key for key in keys if key.endswith(".params")]
     if any(checkpoint.values[key].file in damaged for key in lists):
-        return  # some names are not known, so none can be said to be strange
+        return  # some names are unknown, so no state can be called a stranger
     with Reader(checkpoint) as reader:
         for key in lists:
             try:
@@ -168,7 +168,7 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
 
 
 def check_moments(checkpoint: Checkpoint, report: Report, workers: int, reader: Reader | None = None) -> None:
-    """First and second moments are not the same bits: FSDP1's full optimizer state on the CPU shares one buffer for both."""
+    """Report first and second moments with the same bits: FSDP1's full optimizer state on the CPU shares a buffer for both."""
     pairs = []
     for key, entry in checkpoint.tensors.items():
         other = checkpoint.tensors.get(f"{key}_sq") if key.endswith(".exp_avg") else None
@@ -183,7 +183,7 @@ def check_moments(checkpoint: Checkpoint, report: Report, workers: int, reader: 
                 return
             mean, square = reader.tensor(left.key), reader.tensor(right.key)
         except CheckpointError:
-            return  # what cannot be read is another check's finding
+            return  # another check reports what cannot be read
         if same_bits(mean, square) and bool(mean.any()):
             report.error(
                 "shared-moments",
@@ -202,10 +202,10 @@ def _first_rows_equal(reader: Reader, left: TensorEntry, right: TensorEntry) -> 
 
 
 def check_steps(checkpoint: Checkpoint, report: Report, workers: int) -> None:
-    """Step counters of one optimizer agree: files of two saves in one checkpoint may show here, and nowhere else.
+    """Warn if step counters of one optimizer disagree: only this can show that the files are from two saves.
 
-    A warning, since a parameter that was unfrozen later, or has no gradient in every step, counts less by right. Files that all
-    lack counters, or hold all of them, are not told apart.
+    It is only a warning, because a parameter that was unfrozen later, or does not always have a gradient, rightly counts less. If
+    each file has either all counters or none, a mixture is not detected.
     """
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     counts: dict[Path_, list[tuple[float, str]]] = {root: [] for root in sorted(optimizer_roots(entries), key=str)}
@@ -215,7 +215,7 @@ def check_steps(checkpoint: Checkpoint, report: Report, workers: int) -> None:
         try:
             steps = reader.tensor(entry.key).item() if isinstance(entry, TensorEntry) else reader.value(entry.key)
         except CheckpointError:
-            return  # what cannot be read is another check's finding
+            return  # another check reports what cannot be read
         if isinstance(steps, int | float):
             counts[root].append((steps, entry.chunks[0].file if isinstance(entry, TensorEntry) else entry.file))
             report.count("step counters")

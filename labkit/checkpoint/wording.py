@@ -1,4 +1,4 @@
-"""Numbers, sizes and lists of names, put for people."""
+"""Numbers, sizes and lists of names as text for people."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun for people: ``1 file``, ``1,024 files``."""
+    """Format a number with its noun: ``1 file``, ``1,024 files``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
 def bytes_text(size: int) -> str:
-    """A size for people: ``1.5 MiB``."""
+    """Format a size in bytes: ``1.5 MiB``."""
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:
@@ -21,7 +21,7 @@ def bytes_text(size: int) -> str:
 
 
 def listed(names: Sequence[str], number: int | None = None, most: int = 3) -> str:
-    """The first of some names: ``a, b, c and 13 more``; ``number`` is how many there are, where not all of them are given."""
+    """List the first of some names: ``a, b, c and 13 more``; ``number`` is their total if not all of them are given."""
     more = (len(names) if number is None else number) - len(names[:most])
     return ", ".join(names[:most]) + (f" and {more:,} more" if more else "")
 

@@ -1,4 +1,4 @@
-"""Write contents as safetensors or as one torch.save file: file by file, tensor by tensor."""
+"""Writing of contents as safetensors or as one torch.save file: file by file, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from labkit.checkpoint.safetensors_format import NAMES
 from labkit.checkpoint.torch_writer import write_state
 
 Reserve = Callable[[int], AbstractContextManager[None]]
-# Key of a tensor that has no bytes of its own to the tensor and the key whose bytes it has.
+# Maps the key of a tensor without bytes of its own to the tensor and the key whose bytes it shares.
 Ties = Mapping[str, tuple[OutTensor, str]]
 
 
@@ -39,7 +39,7 @@ class Piece:
         return prod(self.box[1]) * self.tensor.source.dtype.itemsize
 
     def write(self, out: HashedFile, reader: Reader, reserve: Reserve) -> int:
-        """Append the box's bytes to a file, in C order; returns their CRC-32."""
+        """Append the box's bytes to a file, in C order, and return their CRC-32."""
         ranges = self.tensor.source.ranges(reader, *self.box)
         if ranges is not None:
             return copy_ranges(reader, ranges, out)
@@ -51,12 +51,12 @@ class Piece:
 
     @property
     def cost(self) -> int:
-        """Bytes of memory that reading it takes, where its bytes cannot be copied as they are."""
+        """Bytes of memory that reading it takes if its bytes cannot be copied unchanged."""
         return self.tensor.source.cost(prod(self.box[1]))
 
 
 def whole(tensor: OutTensor) -> Piece:
-    """A tensor in one piece."""
+    """Return a tensor as one piece."""
     shape = tensor.source.shape
     return Piece(tensor, ((0,) * len(shape), shape))
 
@@ -67,7 +67,7 @@ class Written:
 
     Attributes:
         total: Its size and hash.
-        items: What the format needs to know of it for its index.
+        items: Information about the file that the format needs for its index.
     """
 
     total: FileSum
@@ -76,7 +76,7 @@ class Written:
 
 @dataclass
 class OutFile:
-    """A file to write and what goes into it, in order."""
+    """A file to write, with its contents in order."""
 
     name: str
     pieces: list[Piece] = field(default_factory=list)
@@ -92,28 +92,28 @@ class Writer(Protocol):
 
     files: list[OutFile]
     single: str | None
-    """The file that becomes the destination; None when the destination is a directory."""
+    """The file that becomes the destination; None if the destination is a directory."""
     tied: Ties
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
-        """Write one file; ``reserve(size)`` holds back until that much memory may be used."""
+        """Write one file; ``reserve(size)`` blocks until that much memory may be used."""
 
     def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
-        """Write what comes after all files, such as an index."""
+        """Write what follows all files, such as an index."""
 
 
 @dataclass
 class SafetensorsWriter:
-    """Safetensors files, with an index when there are several."""
+    """Safetensors files, with an index if there are several."""
 
     files: list[OutFile]
     single: str | None = None
     index_name: str = "model.safetensors.index.json"
     tied: Ties = field(default_factory=dict)
-    """They are left out and noted beside what they are tied to, as ``safetensors.torch.save_model`` does it."""
+    """Tied tensors are left out and noted with their owner in the metadata, as ``safetensors.torch.save_model`` does."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
-        # Aligned to the largest dtype first, as the safetensors library orders them.
+        # Largest dtype first, for alignment, as in the safetensors library.
         pieces = sorted(file.pieces, key=lambda piece: (-piece.tensor.source.dtype.itemsize, piece.tensor.key))
         with HashedFile(path) as out:
             out.write(_header(pieces, self.tied))
@@ -162,7 +162,7 @@ class TorchWriter:
     single: str | None
     plain: Mapping[str, Any] = field(default_factory=dict)
     tied: Ties = field(default_factory=dict)
-    """Empty: among the pieces, those with one source share one storage."""
+    """Always empty: pieces with the same source share one storage."""
 
     def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
         with HashedFile(path) as out:

@@ -1,8 +1,8 @@
-"""Read the directory of a zip archive of stored records, where every reader of zip archives has to find the same.
+"""Reading of the directory of a zip archive of stored records, refusing archives that readers may interpret differently.
 
-:mod:`zipfile` and the reader in torch (miniz) differ over archives that are slightly off: which of two records of one name counts,
-whether case does, where the archive begins, which of several directories is the one. What torch would load is then not what was
-looked at here. So anything that leaves room for two readings is refused. The format is in
+:mod:`zipfile` and the reader in torch (miniz) differ on archives that are slightly wrong: on which of two records with the same
+name counts, on whether case matters, on where the archive begins, on which of several directories is valid. Then torch might load
+something else than what was checked here. So anything ambiguous is refused. The format is in
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64).
 """
 
@@ -25,7 +25,7 @@ _HEADER = struct.Struct("<4sHHHHHIIIHH")
 _END_SIGN, _END_64_SIGN, _LOCATOR_SIGN, _ENTRY_SIGN, _HEADER_SIGN = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 _TAIL_BYTES = 1 << 14
 _LONGEST_COMMENT = 1 << 16
-_ELSEWHERE, _ELSEWHERE_16 = 0xFFFFFFFF, 0xFFFF  # what a field says when the number is in the zip64 part
+_ELSEWHERE, _ELSEWHERE_16 = 0xFFFFFFFF, 0xFFFF  # the value of a field whose number is in the zip64 part
 _ENCRYPTED, _SIZES_FOLLOW, _UTF_8 = 1 << 0, 1 << 3, 1 << 11
 _STORED = 0
 
@@ -35,10 +35,10 @@ class ZipRecord:
     """A record as the directory describes it.
 
     Attributes:
-        name: Its name; ``raw`` are the bytes of it.
+        name: Its name; ``raw`` is the name as bytes.
         flags, method, crc, size: As in the format.
-        header: Where its own header is, from the beginning of the archive.
-        limit: Where the next record or the directory begins.
+        header: The offset of its own header from the beginning of the archive.
+        limit: The offset of the next record or of the directory.
     """
 
     name: str
@@ -56,11 +56,11 @@ class ZipReader:
 
     Args:
         fd: The open file. Its own position is not used.
-        path: Its name, for messages.
-        start, length: Where the archive is in the file.
+        path: The file's name, for messages.
+        start, length: The position of the archive in the file.
 
     Attributes:
-        records: By name, in the directory's order.
+        records: The records by name, in the directory's order.
 
     Raises:
         IncompleteCheckpointError: It has no directory at its end.
@@ -74,11 +74,11 @@ class ZipReader:
         self.records = self._parse(self._read(begin, end - begin), count, begin)
 
     def data_start(self, record: ZipRecord) -> int:
-        """Return where a record's data begin in the file, after comparing its own header with the directory.
+        """Return the offset of a record's data in the file, after comparing its own header with the directory.
 
         Raises:
-            CheckpointFormatError: It is compressed or encrypted, its header says something else than the directory, or it
-                reaches into what follows.
+            CheckpointFormatError: The record is compressed or encrypted, its header does not match the directory, or it overlaps
+                what follows.
         """
         if record.method != _STORED or record.flags & _ENCRYPTED:
             raise self._wrong(f"its record {record.name!r} is compressed or encrypted, which torch.save never does")
@@ -108,7 +108,7 @@ class ZipReader:
         return CheckpointFormatError(self._path, f"{what}. torch.save writes no such archive; readers would see different things.")
 
     def _directory_place(self) -> tuple[int, int, int]:
-        """The number of records, and where the directory begins and ends."""
+        """Return the number of records, and the offsets of the directory's beginning and end."""
         end = self._length - _END.size
         last = self._tail[-_END.size :]
         if len(last) < _END.size or not last.startswith(_END_SIGN):
@@ -138,7 +138,7 @@ class ZipReader:
         return count, begin, end
 
     def _wide_end(self, end: int) -> tuple[int, tuple[int, int, int]] | None:
-        """Return the place where the zip64 end begins, and its numbers: records, the directory's size and beginning."""
+        """Return the offset of the zip64 end and its numbers (records, the directory's size and offset); None if there is none."""
         at = end - _LOCATOR.size
         locator = self._read(at, _LOCATOR.size) if at >= 0 else b""
         if not locator.startswith(_LOCATOR_SIGN):
@@ -173,7 +173,7 @@ class ZipReader:
         name_end = at + _ENTRY.size + lengths[0]
         after = name_end + lengths[1] + lengths[2]
         raw = directory[at + _ENTRY.size : name_end]
-        numbers = [fields[9], fields[8], fields[16]]  # size, packed size, place of the header: the order of the zip64 part
+        numbers = [fields[9], fields[8], fields[16]]  # size, packed size, header's offset: the order of the zip64 part
         wide = [index for index, number in enumerate(numbers) if number == _ELSEWHERE]
         extra = directory[name_end : name_end + lengths[1]]
         for index, number in zip(wide, _zip64(extra, len(wide)), strict=False):
@@ -213,7 +213,7 @@ class ZipReader:
 
 
 def _zip64(extra: bytes, count: int) -> list[int]:
-    """The numbers in the zip64 part of an extra field, ``count`` of them at most."""
+    """Return at most ``count`` numbers from the zip64 part of an extra field."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)

@@ -1,4 +1,4 @@
-"""Write a zip of stored records in one pass, each record's CRC-32 coming from whoever put the bytes there.
+"""Writing of a zip of stored records in one pass, with each record's CRC-32 supplied by the caller.
 
 :mod:`zipfile` computes the CRC-32 itself, with a zlib that is slower than the disk. The format is in
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64).
@@ -14,9 +14,9 @@ from typing import Any
 from labkit.checkpoint.checksums import crc32
 from labkit.checkpoint.hashed_file import HashedFile
 
-_ELSEWHERE = 0xFFFFFFFF  # what a 32-bit field says when the number is in the zip64 part
+_ELSEWHERE = 0xFFFFFFFF  # the value of a 32-bit field whose number is in the zip64 part
 _LARGE = _ELSEWHERE
-_DATE = 0x21  # the first of January 1980: equal contents give equal bytes
+_DATE = 0x21  # 1 January 1980, so that equal contents give equal bytes
 _CRC_FOLLOWS = 1 << 3
 _VERSION, _VERSION_64 = 20, 45
 
@@ -31,11 +31,11 @@ class _Record:
 
 
 class StoredZip:
-    """A zip that begins where a file stands now.
+    """A zip archive that begins at a file's current position.
 
     Args:
         out: The file.
-        align: Records' data begin at multiples of this many bytes of the file.
+        align: Data of records begin at multiples of this many bytes in the file.
     """
 
     def __init__(self, out: HashedFile, align: int) -> None:
@@ -43,11 +43,11 @@ class StoredZip:
         self._records: list[_Record] = []
 
     def add(self, name: str, data: Any) -> None:
-        """Append a record of bytes that are at hand."""
+        """Append a record whose bytes are in memory."""
         self._out.write(b"".join([self._header(name, len(data), crc32(data), flags=0), data]))
 
     def add_stream(self, name: str, size: int, write: Callable[[], int]) -> None:
-        """Append a record of ``size`` bytes that ``write`` puts into the file; it returns their CRC-32."""
+        """Append a record of ``size`` bytes; ``write`` writes them to the file and returns their CRC-32."""
         self._out.write(self._header(name, size, 0, flags=_CRC_FOLLOWS))
         crc = write()
         self._out.write(struct.pack("<IIQQ" if size >= _LARGE else "<IIII", 0x08074B50, crc, size, size))
@@ -55,7 +55,7 @@ class StoredZip:
         self._records.append(_Record(header.name, header.flags, crc, size, header.offset))
 
     def _header(self, name: str, size: int, crc: int, *, flags: int) -> bytes:
-        """Note a record that begins where the file stands now; return what comes before its data."""
+        """Note a record at the file's current position, and return the bytes that precede its data."""
         offset, encoded, large = self._out.tell() - self._start, name.encode(), size >= _LARGE
         noted = 0 if flags & _CRC_FOLLOWS else size
         extra = struct.pack("<HHQQ", 1, 16, noted, noted) if large else b""
@@ -81,7 +81,7 @@ class StoredZip:
 
 
 def _directory_entry(record: _Record) -> bytes:
-    # The zip64 part holds, in this order, only the numbers that do not stand in their own fields.
+    # The zip64 part holds, in this order, only the numbers that do not fit into their own fields.
     wide = [number for number in (record.size, record.size, record.offset) if number >= _LARGE]
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size, offset = (_ELSEWHERE if number >= _LARGE else number for number in (record.size, record.offset))

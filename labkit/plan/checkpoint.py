@@ -1,8 +1,8 @@
-"""Plan a checkpoint of all ranks with DCP's own planner, from the local plan of one rank and the layouts of its tensors.
+"""Planning of a checkpoint of all ranks with DCP's own planner, from the local plan of one rank and its tensors' layouts.
 
-A rank's local plan differs from another's only in the boxes of its tensors. So every rank's plan is made from one, and the
-planner goes through all of them as it does on a coordinator. Where that takes long, it is done for one tensor of each layout and
-for two: files, metadata and planner treat tensors one by one, so what the second one adds can be multiplied.
+Local plans of different ranks differ only in the boxes of their tensors. So every rank's plan is made from one, and the planner
+processes all of them as it does on a coordinator. If that takes too long, it runs for one tensor of each layout and for two
+instead. Files, metadata and planner treat tensors one by one, so the difference can be multiplied.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from labkit.plan.records import CheckpointPlan, TrainingJob
 from labkit.plan.simulate import Simulation
 from labkit.spmd.layouts import MeshRecord
 
-# Beyond these the planner runs over a part. Either is a few seconds of planning.
+# Above either limit the planner runs over only a part. Each limit is a few seconds of planning.
 MAX_ITEMS, MAX_PAIRS = 150_000, 2_000_000
 
 
 def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Simulation]) -> CheckpointPlan:
-    """Plan what ``dcp.save`` writes on all ranks.
+    """Plan the files that ``dcp.save`` writes on all ranks.
 
     Args:
         job: The job.
-        mesh: All ranks.
-        simulations: Of some ranks, the coordinator's (rank 0) first. What is made up for their ranks is compared with what they
-            planned.
+        mesh: The mesh of all ranks.
+        simulations: Simulations of some ranks, with the coordinator (rank 0) first. The plans made for these ranks are compared
+            with those that they made themselves.
 
     Raises:
-        AssertionError: A simulated rank planned something else; labkit's arithmetic and this torch differ.
+        AssertionError: A simulated rank made a different plan, so labkit's arithmetic does not match this torch.
 
-    Ranks: local. Runs the planner over all items where there are no more than `MAX_ITEMS`, and no more pairs of shards to compare
-    than `MAX_PAIRS`.
+    Ranks: local. Runs the planner over all items if there are at most `MAX_ITEMS`, with at most `MAX_PAIRS` pairs of shards to
+    compare.
     """
     proposals = _Proposals(simulations[0], mesh)
     for simulation in simulations:
@@ -57,18 +57,18 @@ def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Si
 
 
 class _Proposals:
-    """What every rank proposes to write."""
+    """The local plans that all ranks propose."""
 
     def __init__(self, first: Simulation, mesh: MeshRecord) -> None:
         self.mesh, self.layouts, self.values = mesh, first.state, first.values
-        # Plans reach the coordinator pickled: what is one object in a rank's plan stays one, and ranks share nothing. Metadata
-        # take from the first rank and from the last, and from others what neither has, so three copies are as good as many.
+        # Plans reach the coordinator pickled: objects shared within one rank's plan stay shared, but ranks share none. The
+        # metadata take objects from the first rank and the last, and from others only what those two lack. So three copies do.
         raw = pickle.dumps(first.local_plan)
         self.first, self.last, self._others = (_Template(pickle.loads(raw)) for _ in range(3))
         self._boxes: dict[Layout, tuple[list[Box], list[int]]] = {}
 
     def boxes(self, name: str) -> tuple[list[Box], list[int]] | None:
-        """The boxes of a tensor and for each rank the index of its own; None where all ranks propose the same."""
+        """Return the boxes of a tensor and each rank's index into them; None if all ranks propose the same box."""
         layout = self.layouts[name]
         if layout is None or not layout.axes:
             return None
@@ -77,7 +77,7 @@ class _Proposals:
         return self._boxes[layout]
 
     def num_pairs(self) -> int:
-        """Pairs of shards that the planner compares to find overlaps, see `labkit.plan.private.checking_seconds`."""
+        """Estimate how many pairs of shards the planner compares, see `labkit.plan.private.checking_seconds`."""
         by_layout: dict[Layout | None, int] = {}
         for name in self.first.items:
             layout, found = self.layouts[name], self.boxes(name)
@@ -87,7 +87,7 @@ class _Proposals:
         return sum(by_layout.get(self.layouts[name], 0) for name in self.first.items)
 
     def of_all(self, names: Sequence[str]) -> list[SavePlan]:
-        """The local plans of all ranks, for some tensors."""
+        """Return the local plans of all ranks, for some tensors."""
         columns: list[list[WriteItem]] = []
         for name in names:
             item, found = self._others.items[name], self.boxes(name)
@@ -103,13 +103,13 @@ class _Proposals:
         return plans
 
     def _of(self, template: _Template, names: Sequence[str], rank: int) -> SavePlan:
-        """One rank's plan, none of whose items another rank has."""
+        """Return one rank's plan, which shares no item with another rank's plan."""
         found = [(template.items[name], self.boxes(name)) for name in names]
         items = [item if boxes is None else _with_box(item, boxes[0][boxes[1][rank]]) for item, boxes in found]
         return SavePlan(items, planner_data=template.paths)
 
     def check(self, simulation: Simulation) -> None:
-        """Compare what is made up for a rank with what it planned when it was simulated."""
+        """Compare the plan made for a rank with the plan that this rank made in its simulation."""
         names = list(self.first.items)
         planned = simulation.local_plan.items
         assert [item.index.fqn for item in planned] == names, f"rank {simulation.rank} saves other tensors than rank 0"
@@ -123,7 +123,7 @@ def _listed(layout: Layout, mesh: MeshRecord) -> tuple[list[Box], list[int]]:
 
 
 class _Template:
-    """A local plan, from which others are made."""
+    """A local plan from which other ranks' plans are made."""
 
     def __init__(self, plan: SavePlan) -> None:
         self.items = {item.index.fqn: item for item in plan.items}
@@ -163,7 +163,7 @@ def _extrapolated(job: TrainingJob, proposals: _Proposals, num_items: int) -> Ch
     for name in proposals.first.items:
         alike.setdefault(proposals.layouts[name] or type(proposals.values[name]), []).append(name)
     began_s = time.process_time()
-    # Without any item there is still the merging of the ranks' names.
+    # Even without items, the planner merges the ranks' names.
     global_plans, metadata = DefaultSavePlanner().create_global_plan(proposals.of_all([]))
     planning_s = time.process_time() - began_s
     _, empty_bytes = _written(job, proposals, global_plans, metadata)
@@ -173,7 +173,7 @@ def _extrapolated(job: TrainingJob, proposals: _Proposals, num_items: int) -> Ch
         planning_s += len(group) * (two.planning_s / len(group[:2]) + one.checking_s)
         num_shards += len(group) * one.num_shards
         file_bytes += len(group) * one.file_bytes
-        # Only the first tensor brings the names of files and classes.
+        # Only the first tensor adds the names of files and classes.
         metadata_bytes += one.metadata_bytes - empty_bytes + (len(group) - 1) * (two.metadata_bytes - one.metadata_bytes)
     return CheckpointPlan(
         _tensor_bytes(proposals),
@@ -191,7 +191,7 @@ def _extrapolated(job: TrainingJob, proposals: _Proposals, num_items: int) -> Ch
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What planning and writing some tensors gives. ``checking_s`` is the part of the planner that checks the plan."""
+    """The result of planning and writing some tensors. ``checking_s`` is the planner's time to check the plan."""
 
     planning_s: float
     checking_s: float
@@ -211,18 +211,18 @@ def _outcome(job: TrainingJob, proposals: _Proposals, names: Sequence[str]) -> _
 
 
 def _written(job: TrainingJob, proposals: _Proposals, plans: Sequence[SavePlan], metadata: Metadata) -> tuple[list[int], int]:
-    """The sizes of the files that the ranks write, and of ``.metadata``."""
+    """Return the sizes of the files that the ranks write, and the size of ``.metadata``."""
     files, results = [], []
     for rank, plan in enumerate(plans):
         sizes, written = _write(rank, plan, proposals.values, job.checkpoint_threads)
         files += sizes
-        # Each rank's results reach the coordinator pickled, so that no text is shared between ranks.
+        # Each rank's results reach the coordinator pickled, so ranks share no strings.
         results.append(pickle.loads(pickle.dumps(written)))
     return files, private.metadata_bytes(metadata, results, job.checkpoint_dir)
 
 
 def _write(rank: int, plan: SavePlan, values: Mapping[str, Any], threads: int) -> tuple[list[int], list[Any]]:
-    """The sizes of a rank's files, and what it reports of them."""
+    """Return the sizes of a rank's files, and the results that it reports for its items."""
     sizes, results = [], []
     for place, items in enumerate(private.files_of(plan.items, threads)):
         file, start = f"__{rank}_{place}.distcp", 0
@@ -241,7 +241,7 @@ def _item_bytes(item: WriteItem) -> int:
 
 
 class _Counter(io.RawIOBase):
-    """Counts what is written to it."""
+    """A file that only counts the bytes written to it."""
 
     def __init__(self) -> None:
         self.size_bytes = 0
@@ -257,7 +257,7 @@ class _Counter(io.RawIOBase):
 
 @cache
 def _archive_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """The size of what ``torch.save`` makes of a shard. Its memory is never touched, so the system provides none."""
+    """Return the size of a shard saved by ``torch.save``. The shard's memory is never touched, so the system provides none."""
     return _saved_bytes(torch.empty(shape, dtype=dtype))
 
 
@@ -267,7 +267,7 @@ def _value_bytes(value: Any) -> int:
 
 def _saved_bytes(value: Any) -> int:
     counter, checksum = _Counter(), torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(compute_crc32=False)  # the only thing that would read the data
+    torch.serialization.set_crc32_options(compute_crc32=False)  # only the checksum would read the data
     try:
         torch.save(value, counter)  # type: ignore[arg-type]
     finally:

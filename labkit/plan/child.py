@@ -11,8 +11,8 @@ from labkit.plan.records import JobError
 
 
 def main() -> None:
-    """Answer one job: a pickled `Plan`, or the text of a `JobError`."""
-    # What the reader's own functions print must not get into the answer.
+    """Process one job and write a pickled `Plan`, or the text of a `JobError`."""
+    # Functions of the user may print; keep that out of the answer.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
         # A function that travels by its name is found where the parent finds it. torch comes from where this process finds it:

@@ -1,4 +1,4 @@
-"""``labkit plan``: what a training job takes on every rank, before there are ranks."""
+"""``labkit plan``: plan a training job on every rank before any rank runs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def plan(
 
 
 def parse_batch(text: str) -> tuple[tuple[int, ...], str]:
-    """Read ``4x129:int64``: the shape and the dtype, int64 where none is given."""
+    """Parse ``4x129:int64`` into shape and dtype; the dtype is int64 if it is left out."""
     shape, _, dtype = text.partition(":")
     sizes = shape.split("x")
     if not all(size.isdigit() and int(size) > 0 for size in sizes):
@@ -81,7 +81,7 @@ def parse_batch(text: str) -> tuple[tuple[int, ...], str]:
 
 
 def parse_reshard(text: str | None) -> bool | int | None:
-    """Read ``true``, ``false`` or a number of ranks."""
+    """Parse ``true``, ``false`` or a number of ranks."""
     if text is None:
         return None
     if text.isdigit():

@@ -1,4 +1,4 @@
-"""Compute a plan in this process: simulate a few ranks, then sum up for all."""
+"""Computation of a plan in this process: simulate a few ranks, then sum up over all ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from labkit.spmd.layouts import MeshRecord
 
 
 def compute_plan(job: TrainingJob) -> Plan:
-    """Find out what a job takes.
+    """Compute the plan of a job.
 
-    Rank 0 is simulated first. Its layouts tell what every rank holds, and so which rank holds most and which least; these and
-    the job's own ranks are simulated too.
+    Rank 0 is simulated first. Its layouts show how much every rank holds, and so which rank holds most and which least. These two
+    and the ranks that the job names are simulated too.
 
     Raises:
         JobError: The job cannot be planned.

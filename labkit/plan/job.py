@@ -1,4 +1,4 @@
-"""Turn a job's texts into what they name, and refuse what cannot be planned."""
+"""Conversion of a job's texts into the objects that they name, with checks for jobs that cannot be planned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COURSE_PLAN = "labkit.spmd.tensor_parallel:tensor_parallel_plan"
 
 
 def mesh_of(job: TrainingJob) -> MeshRecord:
-    """The job's mesh.
+    """Return the job's mesh.
 
     Raises:
         JobError: It cannot be read, has too many ranks, or has an axis that labkit cannot lay a model over.
@@ -37,7 +37,7 @@ def mesh_of(job: TrainingJob) -> MeshRecord:
             f"the mesh {job.mesh!r} has an axis {unknown[0]!r}, which cannot be planned. FSDP shards over one of "
             f"{', '.join(DATA_AXES)}; HSDP has replicate outside of it; tensor parallelism is tp, innermost."
         )
-    # replicate, then the axis of FSDP, then tp: each at most once, and FSDP's always.
+    # replicate, then the axis of FSDP, then tp: each at most once; the axis of FSDP is required.
     places = [0 if name in REPLICATE_AXES else 1 if name in DATA_AXES else 2 for name in names]
     if places != sorted(set(places)) or 1 not in places:
         raise JobError(
@@ -56,10 +56,10 @@ def mesh_of(job: TrainingJob) -> MeshRecord:
 
 
 def build_model(job: TrainingJob) -> nn.Module:
-    """The whole model on the meta device.
+    """Build the whole model on the meta device.
 
     Raises:
-        JobError: It cannot be built there, or what is built is no model.
+        JobError: It cannot be built there, or the result is no module.
     """
     builder = _function(job.model, "model")
     try:
@@ -83,7 +83,7 @@ def build_model(job: TrainingJob) -> nn.Module:
 
 
 def blocks_of(job: TrainingJob, model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded by themselves, and whose activations are kept, recomputed or moved.
+    """Return the modules that are sharded separately, and whose activations are kept, recomputed or moved.
 
     Raises:
         JobError: The model has no module of a class that the job names; or the job names none and the model has no ``ModuleList``.
@@ -109,7 +109,7 @@ def blocks_of(job: TrainingJob, model: nn.Module) -> list[nn.Module]:
 
 
 def tp_plan_of(job: TrainingJob) -> Mapping[str, ParallelStyle]:
-    """The plan for tensor parallelism.
+    """Return the plan for tensor parallelism.
 
     Raises:
         JobError: The job has none.
@@ -124,15 +124,15 @@ def tp_plan_of(job: TrainingJob) -> Mapping[str, ParallelStyle]:
 
 
 def loss_of(job: TrainingJob) -> Callable[[nn.Module, Tensor], Tensor]:
-    """The function of model and batch that gives the loss."""
+    """Return the function of model and batch that computes the loss."""
     return _function(job.loss, "loss")
 
 
 def optimizer_of(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer | None:
-    """The optimizer over a model's parameters as they are now.
+    """Build the optimizer over a model's parameters as they are now.
 
     Raises:
-        JobError: There is none of this name, or it cannot be made with its defaults.
+        JobError: There is no optimizer of this name, or it cannot be built with its defaults.
     """
     if job.optimizer is None:
         return None
@@ -151,16 +151,16 @@ def optimizer_of(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer | 
 
 
 def mixed_precision_of(job: TrainingJob) -> MixedPrecisionPolicy:
-    """The policy for ``fully_shard``."""
+    """Return the mixed-precision policy for ``fully_shard``."""
     param, reduce = (None if text is None else dtype_of(text) for text in (job.param_dtype, job.reduce_dtype))
     return MixedPrecisionPolicy(param, reduce)
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """The dtype that a text such as ``bfloat16`` names.
+    """Return the dtype that a text such as ``bfloat16`` names.
 
     Raises:
-        JobError: There is none.
+        JobError: There is no such dtype.
     """
     found = getattr(torch, text, None)
     if not isinstance(found, torch.dtype):

@@ -1,4 +1,4 @@
-"""How a tensor lies on the mesh, and from that the box of every rank."""
+"""Layouts of tensors on the mesh, and the box that every rank holds."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Int64s = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Layout:
-    """A tensor's shape and where it is cut.
+    """A tensor's shape and how it is split.
 
     Attributes:
         shape: The global shape.
         dtype: Its dtype.
-        axes: The mesh axes that it lies on, outermost first; empty for a plain tensor, which every rank has whole.
-        placements: What each of these axes does.
+        axes: The mesh axes that it is laid out on, outermost first; empty for a plain tensor, which every rank has whole.
+        placements: The placement on each of these axes.
     """
 
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """The layout of a DTensor or a plain tensor. Ranks: local."""
+        """Return the layout of a DTensor or a plain tensor. Ranks: local."""
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return cls(shape, tensor.dtype)
@@ -48,13 +48,13 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole."""
+        """Elements of the whole tensor."""
         return prod(self.shape)
 
     def boxes(self, mesh: MeshRecord) -> tuple[list[Box], Int64s]:
-        """The boxes that ranks hold, each once, and for every rank the index of its own.
+        """Return the distinct boxes that ranks hold, and for every rank the index of its own.
 
-        `local_box` is the arithmetic of DTensor; what the simulated ranks really hold is compared with it in every plan.
+        `local_box` reproduces the arithmetic of DTensor; every plan compares it with what the simulated ranks really hold.
         """
         cutting = [(axis, place) for axis, place in zip(self.axes, self.placements, strict=True) if place is not None]
         sizes = [mesh.shape[mesh.axes.index(axis)] for axis, _ in cutting]
@@ -67,13 +67,13 @@ class Layout:
 
     def _box(self, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> Box:
         offsets, sizes = local_box(self.shape, mesh_shape, coordinate, placements)
-        # DTensor puts an empty shard behind the end, so that all empty ones are one box.
+        # DTensor places an empty shard behind the end, so all empty shards have the same box.
         placed = zip(offsets, sizes, self.shape, strict=True)
         return tuple(length if size == 0 else offset for offset, size, length in placed), sizes
 
 
 def held_elements(layouts: Sequence[Layout], mesh: MeshRecord) -> Int64s:
-    """For every rank, the elements that it holds of some tensors together."""
+    """Return, for every rank, the number of elements that it holds of some tensors together."""
     held = np.zeros(len(mesh.ranks), dtype=np.int64)
     counts: dict[Layout, int] = {}
     for layout in layouts:
@@ -85,7 +85,7 @@ def held_elements(layouts: Sequence[Layout], mesh: MeshRecord) -> Int64s:
 
 
 def _flat_coordinates(mesh: MeshRecord, axes: Sequence[str]) -> Int64s:
-    """For every rank, its place among the coordinates on some of the axes, in row-major order."""
+    """Return, for every rank, its row-major index among the coordinates on some of the axes."""
     places = np.unravel_index(np.arange(len(mesh.ranks)), mesh.shape)
     flat: Any = np.zeros(len(mesh.ranks), dtype=np.int64)
     for axis in axes:

@@ -1,6 +1,6 @@
-"""Everything of torch that a plan needs and that torch does not promise to keep.
+"""Everything that a plan needs of torch and that torch may change without notice.
 
-`self_test` uses each of them in earnest; the test suite runs it on every supported torch.
+`self_test` really uses all of it; the test suite runs it on every supported torch.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ _MANY_SHARDS, _SOME_SHARDS = 512, (256, 512)
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """A default process group in which this process is one of many ranks, and nobody else is there.
+    """Create a default process group in which this process is one of many ranks, and no other rank exists.
 
     Collectives return at once and move nothing. Ranks: local, in a process without a default group.
 
     Raises:
-        RuntimeError: There is a default group.
+        RuntimeError: A default group exists.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend as well
 
     if dist.is_initialized():
         raise RuntimeError("a default process group exists in this process")
-    # DTensor remembers which shard an operation gives by the mesh, without this process's place on it.
+    # DTensor caches the shard that an operation returns by mesh, and ignores this process's coordinate on it.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -76,10 +76,10 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def few_chunks() -> Iterator[None]:
-    """While the block runs, ``fully_shard`` makes one empty chunk for all ranks that get no row of a parameter, not one for each.
+    """Make ``fully_shard`` use one empty chunk for all ranks that get no row of a parameter while the block runs.
 
-    It cuts every parameter for all ranks and keeps this rank's chunk and the first. Where the rows are few and the ranks are many,
-    most of its time goes into empty tensors that nobody looks at: with 1,024 ranks half of the time of sharding.
+    torch splits every parameter for all ranks, but keeps only this rank's chunk and the first. With few rows and many ranks, it
+    spends most of this time on empty tensors that are never used: with 1,024 ranks this is half the time of sharding.
     """
     original = _fsdp_param._chunk_with_empty
 
@@ -95,26 +95,27 @@ def few_chunks() -> Iterator[None]:
 
 
 def without_data() -> FakeTensorMode:
-    """A mode in which tensors have shape, dtype, device and storage size, and no data. Tensors on meta may be used in it."""
+    """Return a mode in which tensors have shape, dtype, device and storage size, but no data. Tensors on meta may be used in it."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def with_data() -> AbstractContextManager[Any]:
-    """Inside of `without_data`, a block in which tensors are real again."""
+    """Return a context manager inside `without_data` in which tensors are real again."""
     return unset_fake_temporarily()
 
 
 def unchecked_global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """What ``DefaultSavePlanner.create_global_plan`` makes of the ranks' plans, without its check of the result."""
+    """Run ``DefaultSavePlanner.create_global_plan`` on the ranks' plans, without its check of the result."""
     global_plans, metadata = create_default_global_save_plan(dedup_save_plans(plans))
     return global_plans, replace(metadata, planner_data=plans[0].planner_data)
 
 
 def checking_seconds(metadata: Metadata) -> float:
-    """The time that ``DefaultSavePlanner`` takes to check a plan for overlaps and gaps.
+    """Measure the time in which ``DefaultSavePlanner`` checks a plan for overlaps and gaps.
 
-    It compares the shards of a tensor along the tensor's longest dim only, so where another dim is sharded it compares each
-    shard with each other. Of more shards than `_MANY_SHARDS` it is timed on the first ones, and a parabola is laid through.
+    The planner compares the shards of a tensor along the tensor's longest dim only. So if another dim is sharded, it compares
+    each shard with each other. If there are more than `_MANY_SHARDS` shards, only the first ones are timed, and a parabola is
+    fitted.
     """
     found = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     num_shards = max((len(entry.chunks) for entry in found), default=0)
@@ -128,7 +129,7 @@ def checking_seconds(metadata: Metadata) -> float:
 def _seconds_to_check(entries: list[TensorStorageMetadata]) -> float:
     logger = logging.getLogger(_validate_global_plan.__module__)
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it warns of the shards that were left out
+    logger.setLevel(logging.CRITICAL)  # it would warn of the shards that are left out
     try:
         began_s = time.process_time()
         _validate_global_plan([SavePlan([])], Metadata({str(place): entry for place, entry in enumerate(entries)}))
@@ -138,17 +139,17 @@ def _seconds_to_check(entries: list[TensorStorageMetadata]) -> float:
 
 
 def files_of(items: Sequence[WriteItem], threads: int) -> list[list[WriteItem]]:
-    """How ``FileSystemWriter`` divides a rank's items over its files."""
+    """Divide a rank's items over its files as ``FileSystemWriter`` does."""
     return _split_by_size_and_type(threads, list(items))
 
 
 def written(item: WriteItem, file: str, start: int, length: int) -> WriteResult:
-    """What ``FileSystemWriter`` reports of an item that it has written."""
+    """Return what ``FileSystemWriter`` reports for an item that it has written."""
     return WriteResult(item.index, length, _StorageInfo(file, start, length))
 
 
 def metadata_bytes(metadata: Metadata, results: list[list[WriteResult]], directory: str) -> int:
-    """The size of the file ``.metadata`` that ``FileSystemWriter`` writes for a directory. Nothing is written there."""
+    """Return the size of ``.metadata`` as ``FileSystemWriter`` would write it for a directory. Nothing is written to disk."""
     writer = _MetadataOnly(directory)
     writer.finish(metadata, results)
     return len(writer.fs.content)
@@ -161,7 +162,7 @@ class _MetadataOnly(FileSystemWriter):
 
 
 class _InMemory:
-    """A file system with one file, which is not kept on disk."""
+    """A file system with one file, which is kept in memory."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -183,7 +184,7 @@ class _InMemory:
 
 
 def self_test() -> None:
-    """Shard a linear layer on two of three ranks in turn, run a step, and compare with what is known of it.
+    """Shard a linear layer for two of three ranks in turn, run a step, and compare with the expected results.
 
     Raises:
         AssertionError: This torch is not as expected.

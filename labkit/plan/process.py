@@ -1,4 +1,4 @@
-"""Make a plan in a child process, so that the caller's process group, modules and memory stay as they are."""
+"""Planning in a child process, so that the caller's process group, modules and memory stay as they are."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LAST_LINES = 12
 
 
 class PlanningFailedError(LabkitError, RuntimeError):
-    """The process that makes a plan ended without one: a bug in labkit, a torch that it does not know, or no memory."""
+    """The planning process ended without a plan: a bug in labkit, an unsupported torch, or no memory."""
 
 
 def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
-    """Find out what a job takes: bytes on every rank, traffic of a step, checkpoint.
+    """Plan a job: bytes on every rank, traffic of a step, checkpoint.
 
     Args:
         job: The job.
-        timeout_s: The most that it may take; no limit by default.
+        timeout_s: The most seconds that planning may take; no limit by default.
 
     Returns:
         The plan.
@@ -38,7 +38,7 @@ def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
         PlanningFailedError: The process ended without a plan.
         TimeoutError: It took longer than ``timeout_s`` seconds.
 
-    Ranks: controller or local. It starts a process, which ends before this returns and also when this process dies.
+    Ranks: controller or local. It starts a process that ends before this returns, and also if this process dies.
     Blocks: some seconds for the course's model; a model with many layers takes longer, see `labkit.plan.Plan.seconds`.
     """
     with tempfile.TemporaryFile() as log:
@@ -79,7 +79,7 @@ def _ask(process: subprocess.Popen[bytes], job: TrainingJob) -> bytes:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        # stdin stays open: when it closes, this process has died, and the child ends.
+        # stdin stays open. It closes when this process dies, and then the child ends.
         process.stdin.write(pickle.dumps(sys.path) + cloudpickle.dumps(job))
         process.stdin.flush()
     except BrokenPipeError:

@@ -16,37 +16,37 @@ Saved = Literal["model", "model+optimizer", "nothing"]
 
 
 class JobError(LabkitError, ValueError):
-    """A job cannot be planned as it is given; the message says what to change."""
+    """A job cannot be planned in this form; the message says what to change."""
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training job: a model, the ranks that train it, and how.
+    """One training job: a model, the ranks that train it, and how they train it.
 
-    Where a function is wanted, ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or the function itself will do. A function from a notebook
-    cell travels by value.
+    A function is given as ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or the function itself. A function from a notebook cell is
+    pickled by value.
 
     Attributes:
-        model: Builds the whole model; called without arguments under ``torch.device("meta")``, so that no memory is taken.
+        model: Builds the whole model; called without arguments under ``torch.device("meta")``, so that it takes no memory.
         mesh: Axes and sizes, outermost first: ``dp=128,tp=8``, or ``replicate=16,shard=8`` for HSDP, with or without ``tp``.
         ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on.
         batch: Shape of one rank's batch.
         batch_dtype: Its dtype, such as ``int64`` for tokens.
-        loss: Called with model and batch; gives the loss. The default takes int64 tokens (rows, seq + 1).
-        blocks: Class names of the modules that are sharded by themselves; none for those in the model's ``nn.ModuleList``, or in
-            several, but not in one inside of another.
-        tp_plan: Gives the plan for ``parallelize_module``; needed where the mesh has an axis ``tp``.
+        loss: Returns the loss; called with model and batch. The default takes int64 tokens (rows, seq + 1).
+        blocks: Class names of the modules that are sharded separately. If empty, these are the modules in each
+            ``nn.ModuleList`` of the model, except in lists nested inside another.
+        tp_plan: Returns the plan for ``parallelize_module``; needed if the mesh has an axis ``tp``.
         optimizer: A class of ``torch.optim``, used with its defaults, or a function of the parameters; None to plan none.
-        dtype: What the parameters are stored in; None for what ``model`` gives.
+        dtype: The dtype in which the parameters are stored; None for what ``model`` returns.
         param_dtype, reduce_dtype: As in ``MixedPrecisionPolicy``.
         reshard_after_forward: As in ``fully_shard``, for the blocks.
-        activations: What becomes of what the blocks save for backward: ``keep``, ``recompute`` (activation checkpointing), ``move``
+        activations: How to treat what the blocks save for backward: ``keep``, ``recompute`` (activation checkpointing), ``move``
             to the host, or ``move-inputs``, which recomputes from inputs that wait on the host.
         move_min_bytes: Storages smaller than this are not moved.
-        checkpoint: What ``torch.distributed.checkpoint.save`` is to save.
-        checkpoint_dir: Where to. Nothing is written there; its name is part of the metadata.
+        checkpoint: The state that ``torch.distributed.checkpoint.save`` saves.
+        checkpoint_dir: The checkpoint's directory. Nothing is written there; its name is part of the metadata.
         checkpoint_threads: As ``thread_count`` of ``FileSystemWriter``.
-        ranks: Ranks to look at beside the one that holds most and the one that holds least.
+        ranks: Ranks to plan besides the one that holds most and the one that holds least.
         peak: Whether to find the peak of the step too, which takes about as long again.
     """
 
@@ -74,18 +74,18 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank holds.
+    """The memory of one rank.
 
     Attributes:
         rank: The rank.
-        coordinate: Its place on the mesh.
+        coordinate: Its coordinate on the mesh.
         node: Its node.
         num_elements: Elements of its shards of the parameters, without padding.
-        memory: Bytes when the step's backward has ended and the optimizer has its state; ``activations`` as they were when
-            forward had ended. Uneven shards are padded by FSDP2: parameters and gradients take their padded size. Activations are
-            those that torch's kernels for the CPU save; an attention kernel of a GPU may save a little more or less.
+        memory: Bytes when the step's backward has ended and the optimizer has its state; ``activations`` are those at the end
+            of forward. FSDP2 pads uneven shards: parameters and gradients count with their padded size. Activations are those that
+            torch's kernels for the CPU save; an attention kernel of a GPU may save a little more or less.
         host_bytes: Activations that wait on the host.
-        peak: The most that the step takes at once, by torch's ``FSDPMemTracker``; None where it was not asked for.
+        peak: The most memory that the step takes at once, by torch's ``FSDPMemTracker``; None if the job did not ask for it.
     """
 
     rank: int
@@ -99,22 +99,22 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one step that are of one kind and go over one axis of the mesh.
+    """The collectives of one step that have the same kind and mesh axis.
 
-    Bytes are those of rings in the order of the ranks: each rank passes ``(n - 1) / n`` of the whole to the next one of its group,
-    and an all-reduce does it twice. A byte goes between nodes where the next one is on another node.
+    Bytes assume rings in the order of the ranks: each rank passes ``(n - 1) / n`` of the whole to the next rank of its group, and
+    an all-reduce does so twice. Bytes go between nodes if the next rank is on another node.
 
     Attributes:
         kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` ...
         axis: The mesh axis; several joined by ``+``.
         group_size: Ranks in a group.
-        num_nodes: Nodes that a group reaches over, the most of any.
+        num_nodes: The largest number of nodes over which a group extends.
         num_calls: Calls that each rank makes.
-        size_bytes: The wholes of all these calls together, as in `labkit.spmd.events.Collective`.
-        sent_bytes: What one rank sends.
-        node_out_bytes: What leaves a node, of the node from which most does.
-        inside_bytes: What all ranks together send inside their nodes.
-        between_bytes: What all ranks together send to other nodes.
+        size_bytes: Whole tensors of all these calls together, as in `labkit.spmd.events.Collective`.
+        sent_bytes: Bytes that one rank sends.
+        node_out_bytes: Bytes that leave a node, for the node from which most leave.
+        inside_bytes: Bytes that all ranks together send inside their nodes.
+        between_bytes: Bytes that all ranks together send to other nodes.
     """
 
     kind: str
@@ -134,17 +134,17 @@ class CheckpointPlan:
     """A checkpoint as ``torch.distributed.checkpoint.save`` writes it.
 
     Attributes:
-        tensor_bytes: The data of all tensors, each element once.
-        file_bytes: All ``.distcp`` files: the data, and the archive around each shard.
-        num_files: The ``.distcp`` files. A rank writes one for each thread, also where nothing is left for it to write.
-        num_empty_files: Those with nothing in them; None where this was not worked out.
-        largest_file_bytes: The largest; None where this was not worked out.
+        tensor_bytes: The data of all tensors, each element counted once.
+        file_bytes: The size of all ``.distcp`` files: the data, and the archive around each shard.
+        num_files: The number of ``.distcp`` files. A rank writes one for each thread, even if nothing is left for it to write.
+        num_empty_files: The number of empty files; None if it was not computed.
+        largest_file_bytes: The size of the largest file; None if it was not computed.
         num_shards: Boxes of tensors, and values, each written once.
-        num_items: What all ranks propose to write, copies included; planning goes through all of them.
-        metadata_bytes: The file ``.metadata``.
-        planning_s: Processor seconds that the coordinator's planning takes, on this machine. It works in one thread.
+        num_items: Items that all ranks propose to write, copies included; planning goes through all of them.
+        metadata_bytes: The size of ``.metadata``.
+        planning_s: Processor seconds that the coordinator's planning takes on this machine, in one thread.
         exact: Whether the planner ran over all items. If not, it ran over some tensors of each layout, and ``planning_s`` and
-            ``metadata_bytes`` are multiples of what that gave.
+            ``metadata_bytes`` are multiplied up from them.
     """
 
     tensor_bytes: int
@@ -161,19 +161,20 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job takes. Made by `labkit.plan.make_plan`.
+    """The plan of a job. Made by `labkit.plan.make_plan`.
 
     Attributes:
         mesh: The mesh.
         ranks_per_node: As in the job.
-        num_parameters: Elements of the whole model's parameters, tied ones once.
-        ranks: The rank that holds most elements first, then the one that holds least where they differ, then those asked for.
+        num_parameters: Elements of the whole model's parameters; tied parameters count once.
+        ranks: First the rank that holds the most elements, then the one that holds the least if it differs, then the ranks that
+            the job names.
         num_idle_ranks: Ranks that hold no element of any parameter.
         traffic: The step's collectives.
-        checkpoint: The checkpoint; None where nothing is saved.
-        notes: Sentences about what is odd.
-        seconds: What it took to find out, by part.
-        torch_version: The torch that it was found out with.
+        checkpoint: The checkpoint; None if nothing is saved.
+        notes: Sentences about anything unusual.
+        seconds: Seconds that planning took, by part.
+        torch_version: The version of torch that made the plan.
     """
 
     mesh: MeshRecord
@@ -208,10 +209,10 @@ class Plan:
         return sum(each.inside_bytes for each in self.traffic)
 
     def rank(self, rank: int) -> RankPlan:
-        """What is planned for a rank.
+        """Return the plan of one rank.
 
         Raises:
-            KeyError: The rank was not looked at; name it in the job's ``ranks``.
+            KeyError: The rank was not planned; name it in the job's ``ranks``.
         """
         for each in self.ranks:
             if each.rank == rank:
@@ -219,7 +220,7 @@ class Plan:
         raise KeyError(f"rank {rank} was not looked at; name it in the job's `ranks`")
 
     def as_dict(self) -> dict[str, Any]:
-        """The plan as plain data, ready for JSON."""
+        """Return the plan as plain data, ready for JSON."""
         found = asdict(self)
         found["mesh"] = dict(zip(self.mesh.axes, self.mesh.shape, strict=True))
         return found | {

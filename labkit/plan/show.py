@@ -22,7 +22,7 @@ _FILES = "items: what all ranks propose to write, copies included; shards: what 
 
 
 def render(plan: Plan) -> RenderableType:
-    """The plan as rich tables, for a terminal."""
+    """Return the plan as rich tables, for a terminal."""
     shape = " x ".join(f"{axis} {size:,}" for axis, size in zip(plan.mesh.axes, plan.mesh.shape, strict=True))
     nodes = f"{plan.num_nodes:,} node{'s' if plan.num_nodes != 1 else ''} of {plan.ranks_per_node}"
     head = f"{plan.num_parameters:,} parameters on {plan.world_size:,} ranks ({shape}), {nodes}"
@@ -36,7 +36,7 @@ def render(plan: Plan) -> RenderableType:
 
 
 def as_text(plan: Plan) -> str:
-    """The plan as plain text."""
+    """Return the plan as plain text."""
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
     console.print(render(plan))
     written: Any = console.file
@@ -44,7 +44,7 @@ def as_text(plan: Plan) -> str:
 
 
 def size_text(size: float) -> str:
-    """A size for people, with three digits: ``1.50 MiB``."""
+    """Format a size for people, with three digits: ``1.50 MiB``."""
     value, unit = float(size), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB"):
         if value < 1024:
@@ -80,7 +80,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _role(plan: Plan, place: int) -> str:
-    """Why a rank is listed."""
+    """Explain why a rank is listed; return an empty text if the job named it."""
     ranks: tuple[RankPlan, ...] = plan.ranks
     if place == 0:
         return "(all hold as much)" if len(ranks) == 1 else "(most)"

@@ -1,4 +1,4 @@
-"""Run one training step of a job as one rank, alone: torch's FSDP2 and tensor parallelism on tensors without data."""
+"""Simulation of one training step of a job as one rank, alone: torch's FSDP2 and tensor parallelism on tensors without data."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ RECOMPUTING = ("recompute", "move-inputs")
 
 @dataclass(frozen=True)
 class Simulation:
-    """What one rank did in the step.
+    """The results of one rank's step.
 
     Attributes:
         rank: The rank.
         memory: As in `labkit.plan.RankPlan`.
         host_bytes: Activations on the host.
-        peak: The peak, where the job asks for it.
+        peak: The peak, if the job asks for it.
         collectives: The step's collectives in order, each with the name of its mesh axis in ``group``.
-        parameters: How each parameter lies on the mesh, by name; tied ones once.
-        state: How each tensor to save lies on the mesh, by its name in the checkpoint; None for what is no tensor.
-        values: What is no tensor, by its name in the checkpoint.
-        local_plan: What this rank proposes to write.
+        parameters: The layout of each parameter on the mesh, by name; tied parameters only once.
+        state: The layout of each entry to save, by its name in the checkpoint; None for an entry that is no tensor.
+        values: The entries that are no tensors, by name in the checkpoint.
+        local_plan: The items that this rank proposes to write.
     """
 
     rank: int
@@ -59,7 +59,7 @@ class Simulation:
 
 
 def simulate(job: TrainingJob, mesh: MeshRecord, rank: int) -> Simulation:
-    """Be one rank of the job for one step.
+    """Run one step of the job as one of its ranks.
 
     Raises:
         JobError: The model cannot be built, sharded or run as the job says.
@@ -103,7 +103,7 @@ def _sharded(job: TrainingJob, mesh: DeviceMesh) -> tuple[nn.Module, list[nn.Mod
 
 @torch.no_grad()
 def _materialize(model: nn.Module) -> None:
-    """Give every parameter and buffer on meta a storage, tied ones one together: ``to_empty`` would untie them."""
+    """Give every parameter and buffer on meta a storage; tied ones share it, while ``to_empty`` would untie them."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -187,7 +187,7 @@ def _peak(job: TrainingJob, model: nn.Module, optimizer: torch.optim.Optimizer |
 def _local_plan(
     job: TrainingJob, model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> tuple[dict[str, Any], SavePlan]:
-    """What ``dcp.save`` of model and optimizer plans on this rank, and its flat state dict."""
+    """Return the flat state dict of model and optimizer, and the plan that ``dcp.save`` makes for it on this rank."""
     if job.checkpoint == "nothing":
         return {}, SavePlan([])
     state: dict[str, Any] = {"model": get_model_state_dict(model)}
@@ -195,13 +195,13 @@ def _local_plan(
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=rank == 0)
-    # It computes offsets with small tensors whose values it reads, so outside of the mode without data.
+    # The planner computes offsets with small tensors and reads their values, so it needs real tensors.
     with private.with_data():
         return dict(planner.state_dict), planner.create_local_plan()
 
 
 def _axis(mesh: DeviceMesh, group: str) -> str:
-    """The mesh axis that a process group belongs to."""
+    """Return the mesh axis that a process group belongs to; all axes joined by ``+`` if it belongs to none."""
     for axis in mesh.mesh_dim_names or ():
         if mesh.get_group(axis).group_name == group:
             return axis

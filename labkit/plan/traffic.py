@@ -1,4 +1,4 @@
-"""From the collectives of one rank to the bytes that all ranks send inside and between nodes."""
+"""Bytes that all ranks send inside and between nodes, computed from the collectives of one rank."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from labkit.spmd.layouts import MeshRecord
 
 
 def traffic_of(calls: Iterable[Collective], mesh: MeshRecord, ranks_per_node: int) -> tuple[Traffic, ...]:
-    """Sum up a step's collectives by kind and axis, the largest first.
+    """Sum up a step's collectives by kind and axis, with the most sent bytes first.
 
     Args:
-        calls: What one rank calls; every other rank calls the same on its own group of the axis. ``group`` names the axis.
-        mesh: All ranks.
-        ranks_per_node: Neighbouring ranks that share a node.
+        calls: The calls of one rank; every other rank makes the same calls on its own group. ``group`` names the axis.
+        mesh: The mesh of all ranks.
+        ranks_per_node: Number of neighbouring ranks that share a node.
     """
     grouped: dict[tuple[str, str], list[Collective]] = {}
     for call in calls:
@@ -30,7 +30,7 @@ def traffic_of(calls: Iterable[Collective], mesh: MeshRecord, ranks_per_node: in
 def _traffic(kind: str, axis: str, calls: list[Collective], mesh: MeshRecord, ranks_per_node: int) -> Traffic:
     groups = ranks_by_group(mesh, axis)
     nodes = groups // ranks_per_node
-    # In a ring each rank sends to the next one of its group, and the last one to the first.
+    # In a ring each rank sends to the next rank of its group, and the last one to the first.
     leaves = nodes != np.roll(nodes, -1, axis=1)
     sent_bytes = sum(call.sent_bytes for call in calls)
     most_leaving = int(np.bincount(nodes[leaves]).max()) if leaves.any() else 0
@@ -49,7 +49,7 @@ def _traffic(kind: str, axis: str, calls: list[Collective], mesh: MeshRecord, ra
 
 
 def ranks_by_group(mesh: MeshRecord, axis: str) -> npt.NDArray[np.int64]:
-    """The process groups of an axis, one a row; all ranks in one row for an axis of that name that the mesh lacks."""
+    """Return the process groups of an axis, one per row; if the mesh has no such axis, one row with all ranks."""
     grid = np.array(mesh.ranks, dtype=np.int64).reshape(mesh.shape)
     if axis not in mesh.axes:
         return grid.reshape(1, -1)

@@ -1,7 +1,7 @@
-"""What cells run on the ranks: the course's model and text, sharding, shard tables, exact comparison.
+"""Functions that cells call on the ranks: the course's model and text, sharding, shard tables, exact comparison.
 
-Nothing here knows of a pool or a notebook: every module also works under plain torchrun. The names below load their module,
-and with it torch, when they are first used.
+Nothing here depends on a pool or a notebook: every module also works under plain torchrun. Each name below loads its module,
+and with it torch, when it is first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A notebook cell as a notebook runs it: all statements, and the value of the last expression."""
+"""Execution of a notebook cell as a notebook runs it: all statements, and the value of the last expression."""
 
 from __future__ import annotations
 import __future__
@@ -11,22 +11,22 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any], flags: int =
     """Run a cell in a namespace.
 
     Args:
-        source: The cell.
-        filename: Its name in tracebacks.
-        namespace: Its variables.
-        flags: The features of ``from __future__`` that it is compiled with, beside its own; see `future_flags`.
+        source: The cell's source.
+        filename: The name to show in tracebacks.
+        namespace: The cell's variables.
+        flags: Features of ``from __future__`` to compile with, in addition to those that the cell imports; see `future_flags`.
 
     Returns:
         The value of its last line if that is an expression and does not end with a semicolon, else None.
 
     Raises:
-        BaseException: Whatever the cell raises.
+        BaseException: The cell raised it.
 
     Ranks: local.
     """
     tree = ast.parse(source, filename)
     flags |= future_flags(tree)
-    # A notebook compiles statement by statement, so that these may stand anywhere in a cell.
+    # A notebook compiles each statement on its own, so these imports are allowed anywhere in a cell.
     tree.body = [statement for statement in tree.body if not is_future(statement)]
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -38,7 +38,7 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any], flags: int =
 
 
 def is_future(statement: ast.stmt) -> TypeGuard[ast.ImportFrom]:
-    """Whether a statement is ``from __future__ import ...``."""
+    """Return whether a statement is ``from __future__ import ...``."""
     return isinstance(statement, ast.ImportFrom) and statement.module == "__future__" and not statement.level
 
 
@@ -49,15 +49,15 @@ def future_flags(tree: ast.Module) -> int:
 
 
 def is_silenced(source: str) -> bool:
-    """Whether the cell ends with a semicolon, which keeps its last value from being shown."""
+    """Return whether the cell ends with a semicolon, which keeps its last value from being shown."""
     code = [line.partition("#")[0].rstrip() for line in source.rstrip().splitlines()]
     return bool(code) and code[-1].endswith(";")
 
 
 def text_of(value: Any) -> str:
-    """What a notebook without graphics shows for a value: Markdown as its source, the rest as IPython prints it."""
+    """Return the text that a notebook without graphics shows for a value: Markdown as its source, else IPython's text."""
     from IPython.core.formatters import DisplayFormatter
 
-    # As the notebook asks: what a value says about itself as a whole comes before its repr.
+    # Like a notebook: IPython prefers a value's _repr_mimebundle_ to its repr.
     bundle, _ = DisplayFormatter().format(value, include={"text/plain", "text/markdown"})
     return str(bundle.get("text/markdown") or bundle.get("text/plain", ""))

@@ -1,8 +1,8 @@
-"""Count collectives and their bytes on this rank, whichever call of torch made them.
+"""Counts of this rank's collectives and their bytes, whichever torch function called them.
 
 torch's own `torch.distributed.tensor.debug.CommDebugMode` counts calls per operator and module. It raises IndexError when a
-module runs forward twice in one context, which gradient accumulation does; it knows no bytes; and its names differ between
-backends. This mode does one thing: it watches the ``c10d`` operators go through the dispatcher.
+module runs forward twice in one context, which gradient accumulation does. It does not count bytes, and its names differ between
+backends. The mode here does one thing: it watches the ``c10d`` operators as they pass through the dispatcher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.spmd.events import Collective
 
-# Longest first: a name is what its operator begins with.
+# Operators are matched by prefix, so longer prefixes come first.
 _KINDS = (
     ("_allgather_base", "all_gather"),
     ("allgather", "all_gather"),
@@ -43,23 +43,23 @@ _NAMESPACES = ("c10d", "_c10d_functional")
 
 
 class CollectiveLog:
-    """The collectives of a block of code, in the order of the calls."""
+    """The collectives that a block of code called, in order."""
 
     def __init__(self) -> None:
         self.calls: list[Collective] = []
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many of each kind."""
+        """The number of collectives of each kind."""
         return dict(Counter(call.kind for call in self.calls))
 
     def size_bytes(self, kind: str | None = None) -> int:
-        """Bytes of all, or of one kind, as in `Collective.size_bytes`."""
+        """Return the bytes of all collectives, or of those of one kind, as in `Collective.size_bytes`."""
         return sum(call.size_bytes for call in self.calls if kind in (None, call.kind))
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends, in rings."""
+        """Bytes that this rank sends if every collective runs as a ring."""
         return sum(call.sent_bytes for call in self.calls)
 
     def __repr__(self) -> str:
@@ -68,10 +68,10 @@ class CollectiveLog:
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveLog]:
-    """Record the collectives that this rank calls while the block runs, its backward passes included.
+    """Record the collectives that this rank calls while the block runs, including those of backward passes in it.
 
     Returns:
-        A context manager that gives the log. A barrier on gloo and what torch does in threads of its own are not seen.
+        A context manager that gives the log. The log misses barriers on gloo and what torch does in threads of its own.
 
     Ranks: local. It adds no collective.
     """
@@ -81,11 +81,11 @@ def count_collectives() -> Iterator[CollectiveLog]:
 
 
 class CollectiveMode(TorchDispatchMode):
-    """Hands each collective to a function when its call has returned.
+    """A dispatch mode that passes each collective to a function once its call has returned.
 
     Args:
-        record: Takes the `Collective`; its time counts from the making of the mode.
-        clock: Seconds, monotonic.
+        record: Receives each `Collective`, with its time in seconds since the mode was created.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, record: Callable[[Collective], object], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -108,7 +108,7 @@ class CollectiveMode(TorchDispatchMode):
 
 
 def collective_kind(func: Any) -> str | None:
-    """The kind of collective that a dispatched operator is, or None."""
+    """Return the kind of collective of a dispatched operator; None if it is no collective."""
     if getattr(func, "namespace", None) not in _NAMESPACES:
         return None
     name = func.overloadpacket.__name__
@@ -116,7 +116,7 @@ def collective_kind(func: Any) -> str | None:
 
 
 def _num_bytes(value: Any) -> int:
-    """Bytes of a tensor, or of all tensors in nested lists."""
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if isinstance(value, list | tuple):
@@ -130,10 +130,10 @@ def _group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
             try:
                 return dist.ProcessGroup.unbox(value)
             except (RuntimeError, TypeError):
-                continue  # a reduce operation is such an object too
+                continue  # a reduce operation is a ScriptObject too
         if isinstance(value, dist.ProcessGroup):
             return value
-    # Functional collectives name their group; the name is the last text among the arguments.
+    # A functional collective names its group: the name is the last string among its arguments.
     names = [value for value in arguments if isinstance(value, str)]
     of_name: Any = dist.distributed_c10d
     return of_name._resolve_process_group(names[-1]) if names else of_name._get_default_group()  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What a rank did with its parameters, as plain records without torch, so that the kernel can read and draw them without it."""
+"""Records of what a rank did with its parameters: plain data without torch, so that the kernel can read and draw them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKWARD_BEGIN, BACKWARD_END = "backward_begin", "backward_end"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 
 _LETTERS = {UNSHARD: "U", RESHARD: "R"}
-# A ring passes all pieces but the rank's own: once for a gather or a scatter, once each way for an all-reduce.
+# In a ring each rank passes on every piece but one: once for a gather or a scatter, twice for an all-reduce.
 _RING_PASSES = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2}
 
 
@@ -25,12 +25,13 @@ class Collective:
     """One collective call, as one rank made it.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` and so on: one name for all spellings of torch.
-        size_bytes: Bytes of the whole: what an all-gather gives, what a reduce-scatter takes, what an all-reduce changes.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` and so on: one name for all spellings in torch.
+        size_bytes: Bytes of the whole tensor: the output of an all-gather, the input of a reduce-scatter, the tensor of an
+            all-reduce.
         group_size: Ranks in its process group.
         began_s: Seconds from the beginning of the recording to the call.
         duration_s: Seconds that the call took on the host. On a GPU it returns before the data has arrived.
-        group: torch's name of the process group, equal on all ranks; ``""`` where it was not recorded.
+        group: torch's name of the process group, equal on all ranks; ``""`` if it was not recorded.
     """
 
     kind: str
@@ -42,7 +43,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends when the group does it in a ring; 0 for collectives of another kind."""
+        """Bytes that this rank sends if the group runs it as a ring; 0 for collectives of another kind."""
         return _RING_PASSES.get(self.kind, 0) * self.size_bytes * (self.group_size - 1) // self.group_size
 
 
@@ -55,12 +56,12 @@ class Event:
             kind of a `Collective`.
         block: FQN of the module that the parameter group belongs to, ``root`` for the model itself, ``""`` for a collective
             that belongs to no group. Several modules in one group are joined by a comma.
-        phase: ``backward`` while autograd runs, ``forward`` while a sharded module does, else ``outside``.
+        phase: ``backward`` while autograd runs, ``forward`` while a sharded module runs forward, else ``outside``.
         changes: Whether it changed something. False for an unshard of parameters that are whole or on their way already, for
             a wait with nothing to wait for, and for a reshard that freed nothing.
         size_bytes: Memory that an unshard takes or a reshard gives back; for a collective as in `Collective`; else 0.
         began_s: Seconds from the beginning of the trace.
-        duration_s: Seconds that it took on the host. On a GPU this is the time to enqueue it, not the time to do it.
+        duration_s: Seconds that it took on the host. On a GPU this is the time to enqueue the work, not to do it.
         group_size: For a collective, the ranks in its process group; else 0.
     """
 
@@ -83,8 +84,8 @@ class Block:
 
     Attributes:
         name: As in `Event.block`.
-        whole_bytes: Its parameters unsharded, in the dtype that they are computed in.
-        shard_bytes: What this rank keeps of them between two steps.
+        whole_bytes: Bytes of its unsharded parameters, in the dtype of the computation.
+        shard_bytes: Bytes of its parameters that this rank keeps between two steps.
     """
 
     name: str
@@ -100,8 +101,8 @@ class Trace:
         rank: The rank.
         world_size: The number of ranks.
         blocks: The parameter groups in the order of the model's modules, the root first.
-        events: What happened, in the order in which this rank began it.
-        start_s: The host's monotonic clock at the beginning. Ranks of one machine share it.
+        events: The events in the order in which this rank began them.
+        start_s: The host's monotonic clock at the beginning. Ranks on the same machine share this clock.
     """
 
     rank: int
@@ -111,22 +112,22 @@ class Trace:
     start_s: float = 0.0
 
     def order(self, *, phase: Phase | None = None, names: bool = True) -> tuple[str, ...]:
-        """The unshards and reshards that changed something, such as ``("U root", "U layers.0", "R layers.0")``.
+        """Return the unshards and reshards that changed something, such as ``("U root", "U layers.0", "R layers.0")``.
 
         Args:
-            phase: Only what happened in this phase.
+            phase: Return only events of this phase.
             names: False for short names, the last part of the FQN: ``U 0`` for ``U layers.0``.
         """
         chosen = (event for event in self.events if event.kind in _LETTERS and event.changes and phase in (None, event.phase))
         return tuple(str(event) if names else f"{_LETTERS[event.kind]} {short_name(event.block)}" for event in chosen)
 
     def calls(self, kind: str) -> tuple[int, int]:
-        """How often something was called, and how often it changed something."""
+        """Return how often this kind of event occurred, and how often it changed something."""
         found = [event.changes for event in self.events if event.kind == kind]
         return len(found), sum(found)
 
     def collectives(self, block: str | None = None) -> tuple[Collective, ...]:
-        """The collectives, all or those of one block."""
+        """Return the collectives, all of them or those of one block."""
         return tuple(
             Collective(event.kind, event.size_bytes, event.group_size, event.began_s, event.duration_s)
             for event in self.events
@@ -134,13 +135,14 @@ class Trace:
         )
 
     def counts(self) -> dict[str, int]:
-        """How many collectives of each kind."""
+        """Return the number of collectives of each kind."""
         return dict(Counter(call.kind for call in self.collectives()))
 
     def live_bytes(self) -> tuple[int, ...]:
-        """After each event, the bytes of parameters that are whole or on their way, beyond the shards.
+        """Return, after each event, the bytes of parameters that are whole or on their way, beyond the shards.
 
-        It counts from 0 at the beginning of the trace. A group that is whole when the trace begins comes in at its reshard.
+        The trace does not record which groups were whole when it began. If their reshards make the sum negative, the whole curve
+        is raised until it is nowhere negative.
         """
         total, levels = 0, []
         for event in self.events:
@@ -149,18 +151,18 @@ class Trace:
             elif event.kind == RESHARD:
                 total -= event.size_bytes
             levels.append(total)
-        # What was whole before the first event shows as a negative rest at the end of the sum.
+        # Groups that were whole before the first event make the running sum negative when they reshard.
         before = max(0, -min(levels, default=0))
         return tuple(level + before for level in levels)
 
     @property
     def peak_live_bytes(self) -> int:
-        """The largest of `live_bytes`."""
+        """The largest value of `live_bytes`."""
         return max(self.live_bytes(), default=0)
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends in all recorded collectives, in rings."""
+        """Bytes that this rank sends in all recorded collectives, if each runs as a ring."""
         return sum(call.sent_bytes for call in self.collectives())
 
     def __str__(self) -> str:
@@ -171,16 +173,16 @@ class Trace:
 
 
 def short_name(block: str) -> str:
-    """The last part of a block's FQN, ``2`` for ``layers.2``; of several modules in a group the first and the last."""
+    """Return the last part of a block's FQN, ``2`` for ``layers.2``; for several modules in a group the first and the last."""
     parts = [name.rsplit(".", 1)[-1] for name in block.split(", ")]
     return parts[0] if len(parts) == 1 else f"{parts[0]}-{parts[-1]}"
 
 
 def first_difference(orders: dict[str, Iterable[str]]) -> str:
-    """Where event orders part, in words; empty when all are equal.
+    """Describe the first place where event orders differ; return an empty text if all are equal.
 
     Args:
-        orders: A name for each order, for example ``{"rank 0": trace.order()}``.
+        orders: The orders to compare by name, for example ``{"rank 0": trace.order()}``.
     """
     (first_name, first), *others = [(name, tuple(order)) for name, order in orders.items()]
     for name, order in others:

@@ -1,4 +1,4 @@
-"""What FSDP1 holds on this rank: pieces of flat parameters, told parameter by parameter."""
+"""This rank's pieces of FSDP1's flat parameters, listed parameter by parameter."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _WRAPPER = "_fsdp_wrapped_module."
 
 
 def flat_shares(model: nn.Module) -> list[FlatShare]:
-    """List this rank's part of every parameter of an FSDP1 model, in the order in which the flat parameters hold them.
+    """List this rank's part of every parameter of an FSDP1 model, in the order of the flat parameters.
 
     Args:
-        model: Wrapped with ``use_orig_params=True``: then each parameter is a view of this rank's piece of its flat parameter.
+        model: Wrapped with ``use_orig_params=True``, so that each parameter is a view of this rank's piece of a flat one.
 
     Raises:
-        ValueError: The model has flat parameters under their own names (``use_orig_params=False``).
+        ValueError: The model exposes flat parameters instead (``use_orig_params=False``).
 
     Ranks: local.
     """

@@ -1,9 +1,8 @@
-"""The one place in `labkit.spmd` that touches private parts of FSDP1 and FSDP2: it reports what their runtimes do.
+"""The only module in `labkit.spmd` that touches private parts of FSDP1 and FSDP2: it reports what their runtimes do.
 
-Neither runtime has public hooks for "parameters are being gathered" or "freed". This adapter puts small wrappers around the
-few functions that do it, for as long as a trace lasts, and tells an `Observer` in words that are the same for both. Nothing is
-changed in what torch does, and no collective is added. `self_test` checks everything that is taken for granted here; it holds
-for torch 2.11 to 2.13.
+Neither runtime has public hooks for "parameters are being gathered" or "freed". While a trace runs, this adapter wraps the few
+functions that do it and reports to an `Observer`, in the same terms for both runtimes. It changes nothing in what torch does and
+adds no collective. `self_test` checks every assumption about torch made here; they hold for torch 2.11 to 2.13.
 
 Sources: ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`` (FSDP2), ``torch/distributed/fsdp/_flat_param.py`` and
 ``_runtime_utils.py`` (FSDP1).
@@ -30,33 +29,33 @@ _ParamGroup = _fsdp2.FSDPParamGroup
 
 
 class TraceError(LabkitError, RuntimeError):
-    """This torch does not have what the tracer needs; the message says which private name is missing."""
+    """This torch lacks something that the tracer needs; the message names the private function or attribute."""
 
 
 class Observer(Protocol):
-    """What the adapter tells, per parameter group."""
+    """The callbacks of the adapter, one call per event and parameter group."""
 
     def unshard(self, group: Group, call: Callable[[], Any], starts: Callable[[], bool]) -> Any:
-        """An unshard is asked for. ``call`` does it; ``starts`` says before the call whether there is anything to do."""
+        """Handle an unshard. ``call`` does it; ``starts`` tells, before the call, whether there is anything to do."""
 
     def wait(self, group: Group, call: Callable[[], Any]) -> Any:
-        """The computation waits for the parameters; they are whole when ``call`` returns."""
+        """Handle the computation's wait for the parameters; they are whole when ``call`` returns."""
 
     def reshard(self, group: Group, call: Callable[[], Any]) -> Any:
-        """The parameters may be freed by ``call``; `kept_bytes` says what is left."""
+        """Handle a reshard: ``call`` may free the parameters; `kept_bytes` then returns the bytes that are left."""
 
     def reduce(self, group: Group, call: Callable[[], Any]) -> Any:
-        """Gradients of the group are reduced by ``call``."""
+        """Handle the reduction of the group's gradients, which ``call`` does."""
 
     def begin(self, group: Group, phase: str, call: Callable[[], Any]) -> Any:
-        """``call`` prepares the group for its ``forward`` or ``backward``, which begins when it returns."""
+        """Handle the beginning of the group's ``forward`` or ``backward``: ``call`` prepares it, and it begins on return."""
 
     def end(self, group: Group, phase: str, call: Callable[[], Any]) -> Any:
-        """The group's ``forward`` or ``backward`` is over; ``call`` cleans up."""
+        """Handle the end of the group's ``forward`` or ``backward``; ``call`` cleans up."""
 
 
 def groups_of(model: nn.Module) -> dict[Group, list[str]]:
-    """Every parameter group in a model, with the FQNs of the modules that it belongs to; ``""`` for the model itself.
+    """Return every parameter group in a model, with the FQNs of the modules that it belongs to; ``""`` for the model itself.
 
     FSDP1's wrappers are left out of the names.
     """
@@ -80,7 +79,7 @@ def _groups_at(module: nn.Module) -> list[Group]:
 
 
 def whole_bytes(group: Group) -> int:
-    """Bytes of the group's unsharded parameters, in the dtype in which they are computed."""
+    """Return the bytes of the group's unsharded parameters, in the dtype of the computation."""
     if isinstance(group, _Handle):
         flat = group.flat_param
         size = flat._unpadded_unsharded_size.numel() if group.uses_sharded_strategy else flat.numel()
@@ -90,9 +89,9 @@ def whole_bytes(group: Group) -> int:
 
 
 def shard_bytes(group: Group) -> int:
-    """Bytes of the group's parameters that this rank keeps between two steps."""
+    """Return the bytes of the group's parameters that this rank keeps between two steps."""
     if isinstance(group, _Handle):
-        # Before the first forward the parameter is its own shard.
+        # Before the first forward the flat parameter itself is the shard.
         local = getattr(group.flat_param, "_local_shard", group.flat_param)
         return int(local.numel() * local.element_size())
     locals_ = [param.sharded_param.to_local() for param in group.fsdp_params]
@@ -100,7 +99,7 @@ def shard_bytes(group: Group) -> int:
 
 
 def kept_bytes(group: Group) -> int:
-    """Bytes of unsharded parameters that the group holds now, beyond its shard."""
+    """Return the bytes of unsharded parameters that the group holds now, beyond its shard."""
     if isinstance(group, _Handle):
         # A replicated handle is its own shard: it is always whole and never counts. Before the first forward there is no buffer.
         ready = group.uses_sharded_strategy and hasattr(group.flat_param, "_full_param_padded")
@@ -114,7 +113,7 @@ def kept_bytes(group: Group) -> int:
 
 @contextmanager
 def observed(observer: Observer) -> Iterator[None]:
-    """Report everything that FSDP1 and FSDP2 do in this process while the block runs.
+    """Report to an observer everything that FSDP1 and FSDP2 do in this process while the block runs.
 
     Raises:
         TraceError: This torch is not as expected, see `self_test`.
@@ -167,7 +166,7 @@ def _fsdp2_patches(observer: Observer) -> list[_Patch]:
     return [
         (_ParamGroup, "unshard", unshard),
         (_ParamGroup, "wait_for_unshard", simple(observer.wait)),
-        # reshard calls the other two; state-dict hooks call them without it.
+        # reshard calls the other two; state-dict hooks call those two directly.
         *((_ParamGroup, name, simple(observer.reshard)) for name in ("reshard", "_to_sharded", "_to_sharded_post_forward")),
         (_ParamGroup, "pre_forward", phase(observer.begin, "forward")),
         (_ParamGroup, "post_forward", phase(observer.end, "forward")),
@@ -187,7 +186,7 @@ def _fsdp1_patches(observer: Observer) -> list[_Patch]:
         return lambda self, *args, **kwargs: observer.reshard(self, lambda: original(self, *args, **kwargs))
 
     def of_handle(tell: Callable[[Group, Callable[[], Any]], Any], place: int = 1) -> _Wrapper:
-        """For functions of ``(state, handle, ...)``; a unit without parameters has no handle and is not told."""
+        """Wrap functions of ``(state, handle, ...)``; a unit without parameters has no handle and is not reported."""
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -199,12 +198,12 @@ def _fsdp1_patches(observer: Observer) -> list[_Patch]:
         return wrapper
 
     def pre_backward(group: Group, call: Callable[[], Any]) -> Any:
-        # It runs once per output that needs a gradient, and does something the first time only.
+        # torch calls this once per output that needs a gradient, and only the first call does something.
         ran = getattr(group, "_ran_pre_backward_hook", False)
         return call() if ran else observer.begin(group, "backward", call)
 
     def before_prefetch(group: Group, call: Callable[[], Any]) -> Any:
-        # The wait itself is one line between two others; the next thing that happens is the prefetch of another group.
+        # The wait itself is one line inside a longer function; right after it, another group is prefetched.
         if group._training_state != _flat_param.HandleTrainingState.BACKWARD_POST:
             observer.wait(group, lambda: None)
         return call()
@@ -224,7 +223,7 @@ def _fsdp1_patches(observer: Observer) -> list[_Patch]:
 
 # Is torch as expected? ------------------------------------------------------------------------------------------------
 
-# The parameters that the wrappers look at, by position; what follows them is passed on unseen.
+# The parameters that the wrappers use, by position. The wrappers pass any further arguments on unchanged.
 _EXPECTED_PARAMETERS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (_ParamGroup, "unshard", ("self",)),
     (_ParamGroup, "wait_for_unshard", ("self",)),
@@ -257,7 +256,7 @@ def self_test() -> None:
     """Check that this torch has the private functions that the adapter wraps, with the parameters that it relies on.
 
     Raises:
-        TraceError: With the first name that is missing or takes other parameters.
+        TraceError: A name is missing or takes other parameters; the message names the first one.
 
     Ranks: local.
     """

@@ -1,4 +1,4 @@
-"""Where each argument of FSDP1 went in FSDP2: plain data without torch, checked against both signatures by a test."""
+"""The fate of each FSDP1 argument in FSDP2: plain data without torch, which a test checks against both signatures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ Kind = Literal["changed", "your code", "gone"]
 
 @dataclass(frozen=True)
 class Moved:
-    """One argument of ``FullyShardedDataParallel`` and what takes its place.
+    """One argument of ``FullyShardedDataParallel`` and its replacement in FSDP2.
 
     Attributes:
-        old: Its name.
-        new: An argument of ``fully_shard``, a method of ``FSDPModule`` with ``()``, or empty where there is none.
-        kind: ``changed``: same purpose, another behaviour. ``your code``: torch no longer does it. ``gone``: always on now. None
-            has kept its behaviour.
-        note: What to know when moving.
+        old: Its name in FSDP1.
+        new: An argument of ``fully_shard``, a method of ``FSDPModule`` with ``()``, or empty if there is none.
+        kind: ``changed``: same purpose, different behaviour. ``your code``: torch no longer does it. ``gone``: always on now.
+            No argument kept its behaviour.
+        note: What to know when moving to FSDP2.
     """
 
     old: str

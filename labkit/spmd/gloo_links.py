@@ -1,7 +1,7 @@
-"""Measure what gloo really sends: the bytes that the kernel has counted on this rank's sockets, by the rank at the other end.
+"""Measurement of what gloo really sends: bytes that the kernel counted on this rank's sockets, by the rank at the other end.
 
-Linux keeps a count of received bytes with every TCP connection (``tcpi_bytes_received`` of ``TCP_INFO``, see tcp(7)). gloo opens
-one connection for each pair of ranks in each process group, so these counts say which rank's bytes came to which.
+Linux counts received bytes for every TCP connection (``tcpi_bytes_received`` of ``TCP_INFO``, see tcp(7)). gloo opens one
+connection for each pair of ranks in each process group, so these counts show how many bytes each rank received from each other.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _Address = tuple[str, int]
 
 
 def can_measure_links() -> bool:
-    """Whether this system says how much a TCP connection has carried; Linux does. Ranks: local."""
+    """Return whether this system counts the bytes of a TCP connection; Linux does. Ranks: local."""
     return sys.platform == "linux" and hasattr(socket, "TCP_INFO")
 
 
 @contextmanager
 def measure_links() -> Iterator[dict[int, int]]:
-    """Measure what comes to this rank over gloo while the block runs.
+    """Measure how many bytes this rank receives over gloo while the block runs.
 
     Returns:
-        A context manager that gives a dict. When the block has ended it holds, by sending rank, the bytes that have come from it:
-        the data, about 50 bytes for each message, and the two barriers with which the measurement begins and ends. What NCCL sends
-        is not in it.
+        A context manager that gives a dict, which is filled when the block ends: bytes received, by sending rank. They are
+        the data, about 50 bytes for each message, and the two barriers at the beginning and end of the measurement. Traffic of
+        NCCL is not counted.
 
     Raises:
-        OSError: The system does not count; see `can_measure_links`.
+        OSError: The system does not count bytes; see `can_measure_links`.
 
-    Ranks: collective, over all ranks, also where the block is not.
+    Ranks: collective, over all ranks, even where the block is not.
     Blocks: until every rank has begun and ended its block.
     """
     if not can_measure_links():
@@ -46,7 +46,7 @@ def measure_links() -> Iterator[dict[int, int]]:
     by_rank: dict[int, int] = {}
     dist.barrier()
     before = _received()
-    # Nobody sends before all have looked.
+    # No rank may send before every rank has read its counts.
     dist.barrier()
     yield by_rank
     dist.barrier()
@@ -57,19 +57,19 @@ def measure_links() -> Iterator[dict[int, int]]:
     owner = {own: rank for rank, mine in enumerate(ends) for own in mine}
     came: Counter[int] = Counter()
     for (own, other), size_bytes in after.items():
-        # The store and the notebook are at the end of other connections.
+        # The other connections lead to the store and the notebook.
         if other in owner:
             came[owner[other]] += size_bytes - before.get((own, other), 0)
     by_rank.update(sorted(came.items()))
 
 
 def _received() -> dict[tuple[_Address, _Address], int]:
-    """Bytes received so far, by the addresses of both ends, for every TCP connection of this process."""
+    """Return the bytes received so far for every TCP connection of this process, by the addresses of both ends."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
             connection = socket.socket(fileno=int(name))
-        except OSError:  # no socket, or closed meanwhile
+        except OSError:  # not a socket, or closed in the meantime
             continue
         try:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
@@ -77,8 +77,8 @@ def _received() -> dict[tuple[_Address, _Address], int]:
                 if info[0] == _ESTABLISHED:
                     ends = (connection.getsockname()[:2], connection.getpeername()[:2])
                     found[ends] = int(struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)[0])
-        except OSError:  # the other end has gone meanwhile
+        except OSError:  # the other end has closed in the meantime
             continue
         finally:
-            connection.detach()  # it is not ours to close
+            connection.detach()  # the descriptor belongs to other code: do not close it
     return found

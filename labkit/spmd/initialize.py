@@ -1,4 +1,4 @@
-"""Weights that depend on a seed and on nothing else: not on the device, the rank, the world size or the sharding."""
+"""Weights that depend only on a seed: not on the device, the rank, the world size or the sharding."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def build_model(config: ModelConfig | None = None, *, seed: int = 0, device: tor
 
     Args:
         config: Sizes; the default has 176,576 parameters.
-        seed: Decides every parameter, see `init_weights`.
-        device: Where the model lives, by default where torch makes new tensors, which is the CPU. With ``meta`` it has no
-            values: shard it, call ``to_empty``, then `init_weights`.
+        seed: Determines every parameter, see `init_weights`.
+        device: The model's device; by default torch's default device, which is the CPU. On ``meta`` the model has no values:
+            shard it, call ``to_empty``, then `init_weights`.
 
     Ranks: local.
     """
@@ -34,10 +34,10 @@ def build_model(config: ModelConfig | None = None, *, seed: int = 0, device: tor
 def init_weights(model: Transformer, seed: int) -> None:
     """Fill every parameter and buffer of a plain or sharded model.
 
-    Each parameter draws from a CPU generator of its own, seeded by ``seed`` and its name, as a full tensor of which a sharded
-    model keeps this rank's part. A DTensor's own initialisation on a CPU mesh would give every rank the same numbers.
+    Each parameter is drawn as a full tensor from its own CPU generator, seeded by ``seed`` and the parameter's name; a sharded
+    model keeps this rank's part of it. A DTensor's own initialisation on a CPU mesh would give every rank the same numbers.
 
-    Ranks: local. No communication, also for a sharded model.
+    Ranks: local. No communication, even for a sharded model.
 
     Raises:
         RuntimeError: A parameter is still on the meta device; call ``model.to_empty(device=...)`` first.
@@ -56,7 +56,7 @@ def _initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int)
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    # Projections that add to the residual stream start smaller the deeper the model (Radford et al., 2019).
+    # Projections that add to the residual stream start smaller in deeper models (Radford et al., 2019).
     depth = (2 * config.num_layers) ** 0.5 if name.endswith(("wo.weight", "w2.weight")) else 1.0
     return torch.randn(shape, generator=generator) * (0.02 / depth)
 
@@ -64,5 +64,5 @@ def _initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int)
 def _as_sharded_like(parameter: Tensor, full: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return full
-    # src_data_rank=None: nothing is sent, every rank drew the same full tensor and keeps its part of it.
+    # With src_data_rank=None nothing is sent: every rank drew the same full tensor and keeps its part of it.
     return distribute_tensor(full.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)

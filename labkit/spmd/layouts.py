@@ -1,4 +1,4 @@
-"""How ranks are laid out on a mesh and how its axes cut a tensor: plain data without torch, so that the kernel can draw it."""
+"""Layouts of ranks on a mesh and of a tensor on its axes: plain data without torch, so that the kernel can draw them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _SHARD = re.compile(r"(_Strided)?Shard\(dim=(\d+)")
 _REPLICATE = re.compile(r"Replicate\(\)")
 
 
-# Names of an axis over which FSDP shards dim 0 of everything.
+# Names of axes over which FSDP shards dim 0 of every parameter.
 DATA_AXES = ("dp", "fsdp", "shard", "dp_shard", "data")
 
 
 class Split(NamedTuple):
-    """What one mesh axis does to a tensor.
+    """The effect of one mesh axis on a tensor.
 
     Attributes:
-        dim: The dim that the axis cuts; None where each rank of the axis has a copy.
-        strided: torch's ``_StridedShard``: the axes to the right have cut this dim before. FSDP2 over TP places it.
+        dim: The dim that the axis splits; None if each rank of the axis has a copy.
+        strided: Whether it is a ``_StridedShard``: axes further right have split this dim before. FSDP2 over TP creates these.
     """
 
     dim: int | None
@@ -33,7 +33,7 @@ class MeshRecord:
     """A device mesh without torch.
 
     Attributes:
-        axes: Name of each axis, outermost first; ``""`` where the mesh has no names.
+        axes: Name of each axis, outermost first; ``""`` if the mesh has no names.
         shape: Number of ranks along each axis.
         ranks: The ranks in row-major order: the last axis runs fastest.
     """
@@ -47,7 +47,7 @@ class MeshRecord:
             raise ValueError(f"axes {self.axes}, shape {self.shape} and {len(self.ranks)} ranks do not fit together")
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
-        """The place of a rank, one number per axis.
+        """Return the coordinate of a rank, one number per axis.
 
         Raises:
             ValueError: The rank is not on the mesh.
@@ -59,7 +59,7 @@ class MeshRecord:
         return tuple(reversed(place))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """The process groups of one axis: ranks whose coordinates differ in this axis only.
+        """Return the process groups of one axis: ranks whose coordinates differ in this axis only.
 
         Raises:
             ValueError: The mesh has no such axis.
@@ -75,10 +75,10 @@ class MeshRecord:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Read ``dp=4,tp=2``: axis names and sizes, outermost first.
+    """Parse ``dp=4,tp=2`` into axis names and sizes, outermost first.
 
     Raises:
-        ValueError: It cannot be read.
+        ValueError: The text is not of this form.
     """
     mesh: dict[str, int] = {}
     for part in text.split(","):
@@ -90,7 +90,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def splits_of(placements: Sequence[str]) -> tuple[Split, ...]:
-    """Read placements as torch writes them and as a `ShardRecord` keeps them.
+    """Parse placements as torch writes them and as a `ShardRecord` keeps them.
 
     Args:
         placements: Such as ``("_StridedShard(dim=0, sf=2)", "Shard(dim=1)")``; one per mesh axis.

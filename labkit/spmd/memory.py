@@ -1,4 +1,4 @@
-"""The memory of a training step, taken apart: by formula, by torch's tracker, and as measured by the allocator."""
+"""The memory of a training step by kind: from a formula, from torch's tracker, and as measured by the allocator."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ __all__ = [
 def predict_memory(
     num_parameters: int, *, world_size: int = 1, bytes_each: int = 4, num_moments: int = 2, activation_bytes: int = 0
 ) -> MemoryParts:
-    """The formula: everything but the activations is divided by the number of ranks that shard it.
+    """Predict memory by formula: everything but the activations is divided by the number of ranks that shard it.
 
     Args:
-        num_parameters: Of the whole model, a shared one counted once.
+        num_parameters: Parameters of the whole model; a shared one counts once.
         world_size: Ranks that share parameters, gradients and optimizer state (ZeRO stage 3, which FSDP is).
-        bytes_each: Of a parameter, of its gradient and of each moment.
+        bytes_each: Bytes of one element of a parameter, of its gradient and of each moment.
         num_moments: Moments that the optimizer keeps: 2 for Adam, 1 for momentum, 0 for plain SGD.
-        activation_bytes: On one rank; they depend on its batch and not on the number of ranks.
+        activation_bytes: Bytes on one rank; they depend on its batch and not on the number of ranks.
 
     Returns:
-        Bytes per rank at the end of backward, when all gradients exist; ``activations`` as they were at its beginning.
-        Padding of uneven shards, step counters and temporary memory are not in it.
+        Bytes per rank at the end of backward, when all gradients exist; ``activations`` are those at the beginning of
+        backward. Padding of uneven shards, step counters and temporary memory are not included.
 
     Ranks: local.
     """
@@ -52,7 +52,7 @@ def predict_memory(
 
 
 def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> MemoryParts:
-    """What the model and its optimizer hold on this rank right now; storages that are shared count once.
+    """Return the memory that the model and its optimizer hold on this rank right now; shared storages count once.
 
     Ranks: local.
     """
@@ -64,7 +64,7 @@ def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
 
 def storage_bytes(tensors: list[Any]) -> int:
-    """Bytes of the storages behind some tensors, each once; of a DTensor, this rank's part."""
+    """Return the bytes of the storages behind some tensors, each counted once; for a DTensor, of this rank's part."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
     return sum(storages.values())
@@ -73,19 +73,19 @@ def storage_bytes(tensors: list[Any]) -> int:
 def tracked_peak(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...], step: Callable[[], object]
 ) -> MemoryParts:
-    """The peak of a step by ``FSDPMemTracker`` (torch.distributed._tools): it follows every tensor, on any device.
+    """Return the peak of a step by ``FSDPMemTracker`` (torch.distributed._tools), which follows every tensor, on any device.
 
-    It works without running anything real, too, under ``FakeTensorMode``; then it predicts.
+    It also works under ``FakeTensorMode``, without any real computation; then it predicts the peak.
 
     Args:
         model: A model whose root is sharded by FSDP2.
-        optimizer: With state, or the step makes it and it counts as temporary.
+        optimizer: With its state; otherwise the step creates the state and it counts as temporary.
         inputs: What the step feeds to the model.
         step: Forward, backward and optimizer step.
 
-    Ranks: collective where ``step`` is.
+    Ranks: collective if ``step`` is.
     """
-    # The one place that knows this private module; tests/unit/test_memory.py tries it.
+    # Only this function uses the private module; tests/unit/test_memory.py tests it.
     from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 
     tracker = FSDPMemTracker(model, optimizer)
@@ -96,17 +96,17 @@ def tracked_peak(
 
 
 def measured_peak(step: Callable[[], object], device: torch.device, held: int = 0) -> int:
-    """The most bytes that a step takes: what it holds when it begins, and what the allocator gives out on top of that.
+    """Return the most bytes that a step takes: those held when it begins, plus what the allocator hands out on top of that.
 
-    On CUDA the allocator's own statistics tell; on the CPU torch's profiler reports every allocation. What else this rank
-    holds, such as another model, is not counted.
+    On CUDA this comes from the allocator's statistics; on the CPU torch's profiler reports every allocation. Whatever else this
+    rank holds, such as another model, is not counted.
 
     Args:
-        step: What to watch.
-        device: Where it computes.
-        held: Bytes that are held when the step begins, such as ``held_memory(...).total``.
+        step: The step to watch.
+        device: The device that computes.
+        held: Bytes held when the step begins, such as ``held_memory(...).total``.
 
-    Ranks: local, or as ``step``.
+    Ranks: as ``step``.
     """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -117,13 +117,13 @@ def measured_peak(step: Callable[[], object], device: torch.device, held: int = 
 
 
 def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
-    """On the CPU: (nanoseconds of ``time.time_ns``, bytes allocated since the beginning) after every allocation of a step."""
+    """Return (nanoseconds of ``time.time_ns``, bytes allocated since the beginning) after every CPU allocation of a step."""
     from torch.profiler import ProfilerActivity, profile
 
-    # Without acc_events torch does not build Python objects of all events, which takes six times as long as a small step.
+    # With acc_events torch would build Python objects of all events, which takes six times as long as a small step.
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _without_the_profilers_log(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # after one cycle, and there is one
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # after one cycle; there is only one
         with profiler:
             step()
     results: Any = profiler.profiler
@@ -138,7 +138,7 @@ def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
 
 @contextmanager
 def _without_the_profilers_log() -> Iterator[None]:
-    """The profiler's C++ side writes to stderr when it starts, stops, or sees memory go that it has not seen come."""
+    """Drop the log lines that the profiler's C++ side writes to stderr while the block runs."""
     sys.stderr.flush()
     kept = os.dup(2)
     with tempfile.TemporaryFile() as log:
@@ -155,7 +155,7 @@ def _without_the_profilers_log() -> Iterator[None]:
             os.close(kept)
 
 
-# The tracker's categories, as they are named since torch 2.6.
+# The tracker's categories, by their names since torch 2.6.
 _CATEGORIES: Mapping[str, str] = {
     "Sharded Param": "parameters",
     "Unsharded Param": "parameters",
@@ -172,11 +172,11 @@ _CATEGORIES: Mapping[str, str] = {
 
 
 def tracked_parts(snapshot: Mapping[torch.device, Mapping[Any, int]], model: nn.Module) -> MemoryParts:
-    """What a snapshot of torch's memory tracker says of the device that holds the model. Ranks: local."""
+    """Sort a snapshot of torch's memory tracker into parts, for the device that holds the model. Ranks: local."""
     first = next(model.parameters())
     device = (first.to_local() if isinstance(first, DTensor) else first).device
     parts = dict.fromkeys(PARTS, 0)
-    # Adam's step counters live on the CPU, so a GPU is not the only device.
+    # Adam's step counters live on the CPU, so even with a GPU there is more than one device.
     for kind, size in snapshot[device].items():
         category = str(getattr(kind, "value", kind))
         if category != "Total":

@@ -1,7 +1,8 @@
-"""Predict the memory of one rank's training step under FSDP2 from a few numbers of the model, for any number of ranks.
+"""Prediction of the memory of one rank's training step under FSDP2 from a few numbers of the model, for any number of ranks.
 
-A peak is a moment and not a sum. So the step is walked through: the moment when all blocks have run forward, and then the backward
-of each block, with what is whole, what is held, and which gradients are there by then.
+A peak belongs to one moment; it is not a sum over the step. So the code walks through the step: the moment when all blocks have
+run forward, then the backward of each block. For each it adds up which parameters are whole, what is held, and which gradients
+exist.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "in 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """A model and its batch, as `measure_sizes` measures them.
+    """Sizes of a model and its batch, as `measure_sizes` measures them.
 
     Attributes:
-        block_elements: Parameters of each block that is sharded by itself, in the order of forward.
+        block_elements: Parameters of each separately sharded block, in the order of forward.
         root_elements: Parameters outside the blocks. They stay gathered from forward to the end of backward.
-        costs: What each block saves, in the dtype of the computation.
-        head_bytes: What is there beside all that when the loss is computed: logits, their gradient.
+        costs: The cost of each block, in the dtype of the computation.
+        head_bytes: Further memory when the loss is computed: logits and their gradient.
     """
 
     block_elements: tuple[int, ...]
@@ -42,12 +43,13 @@ class StepSizes:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the model is laid over ranks, and in which numbers.
+    """The distribution of the model over ranks, and the size of its numbers.
 
     Attributes:
         num_shards: Ranks that share parameters, gradients and optimizer state; with HSDP the ranks of one replica.
-        stored_bytes: Of a parameter, its gradient and each moment, as they are sharded.
-        computed_bytes: Of a parameter and its gradient while its block runs (``MixedPrecisionPolicy.param_dtype``).
+        stored_bytes: Bytes of one element of a parameter, its gradient and each moment, as sharded.
+        computed_bytes: Bytes of one element of a parameter and its gradient while its block runs
+            (``MixedPrecisionPolicy.param_dtype``).
         num_moments: Moments that the optimizer keeps: 2 for Adam.
     """
 
@@ -60,20 +62,20 @@ class Sharding:
 def predict_peak(
     sizes: StepSizes, choices: Sequence[Choice], sharding: Sharding, *, max_in_flight_bytes: int = DEFAULT_IN_FLIGHT
 ) -> dict[str, int]:
-    """The parts of one rank's memory at the peak of a step, in bytes, in the order of `PARTS`.
+    """Return the parts of one rank's memory at the peak of a step, in bytes, in the order of `PARTS`.
 
-    Each block and the root are units of ``fully_shard`` with its defaults: a block is gathered again in backward while the one
-    after it runs, its gradients are reduced while the one before it runs. Padding of uneven shards, step counters, buffers and
-    inputs are not in it. On small models it is within 5 % of torch's tracker (tests/unit/test_memory_plan.py).
+    Each block and the root are units of ``fully_shard`` with its defaults. In backward, a block is gathered again while the block
+    after it runs, and its gradients are reduced while the block before it runs. Padding of uneven shards, step counters, buffers
+    and inputs are not included. On small models the result is within 5 % of torch's tracker (tests/unit/test_memory_plan.py).
 
     Args:
         sizes: The model and its batch.
-        choices: What becomes of the activations, one per block.
+        choices: The choice for each block's activations, one per block.
         sharding: Ranks and dtypes.
         max_in_flight_bytes: As for `labkit.spmd.offload.ActivationOffload`.
 
     Raises:
-        ValueError: There are not as many choices as blocks.
+        ValueError: The number of choices is not the number of blocks.
 
     Ranks: local.
     """
@@ -87,18 +89,18 @@ def predict_peak(
 def _parts_at(
     place: int | None, sizes: StepSizes, choices: Sequence[Choice], sharding: Sharding, max_in_flight_bytes: int
 ) -> dict[str, int]:
-    """What is there during the backward of a block; with None, when forward has ended and the loss is computed."""
+    """Return the memory during the backward of a block; for None, when forward has ended and the loss is computed."""
     whole, elements = sharding.computed_bytes, sizes.block_elements
     share = sharding.stored_bytes / sharding.num_shards
     held = [cost.held(choice) for cost, choice in zip(sizes.costs, choices, strict=True)]
     gathered, gradients, activations, temporary = sizes.root_elements, 0.0, sum(held), sizes.head_bytes
     if place is not None:
         activations = sum(held[:place]) + sizes.costs[place].own(choices[place])
-        temporary = sizes.costs[place].working_bytes  # their gradients are as large
+        temporary = sizes.costs[place].working_bytes  # the gradients of what one operation needs are as large
         before = elements[place - 1] if place else 0
         after = elements[place + 1] if place + 1 < len(elements) else 0
         if sharding.num_shards > 1:
-            # It runs, the one before it is being gathered, and the gradients of the one after it are being reduced.
+            # This block runs, the one before it is being gathered, and gradients of the one after it are being reduced.
             gathered += elements[place] + before
             gradients += (elements[place] + after) * whole
         gradients += sum(elements[place + 1 :]) * share
@@ -127,10 +129,10 @@ def measure_sizes(
     """Measure a model that is not sharded, with the batch of one rank.
 
     Args:
-        model: With its optimizer's state, so after a step.
-        blocks: As for `labkit.spmd.offload_measure.measure_blocks`; together the blocks that are to be sharded by themselves.
-        optimizer: Of the model.
-        step: Forward, backward, optimizer step, gradients back to None. It is called four times.
+        model: The model, after at least one step, so that the optimizer has its state.
+        blocks: All blocks that are to be sharded separately, as for `labkit.spmd.offload_measure.measure_blocks`.
+        optimizer: The optimizer of the model.
+        step: Forward, backward, optimizer step, and gradients reset to None. It is called four times.
 
     Ranks: local.
     """

@@ -1,4 +1,4 @@
-"""Watch what torch's own offload moves, in bytes, and how often a block runs."""
+"""Watches for torch's own offload: the bytes that it moves, and how often a block runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch.autograd.graph import save_on_cpu
 
 @dataclass
 class SaveOnCpuCounts:
-    """What ``save_on_cpu`` was asked to move.
+    """Counts of what ``save_on_cpu`` moved.
 
     Attributes:
         num_entered: How often it was entered.
         num_tensors: Saved tensors that it moved.
-        moved_bytes: Their bytes, a tensor that is saved twice counted twice.
+        moved_bytes: Bytes of these tensors; a tensor that is saved twice counts twice.
     """
 
     num_entered: int = 0
@@ -29,7 +29,7 @@ class SaveOnCpuCounts:
 
 @contextmanager
 def spy_save_on_cpu() -> Iterator[SaveOnCpuCounts]:
-    """Count what every ``save_on_cpu`` in this process moves, also the one inside ``offload_wrapper``.
+    """Count what every ``save_on_cpu`` in this process moves, including the one inside ``offload_wrapper``.
 
     It changes nothing else. Ranks: local.
     """
@@ -66,7 +66,7 @@ def spy_save_on_cpu() -> Iterator[SaveOnCpuCounts]:
 
 @contextmanager
 def count_forwards(modules: Iterable[nn.Module]) -> Iterator[list[int]]:
-    """Count how often each module's forward runs, recomputation included.
+    """Count how often each module's forward runs, including recomputation.
 
     Returns:
         A context manager that gives a list with one number per module, in order.

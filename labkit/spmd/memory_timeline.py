@@ -1,4 +1,4 @@
-"""The memory of a training step by kind, after each of its operations, as torch's memory tracker follows it."""
+"""The memory of a training step by kind, after each of its operations, as reported by torch's memory tracker."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ StepPhase = Literal["forward", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class MemoryMark:
-    """Where something begins.
+    """The beginning of a phase of the step, or of a block in it.
 
     Attributes:
         at: The number of operations before it.
-        phase: In which part of the step.
-        block: The block whose forward or backward begins; empty where the part of the step itself does.
+        phase: The phase of the step.
+        block: The block whose forward or backward begins; empty if the phase itself begins.
     """
 
     at: int
@@ -37,7 +37,7 @@ class MemoryTimeline:
 
     Attributes:
         samples: Bytes by kind after each operation, in order.
-        marks: What begins where, in order.
+        marks: The marks, in order.
     """
 
     samples: tuple[MemoryParts, ...]
@@ -45,7 +45,7 @@ class MemoryTimeline:
 
     @property
     def peak_at(self) -> int:
-        """The place of the first sample with the most bytes."""
+        """The index of the first sample with the most bytes."""
         totals = [sample.total for sample in self.samples]
         return totals.index(max(totals))
 
@@ -66,22 +66,22 @@ def record_memory(
 
     Args:
         model: A model whose root is sharded by FSDP2.
-        optimizer: With state, or the step makes it and it counts as temporary.
+        optimizer: With its state; otherwise the step creates the state and it counts as temporary.
         inputs: What the step feeds to the model.
-        step: Forward, backward and optimizer step. Each operation takes 0.4 ms of processor time longer than without.
-        blocks: The modules to mark, by the name that the figure is to show.
+        step: Forward, backward and optimizer step. Recording adds 0.4 ms of processor time to each operation.
+        blocks: The modules to mark, by the name to show in the figure.
 
     Raises:
         ValueError: The step runs no operation.
 
-    Ranks: collective where ``step`` is.
+    Ranks: collective if ``step`` is.
     """
     marks: list[MemoryMark] = []
     recorder = _Recorder(model, optimizer)
 
     def mark(phase: StepPhase, block: str = "") -> None:
         for name in ("", block):
-            # Recomputation runs a block's forward once more, in backward.
+            # Recomputation runs a block's forward once more during backward: mark only the first.
             if not any((found.phase, found.block) == (phase, name) for found in marks):
                 marks.append(MemoryMark(len(recorder.samples), phase, name))
 
@@ -101,7 +101,7 @@ def record_memory(
 
 
 class _Recorder(FSDPMemTracker):
-    """Keeps what is there after each operation, which is where the tracker looks for its peak too."""
+    """A tracker that keeps the memory after each operation, where torch's tracker also updates its peak."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)

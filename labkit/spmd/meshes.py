@@ -1,8 +1,8 @@
-"""Two-axis meshes for FSDP over tensor parallelism (TP), with checks for what torch accepts and gets wrong.
+"""Two-axis meshes for FSDP over tensor parallelism (TP), with checks for cases that torch accepts and gets wrong.
 
-The order is TP first, then FSDP, with the ``dp`` axis outside of the ``tp`` axis. FSDP2 would be right on either order of the
-axes. FSDP1 is not: its checkpoint takes the axes in the order (dp, tp) whatever their order in the mesh, and nothing is raised
-(torch removed the error that once stood in ``parallelize_module``).
+Apply TP first, then FSDP, with the ``dp`` axis outside the ``tp`` axis. FSDP2 is right with either order of the axes. FSDP1 is
+not: its checkpoint assumes the order (dp, tp) whatever the order in the mesh, and raises no error (torch removed the check
+that ``parallelize_module`` once had).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class MeshError(LabkitError, ValueError):
-    """The mesh cannot be made, or what is to be done on it would go wrong."""
+    """The mesh cannot be made, or the requested operation on it would go wrong."""
 
 
 def make_mesh(device_type: str, *, tp: int | None = None) -> DeviceMesh:
-    """Arrange all ranks as ``("dp", "tp")``: ranks of one TP group are neighbours, as TP wants the fastest links.
+    """Arrange all ranks as ``("dp", "tp")``: ranks of one TP group are neighbours, because TP needs the fastest links.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        tp: Ranks in a TP group. By default 2 where that divides the world size, else 1, which leaves TP out.
+        tp: Ranks in a TP group. By default 2 if that divides the world size, else 1, which leaves TP out.
 
     Raises:
         MeshError: ``tp`` does not divide the world size.
@@ -54,7 +54,7 @@ def make_mesh(device_type: str, *, tp: int | None = None) -> DeviceMesh:
 
 
 def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str = "tp") -> DeviceMesh:
-    """Refuse a mesh on which FSDP over TP would go wrong without a word.
+    """Refuse a mesh on which FSDP over TP would silently go wrong.
 
     Args:
         mesh: The whole mesh, not one of its axes.
@@ -66,8 +66,8 @@ def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str
         The mesh.
 
     Raises:
-        MeshError: The mesh lacks names or one of the two axes; or FSDP1 is to shard over an axis inside of the TP axis, where
-            it trains right and saves wrong weights, or does not train at all where an axis has one rank.
+        MeshError: The mesh has no names or lacks one of the two axes; or FSDP1 is to shard over an axis inside the TP axis.
+            There it trains correctly and saves wrong weights, or does not train at all if an axis has one rank.
 
     Ranks: local; equal on all ranks.
     """
@@ -85,7 +85,7 @@ def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str
 
 
 def mesh_record(mesh: DeviceMesh) -> MeshRecord:
-    """The mesh as plain data, to be drawn by ``labkit.notebook.mesh_map``. Ranks: local."""
+    """Return the mesh as plain data, for ``labkit.notebook.mesh_map`` to draw. Ranks: local."""
     names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
     return MeshRecord(names, tuple(mesh.shape), tuple(int(rank) for rank in mesh.mesh.flatten().tolist()))
 
@@ -98,13 +98,13 @@ def shard_2d(
     blocks: Blocks,
     reshard_after_forward: bool | int | None = None,
 ) -> ModuleT:
-    """TP by a plan over the ``tp`` axis, then FSDP2 over the ``dp`` axis.
+    """Apply TP by a plan over the ``tp`` axis, then FSDP2 over the ``dp`` axis.
 
     Args:
         model: The whole model, equal on all ranks. Changed in place.
         mesh: With the axes ``dp`` and ``tp``, see `make_mesh`. FSDP gets every axis but ``tp``, so ``("replicate", "dp", "tp")`` is
             HSDP over TP.
-        plan: As for ``parallelize_module``; every key and size is checked first. Not applied where ``tp`` has one rank.
+        plan: As for ``parallelize_module``; every key and size is checked first. Not applied if ``tp`` has one rank.
         blocks: The FSDP units, as in `shard_model`.
         reshard_after_forward: As in `shard_model`.
 
@@ -129,20 +129,20 @@ def shard_2d(
 
 
 def fsdp1_extended(model: nn.Module) -> list[str]:
-    """Names of the FSDP1 modules with the "2D extension", ``""`` for the root.
+    """Return the names of the FSDP1 modules with the "2D extension", ``""`` for the root.
 
     FSDP1 switches it on when its mesh is an axis of a larger mesh. It turns parameters that are DTensors on the other axis into
-    plain tensors for the flat parameter, and the shards of a state dict into two-axis DTensors. FSDP2 has no need of it.
+    plain tensors for the flat parameter, and the shards of a state dict into two-axis DTensors. FSDP2 does not need it.
 
     Ranks: local.
     """
     names = {module: name for name, module in model.named_modules()}
-    # No getattr with a default: if torch renames the attribute, that has to be seen and not be taken for "no extension".
+    # No default for the attribute: if torch renames it, this must raise and not report "no extension".
     return [names[unit] for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._fsdp_extension is not None]
 
 
 def fsdp1_over_tp(model: nn.Module) -> list[str]:
-    """Names of the FSDP1 modules whose flat parameter holds tensor-parallel parameters, ``""`` for the root.
+    """Return the names of the FSDP1 modules whose flat parameter holds tensor-parallel parameters, ``""`` for the root.
 
     Ranks: local.
     """
@@ -152,17 +152,17 @@ def fsdp1_over_tp(model: nn.Module) -> list[str]:
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], **options: Any) -> None:
-    """``set_optimizer_state_dict``, refused where torch would corrupt the state.
+    """Call ``set_optimizer_state_dict``, but refuse the case in which torch would corrupt the state.
 
     Args:
         model: FSDP1, FSDP2 or plain.
         optimizer: Built from the model's parameters as they are now.
-        state: What ``get_optimizer_state_dict`` returned or a checkpoint was loaded into.
+        state: The result of ``get_optimizer_state_dict``, or such a dict after a checkpoint was loaded into it.
         **options: Further arguments of ``set_optimizer_state_dict``.
 
     Raises:
-        MeshError: The model is FSDP1 over TP. FSDP1 gathers each moment whole, and every rank keeps the leading elements of
-            the *whole* tensor where it should keep those of its TP shard: TP weights get the moments of other elements.
+        MeshError: The model is FSDP1 over TP. There FSDP1 gathers each moment whole, and every rank keeps the leading elements
+            of the *whole* tensor instead of those of its TP shard: TP weights get the moments of other elements.
 
     Ranks: collective.
     Blocks: as long as ``set_optimizer_state_dict``.

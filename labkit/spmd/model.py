@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map (batch, seq, dim) to the same shape."""
-        # -1 and not num_heads: under tensor parallelism a rank computes its own heads only.
+        # -1 instead of num_heads: under tensor parallelism a rank computes only its own heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
@@ -117,18 +117,18 @@ class Transformer(nn.Module):
         return logits
 
     def tie_weights(self) -> None:
-        """Make the head use the embedding's parameter. ``to_empty`` on a meta model unties them without a word."""
+        """Make the head use the embedding's parameter. ``to_empty`` on a meta model silently unties them."""
         self.head.weight = self.embed.weight
 
 
 def next_token_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean cross-entropy in nats per byte of predicting ``batch[:, 1:]`` from ``batch[:, :-1]`` (int64, (batch, seq + 1))."""
+    """Return the mean cross-entropy, in nats per byte, of ``batch[:, 1:]`` given ``batch[:, :-1]`` (int64, (batch, seq + 1))."""
     logits: Tensor = model(batch[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
 
 def rotary_tables(config: ModelConfig, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position times frequency, each (max_seq_len, head_dim / 2) (Su et al., 2021, arXiv:2104.09864)."""
+    """Return cosine and sine of position times frequency, each (max_seq_len, head_dim / 2) (Su et al., 2021, arXiv:2104.09864)."""
     half = config.dim // config.num_heads // 2
     frequency = config.rope_base ** (-torch.arange(half, device=device, dtype=torch.float64) / half)
     angle = torch.arange(config.max_seq_len, device=device, dtype=torch.float64)[:, None] * frequency
@@ -136,6 +136,6 @@ def rotary_tables(config: ModelConfig, device: torch.device | str = "cpu") -> tu
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair of features of (batch, heads, seq, head_dim) by its position's angle."""
+    """Rotate each pair of features of (batch, heads, seq, head_dim) by the angle of its position."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)

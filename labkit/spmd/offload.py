@@ -1,10 +1,10 @@
-"""Activation offload that overlaps with computation: what autograd saves in chosen blocks waits for backward in host memory.
+"""Activation offload that overlaps with computation: tensors that autograd saves in chosen blocks wait in host memory.
 
 `torch.autograd.graph.save_on_cpu` copies every saved tensor, on the stream that computes: the computation waits for each
-copy, weights travel too, and a tensor that three operations save travels three times. Here a *storage* is the unit: it leaves
-once, on a stream of its own, while the computation goes on, and comes back before backward asks for it. Weights, buffers and
-small tensors stay. The idea of hooks on saved tensors is torch's (``torch.autograd.graph.saved_tensors_hooks``); moving
-activations ahead of their use is that of vDNN (Rhu et al., 2016, arXiv:1602.08124).
+copy, weights are copied too, and a tensor that three operations save is copied three times. Here the unit is a *storage*: it
+leaves once, on a stream of its own, while the computation goes on, and comes back before backward needs it. Weights, buffers
+and small tensors stay. The hooks on saved tensors are torch's (``torch.autograd.graph.saved_tensors_hooks``); moving
+activations ahead of their use is the idea of vDNN (Rhu et al., 2016, arXiv:1602.08124).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from labkit.spmd.offload_moves import Move, OffloadCounts, OffloadError, View
 from labkit.spmd.offload_transfer import Transfer, transfer_for
 
 MIB = 1 << 20
-# A fake tensor, which has no data, is planned with as if it were a plain one; other subclasses hold more than one storage.
+# A fake tensor has no data, and planning treats it like a plain tensor. Other subclasses hold more than one storage.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 __all__ = ["MIB", "ActivationOffload", "OffloadCounts", "OffloadError"]
@@ -38,24 +38,24 @@ __all__ = ["MIB", "ActivationOffload", "OffloadCounts", "OffloadError"]
 class ActivationOffload:
     """Keep the saved activations of some blocks in host memory between forward and backward.
 
-    Works with plain modules, inside and around FSDP1 and FSDP2, and around activation checkpointing. Around a checkpointed
-    block it moves the block's inputs only, and backward recomputes the rest; *inside* a checkpointed block it takes every
-    tensor before the checkpoint sees it, so nothing is recomputed. Gradients are exact: the bytes come back as they left.
+    It works with plain modules, inside and around FSDP1 and FSDP2, and around activation checkpointing. Around a checkpointed
+    block it moves only the block's inputs, and backward recomputes the rest. *Inside* a checkpointed block it takes every
+    tensor before the checkpoint sees it, so nothing is recomputed. Gradients are exact: the bytes come back unchanged.
 
-    A block whose backward comes first has the least time for its copies, out and back: what moves there costs the most. It still
-    lowers the least possible peak, since a block that moves gives its activations away while it runs.
+    The block whose backward comes first has the least time for its copies, out and back, so moving its activations costs the most.
+    It still lowers the least possible peak, because a block that moves gives its activations away while it runs.
 
     Args:
-        blocks: Modules whose forward saves what shall move. Hooks are put on them; `close` takes the hooks off.
+        blocks: Modules whose saved activations move. This puts hooks on them; `close` removes the hooks.
         max_in_flight_bytes: The most device memory that may be held for copies under way, out and back together. When it
-            is used up, the computation waits for the oldest copy. A storage larger than that travels alone.
+            is used up, the computation waits for the oldest copy. A storage larger than this limit is copied alone.
         min_bytes: Storages smaller than this stay on the device.
         transfer: How bytes move; by default pinned memory and two streams on a CUDA device, and only counting elsewhere.
 
     Raises:
-        OffloadError: No block is given, or one is given twice or lies inside another, so that it is unclear who moves what.
+        OffloadError: No block is given, or one is given twice or lies inside another, so that it is unclear which one moves it.
 
-    Ranks: local. It communicates with nobody, and the ranks may choose differently. No call waits on the CPU, except for
+    Ranks: local. It does not communicate, and the ranks may choose differently. No call waits on the CPU, except for
         pinning memory in the first steps. Host memory is kept for the next step until `close`.
     """
 
@@ -79,23 +79,23 @@ class ActivationOffload:
         self._numbers: list[int] = []  # the keys of _moves, in the order of forward
         self._next_number = 0
         self._leaving: deque[weakref.ref[Move]] = deque()
-        self.in_flight_bytes = 0  #: Device memory that is held for copies right now.
-        # First in and last out: also around torch's composable `checkpoint`, which works with hooks on the same module.
+        self.in_flight_bytes = 0  #: Device memory that copies hold right now.
+        # Hooks run first on entry and last on exit, also with torch's composable `checkpoint`, which hooks the same module.
         self._handles = [block.register_forward_pre_hook(self._enter, prepend=True) for block in self.blocks]
         self._handles += [block.register_forward_hook(self._leave, always_call=True) for block in self.blocks]
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that is held, used or kept for the next step."""
+        """Bytes of host memory that are held, either in use or kept for the next step."""
         return self._transfer.host_bytes() if self._transfer else 0
 
     def reset_counts(self) -> OffloadCounts:
-        """Start counting anew; returns the counts so far."""
+        """Start counting anew, and return the counts so far."""
         counts, self.counts = self.counts, OffloadCounts()
         return counts
 
     def close(self) -> None:
-        """Take the hooks off the blocks. A backward that is still to come gets its tensors; then the host memory goes."""
+        """Remove the hooks from the blocks. A backward still to come gets its tensors; then the host memory is freed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -110,23 +110,23 @@ class ActivationOffload:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def _enter(self, block: nn.Module, _: Any) -> None:
-        # In backward a block runs again only to recompute: what it saves then is used at once, and the checkpoint wants to see it.
+        # In backward a block runs only to recompute: its saved tensors are used at once, and the checkpoint must see them.
         in_backward = torch._C._current_graph_task_id() != -1
         hooks: AbstractContextManager[Any] = nullcontext() if in_backward else saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
         self._entered.append(_Entered(block, hooks))
 
     def _leave(self, *_: Any) -> None:
-        # The hook is also called when something failed, possibly before `_enter`.
+        # torch also calls this hook after an error, possibly one before `_enter`.
         if self._entered:
             self._entered.pop().hooks.__exit__(None, None, None)
 
     def _pack(self, tensor: Tensor) -> Any:
         self.counts.saved_bytes += tensor.nbytes
-        # What an operation of this graph made is no weight. FSDP1's weights are views of a leaf.
+        # A result of an operation in this graph is not a weight. FSDP1's weights are views of a leaf.
         root = tensor._base if tensor._is_view() else tensor
         is_made = root is not None and not root.is_leaf
-        # An output that is saved knows its own node: to hold it as it is would be a cycle that nobody collects.
+        # A saved output refers to its own node: holding it undetached would make a cycle that is never collected.
         tensor = tensor.detach()
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
@@ -150,8 +150,8 @@ class ActivationOffload:
         return View(move, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _is_here(self, device: torch.device) -> bool:
-        # The first storage that is large enough to move decides, and no smaller one: torch.utils.checkpoint saves an empty
-        # tensor on the CPU before the inputs of a block on a GPU.
+        # Only the first storage large enough to move sets the device: torch.utils.checkpoint saves an empty tensor on the CPU
+        # before the inputs of a block on a GPU.
         if self._device is None:
             self._device = device
             self._transfer = self._transfer or transfer_for(device)
@@ -163,7 +163,7 @@ class ActivationOffload:
         return move if move is not None and move.version == version else None
 
     def _is_weight(self, storage: torch.UntypedStorage) -> bool:
-        # Looked up at every save: FSDP puts other tensors into the modules whenever it gathers and frees. FSDP1 with
+        # Look at the modules anew for every saved tensor: FSDP replaces their tensors whenever it gathers and frees. FSDP1 with
         # use_orig_params=False leaves its views of the flat parameter as plain attributes.
         for module in self._entered[-1].modules:
             held: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
@@ -173,7 +173,7 @@ class ActivationOffload:
         return False
 
     def _send(self, storage: torch.UntypedStorage, tensor: Tensor) -> Move:
-        assert self._transfer is not None  # _is_here has seen to it
+        assert self._transfer is not None  # set by _is_here
         size_bytes = storage.nbytes()
         self._make_room(size_bytes)
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -190,7 +190,7 @@ class ActivationOffload:
         return move
 
     def _make_room(self, size_bytes: int) -> None:
-        """Before memory is held for one more copy: let the computation wait for the oldest ones to leave."""
+        """Make room for one more copy: let the computation wait until the oldest copies have left."""
         while self._leaving:
             move = self._leaving[0]()
             if move is not None and move.is_in_flight:
@@ -216,7 +216,7 @@ class ActivationOffload:
         )
 
     def _fetch_ahead(self, number: int) -> None:
-        """Backward goes through forward's saves in reverse: bring back those before this one, as far as the limit allows."""
+        """Bring back the storages saved before this one, as far as the limit allows: backward uses the saves in reverse order."""
         for place in reversed(range(bisect_left(self._numbers, number))):
             move = self._moves[self._numbers[place]]()
             if move is None or move.raw is not None:
@@ -227,14 +227,14 @@ class ActivationOffload:
             self._hold(move.size_bytes)
 
     def forget(self, number: int) -> None:
-        """A `Move` has died. For `Move` only."""
+        """Remove a `Move` that no longer exists. Only for `Move`."""
         del self._moves[number]
         del self._numbers[bisect_left(self._numbers, number)]
 
 
 @dataclass
 class _Entered:
-    """A block whose forward runs."""
+    """A block whose forward is running."""
 
     block: nn.Module
     hooks: AbstractContextManager[Any]

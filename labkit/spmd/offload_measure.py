@@ -1,4 +1,4 @@
-"""Measure what a plan needs: time and bytes of each block, the bandwidth of the bus; and carry a plan out."""
+"""Measurements that a plan needs: time and bytes of each block, and the bandwidth of the bus; and applying a plan."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _PIECES = 8
 
 
 def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, repeats: int = 5) -> list[BlockCost]:
-    """Run training steps and measure each block: its bytes once, its times as the shortest that were seen.
+    """Run training steps and measure each block: its bytes once, and its shortest times.
 
     Args:
         blocks: Modules with plain forward, none of them checkpointed or offloaded, whose outputs need a gradient. Each runs
             once a step.
         step: Runs forward and backward. It is called ``repeats + 2`` times.
-        repeats: Steps that are timed, after one for the bytes and one to warm up.
+        repeats: Number of timed steps, after one step for the bytes and one to warm up.
 
     Returns:
-        One cost per block. Backward is the time from the gradient of a block's output to that of its input; for a block whose
-        input needs no gradient, to the end of the step.
+        One cost per block. Backward is the time from the gradient of a block's output to that of its input. If the input
+        needs no gradient, it is the time until the end of the step.
 
-    Ranks: local for a plain model; where ``step`` is collective, so is this.
+    Ranks: local for a plain model; collective if ``step`` is.
     """
     sizes = [_Sizes() for _ in blocks]
     counted = [ActivationOffload([block], min_bytes=1, transfer=size) for block, size in zip(blocks, sizes, strict=True)]
@@ -54,7 +54,7 @@ def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, r
         clock.step(step)
     clock.close()
     return [
-        # A product needs both its factors: two storages at a time.
+        # A product needs both its factors, so backward needs two storages at a time.
         BlockCost(*clock.shortest(place), sum(found.sizes), input_bytes[place], sum(sorted(found.sizes)[-2:]))
         for place, found in enumerate(sizes)
     ]
@@ -65,19 +65,19 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
 
     Args:
         device: The device that computes.
-        transfer: How bytes move; by default what suits the device. One that only counts has no bandwidth.
-        size_bytes: Bytes that are under way at a time in each direction, in eight copies.
-        repeats: How often they are timed, after one to warm up.
+        transfer: How bytes move; by default the transfer that suits the device. One that only counts has no bandwidth.
+        size_bytes: Bytes under way at a time in each direction, in eight copies.
+        repeats: Number of timed rounds, after one to warm up.
 
     Raises:
-        ValueError: The transfer moves nothing, as on a CPU without a bus given.
+        ValueError: The transfer moves nothing, as on a CPU unless a bus is given.
 
-    Ranks: local. Blocks for the copies. Ranks that share a bus should measure at the same time.
+    Ranks: local. Blocks until the copies are done. Ranks that share a bus should measure at the same time.
     """
     bus = transfer or transfer_for(device)
     if bus.is_alias:
         raise ValueError(f"nothing moves on {device}: there is no bus to measure. Give a transfer such as SlowBus.")
-    # Several at a time: what counts is a busy bus, not how long one copy takes to start.
+    # Several copies at a time, to measure a busy bus and not how long one copy takes to start.
     sources = [torch.ones(size_bytes // _PIECES, dtype=torch.uint8, device=device) for _ in range(_PIECES)]
     waiting = [bus.send(source) for source in sources]
     rates = []
@@ -101,7 +101,7 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
 
 
 def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """The shortest time of a step, after one to warm up: what else the machine does can only make it longer.
+    """Return the shortest time of a step, after one to warm up: other work on the machine can only make a step longer.
 
     Ranks: as ``step``.
     """
@@ -116,18 +116,18 @@ def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats
 
 
 def apply_plan(blocks: Sequence[nn.Module], plan: Plan, **options: Any) -> ActivationOffload | None:
-    """Carry a plan out on the blocks of a model, before or after it is sharded.
+    """Apply a plan to the blocks of a model, before or after it is sharded.
 
     Args:
-        blocks: The blocks that the plan is for. What is recomputed gets torch's composable ``checkpoint``, for good.
-        plan: A choice for each.
-        options: For `ActivationOffload`.
+        blocks: The blocks that the plan is for. Those that recompute get torch's composable ``checkpoint``, permanently.
+        plan: The plan, with one choice per block.
+        options: Passed to `ActivationOffload`.
 
     Returns:
-        The offload that moves what the plan moves; None when it moves nothing.
+        The offload that moves activations as planned; None if the plan moves nothing.
 
     Raises:
-        ValueError: There are not as many choices as blocks.
+        ValueError: The number of choices is not the number of blocks.
 
     Ranks: local.
     """
@@ -141,7 +141,7 @@ def apply_plan(blocks: Sequence[nn.Module], plan: Plan, **options: Any) -> Activ
 
 
 class _Sizes(CountingTransfer):
-    """Notes how large the storages are that would move."""
+    """A transfer that only notes the sizes of the storages that would move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class _Sizes(CountingTransfer):
 
 
 class _Clock:
-    """Notes when each block begins and ends, forward and backward."""
+    """Times at which each block begins and ends, in forward and backward."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._marks: dict[tuple[str, int], Any] = {}

@@ -1,4 +1,4 @@
-"""One saved storage on its way to the host and back, and the books that are kept of all of them."""
+"""One saved storage on its way to the host and back, and the counters over all of them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 
 class OffloadError(LabkitError, RuntimeError):
-    """An offload was set up for modules that cannot take it, or a saved tensor was changed before it had left."""
+    """An offload was set up for modules that cannot take it, or a saved tensor was changed before its copy was complete."""
 
 
 @dataclass
 class OffloadCounts:
-    """What became of the tensors that autograd saved in the blocks, in bytes since the last `ActivationOffload.reset_counts`.
+    """Bytes that autograd saved in the blocks, by what happened to them, since the last `ActivationOffload.reset_counts`.
 
     Attributes:
-        saved_bytes: All of them, each as often as it was saved. This is what ``save_on_cpu`` moves.
-        weight_bytes: Of these, parameters and buffers, which stay.
-        small_bytes: Tensors below ``min_bytes``, which stay.
-        other_bytes: Tensors of other kinds or on other devices (DTensors, sparse, conjugated), which stay.
-        repeated_bytes: Saved again, or as another view, while their storage moves already.
+        saved_bytes: All saved tensors, each as often as it was saved. ``save_on_cpu`` moves this much.
+        weight_bytes: The part of it in parameters and buffers, which stay.
+        small_bytes: The part in tensors below ``min_bytes``, which stay.
+        other_bytes: The part in tensors of other kinds or on other devices (DTensors, sparse, conjugated), which stay.
+        repeated_bytes: The part saved again, or as another view, while its storage already moves.
         moved_bytes: Storages sent to the host, each counted once and whole.
-        num_moved: How many storages that were.
+        num_moved: The number of these storages.
         fetched_bytes: Storages brought back. Less than ``moved_bytes``: what backward needs first never left the device.
-        num_late: Storages that backward asked for before they had been asked to come back.
+        num_late: Storages that backward needed before they were on their way back.
         peak_in_flight_bytes: The most device memory held only because a copy was under way or had arrived early.
     """
 
@@ -50,7 +50,7 @@ class OffloadCounts:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What autograd keeps in the place of a saved tensor."""
+    """Stand-in for a saved tensor, kept by autograd."""
 
     move: Move
     dtype: torch.dtype
@@ -60,18 +60,18 @@ class View:
 
 
 class Move:
-    """One storage on its way. It lives as long as a node of the graph needs it, and returns what it holds when it dies."""
+    """One storage on its way. It lives as long as a node of the graph needs it, and frees what it holds when it is deleted."""
 
     def __init__(self, owner: ActivationOffload, transfer: Transfer, number: int, raw: Tensor, copy: Copy, saved: Tensor) -> None:
         self.owner, self.number, self.copy, self.size_bytes = owner, number, copy, raw.numel()
         self.transfer = transfer
-        self.raw: Tensor | None = raw  # the bytes on the device: until they have left, and again from when they come back
+        self.raw: Tensor | None = raw  # the bytes on the device: until they have left, and again once they come back
         self.version = saved._version
-        self.saved: Tensor | None = saved  # has the version counter of the tensor of the forward pass
+        self.saved: Tensor | None = saved  # shares the version counter of the tensor of the forward pass
         self.is_in_flight, self.is_leaving, self.is_torn = True, True, False
 
     def release(self) -> None:
-        """The bytes have left: give up the device's memory."""
+        """Free the device's memory once the bytes have left."""
         self.transfer.wait_sent(self.copy)
         self._note_changes()
         self._land()
@@ -80,12 +80,12 @@ class Move:
             self.saved = None
 
     def fetch(self) -> None:
-        """Ask the bytes to come back."""
+        """Begin to copy the bytes back."""
         self.raw, self.is_in_flight = self.transfer.fetch(self.copy), True
         self.owner.counts.fetched_bytes += self.size_bytes
 
     def use(self) -> Tensor:
-        """The bytes on the device, for a node of the graph that runs now. They stay until no node needs them."""
+        """Return the bytes on the device, for the node of the graph that runs now. They stay until no node needs them."""
         self._note_changes()
         if self.is_torn:
             raise OffloadError(
@@ -114,9 +114,9 @@ class Move:
 
     def __del__(self) -> None:
         if self.is_leaving:
-            self.transfer.wait_sent(self.copy)  # the copy still reads memory that is about to be free
+            self.transfer.wait_sent(self.copy)  # the copy still reads memory that is about to be freed
         elif self.is_in_flight:
-            self.transfer.wait_fetched(self.copy)  # or writes to it
+            self.transfer.wait_fetched(self.copy)  # or still writes to it
         if self.is_in_flight:
             self._land()
         self.transfer.recycle(self.copy)

@@ -1,7 +1,7 @@
-"""Choose per block what becomes of its activations: keep, recompute or move, under a memory limit, at the least time.
+"""Choice per block of what happens to its activations: keep, recompute or move, at the least time under a memory limit.
 
-The bound on time is a roofline (Williams et al., 2009): in each direction a step takes as long as the slower of two, the
-computation and the bus. `predict` refines it: copies hide behind later blocks only as far as the limit in flight allows.
+The bound on time is a roofline (Williams et al., 2009): each direction of a step takes as long as the slower of computation
+and bus. `predict` refines it: copies hide behind later blocks only as far as the limit on bytes in flight allows.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class PlanError(LabkitError, ValueError):
 
 
 class Choice(StrEnum):
-    """What becomes of a block's saved activations between forward and backward."""
+    """Ways to treat a block's saved activations between forward and backward."""
 
     KEEP = "keep"
     RECOMPUTE = "recompute"
@@ -39,14 +39,15 @@ _RECOMPUTED = (Choice.RECOMPUTE, Choice.MOVE_INPUTS)
 
 @dataclass(frozen=True)
 class BlockCost:
-    """What a block costs, as `labkit.spmd.offload_measure.measure_blocks` measures it.
+    """Costs of a block, as measured by `labkit.spmd.offload_measure.measure_blocks`.
 
     Attributes:
         forward_s: Seconds of its forward.
         backward_s: Seconds of its backward, without recomputation.
-        saved_bytes: Storages that autograd saves in it, each once, without weights.
-        input_bytes: Of its inputs, which recomputation needs.
-        working_bytes: Of the saved storages, what one operation of backward needs at a time: on the device though it moves.
+        saved_bytes: Storages that autograd saves in it, each counted once, without weights.
+        input_bytes: Bytes of its inputs, which recomputation needs.
+        working_bytes: The part of the saved storages that one operation of backward needs at a time. It is on the device even
+            if the block's activations move.
     """
 
     forward_s: float
@@ -56,15 +57,15 @@ class BlockCost:
     working_bytes: int = 0
 
     def moved(self, choice: Choice) -> int:
-        """Bytes that leave the device."""
+        """Return the bytes that leave the device."""
         return {Choice.MOVE: self.saved_bytes, Choice.MOVE_INPUTS: self.input_bytes}.get(choice, 0)
 
     def held(self, choice: Choice) -> int:
-        """Bytes on the device while other blocks run."""
+        """Return the bytes on the device while other blocks run."""
         return {Choice.KEEP: self.saved_bytes, Choice.RECOMPUTE: self.input_bytes}.get(choice, 0)
 
     def own(self, choice: Choice) -> int:
-        """Bytes on the device while the block itself runs. What moves is counted as in flight."""
+        """Return the bytes on the device while the block itself runs. Moving bytes count as in flight instead."""
         return self.working_bytes if choice is Choice.MOVE else self.saved_bytes
 
 
@@ -78,12 +79,12 @@ class Bus:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan has to live with.
+    """Conditions that a plan has to meet.
 
     Attributes:
         bus: The bandwidth.
-        fixed_bytes: What is there whatever is chosen: parameters, gradients, optimizer state, temporary memory.
-        rest_s: Seconds of a step outside the blocks and not overlapped: head, loss, optimizer.
+        fixed_bytes: Memory that every choice needs: parameters, gradients, optimizer state, temporary memory.
+        rest_s: Seconds of a step outside the blocks that do not overlap: head, loss, optimizer.
         max_in_flight_bytes: As for `labkit.spmd.offload.ActivationOffload`.
     """
 
@@ -95,15 +96,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice for each block, and what it is predicted to cost.
+    """A choice for each block, and its predicted cost.
 
     Attributes:
         choices: One per block, in the order of forward.
         forward_s: Seconds of the blocks' forward: the slower of computation and bus.
-        backward_s: Likewise for backward, with what is recomputed.
-        step_s: Both, and the rest of the step.
+        backward_s: Likewise for backward, including recomputation.
+        step_s: Both, plus the rest of the step.
         peak_bytes: The most device memory.
-        moved_bytes: Bytes that leave in forward; at least this less ``max_in_flight_bytes`` comes back.
+        moved_bytes: Bytes that leave in forward; at least this minus ``max_in_flight_bytes`` comes back.
     """
 
     choices: tuple[Choice, ...]
@@ -115,10 +116,10 @@ class Plan:
 
 
 def roofline_seconds(costs: Sequence[BlockCost], moved_bytes: float, setting: Setting) -> float:
-    """The least time of a step that keeps or moves, whatever is moved when: no plan that recomputes nothing is faster.
+    """Return a lower bound on the time of a step that moves this much: no plan without recomputation is faster.
 
-    A direction takes ``max(computation, (moved - in flight) / bandwidth)``: what may be in flight need not have left when
-    forward ends, and what has not left need not come back.
+    A direction takes ``max(computation, (moved - in flight) / bandwidth)``: bytes that may be in flight need not have left when
+    forward ends, and bytes that have not left need not come back.
 
     Ranks: local.
     """
@@ -129,16 +130,16 @@ def roofline_seconds(costs: Sequence[BlockCost], moved_bytes: float, setting: Se
 
 
 def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Setting) -> Plan:
-    """What a choice costs.
+    """Predict what a choice costs.
 
-    Time: while a block runs, its bytes and those that wait from the blocks beside it go over the bus, and no more than the
-    limit in flight may be left when it ends. A block takes the longer of its computation and that.
+    Time: while a block runs, its bytes and those waiting from neighbouring blocks go over the bus. When the block ends, no more
+    than the limit in flight may be left. A block takes as long as the slower of its computation and these copies.
 
-    Memory: the peak is reached in some block: everything held for the blocks before it, its own activations unless they
-    move, and what is in flight.
+    Memory: the peak is reached in some block. It is everything held for the blocks before it, its own activations unless they
+    move, and the bytes in flight.
 
     Raises:
-        ValueError: There are not as many choices as blocks.
+        ValueError: The number of choices is not the number of blocks.
 
     Ranks: local.
     """
@@ -151,10 +152,10 @@ def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Sett
 
 
 def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: float) -> Plan:
-    """The fastest choice whose predicted peak stays within the limit; among equally fast ones that which moves least.
+    """Return the fastest choice whose predicted peak stays within the limit; among equally fast ones, the one that moves least.
 
-    More than 24 blocks are taken in groups of neighbours that share a choice, and of many partial choices that differ little
-    some are left out, to stay quick; then the plan is close to the best one, and its prediction as good as any.
+    To stay quick, more than 24 blocks are put into groups of neighbours that share a choice, and many similar partial choices
+    are thinned out. The plan is then only close to the best one, but its prediction is as good as for any other.
 
     Args:
         costs: One per block, in the order of forward.
@@ -162,10 +163,10 @@ def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: fl
         limit_bytes: The most device memory that the step may take.
 
     Raises:
-        PlanError: Nothing fits; the message says what the least possible peak is.
+        PlanError: Nothing fits; the message gives the least possible peak.
         ValueError: There is no block.
 
-    Ranks: local. Takes up to some seconds.
+    Ranks: local. Takes up to a few seconds.
     """
     if not costs:
         raise ValueError("there is no block to choose for")
@@ -191,7 +192,7 @@ def _joined(group: Sequence[BlockCost]) -> BlockCost:
 
 @dataclass(frozen=True)
 class _Partial:
-    """The blocks from some block to the last: their time, the bytes that wait for the bus at its edge, and their memory."""
+    """The blocks from some block to the last: their time, the bytes that still wait for the bus at its edge, and their memory."""
 
     forward_s: float
     backward_s: float
@@ -206,8 +207,8 @@ _NOTHING = _Partial(0.0, 0.0, 0.0, 0.0, 0, 0, ())
 
 
 def _with_block(state: _Partial, cost: BlockCost, choice: Choice, setting: Setting) -> _Partial:
-    """One more block before the others."""
-    # The blocks come from the last to the first. A row of stages with limited room between them takes as long in either
+    """Add one more block before the others."""
+    # The blocks are added from the last to the first. A row of stages with limited room between them takes as long in either
     # order (Muth, 1979), so this serves forward as well as backward.
     moved, bus = cost.moved(choice), setting.bus
     again_s = cost.forward_s if choice in _RECOMPUTED else 0.0
@@ -226,14 +227,14 @@ def _with_block(state: _Partial, cost: BlockCost, choice: Choice, setting: Setti
 
 
 def _over_bus(compute_s: float, size_bytes: float, bytes_per_s: float, room_bytes: float) -> tuple[float, float]:
-    """Seconds of a block, and bytes that are left for its neighbour."""
+    """Return the seconds of a block, and the bytes left over for its neighbour."""
     seconds = max(compute_s, (size_bytes - room_bytes) / bytes_per_s)
     return seconds, max(0.0, size_bytes - bytes_per_s * seconds)
 
 
 def _candidates(costs: Sequence[BlockCost], setting: Setting) -> list[tuple[Choice, ...]]:
-    """All choices that no other choice beats in time and memory at once; of very many, some."""
-    # From the last block to the first, because what a block holds is held through all later ones.
+    """Return all choices that no other choice beats in time and memory at once; if there are very many, a selection."""
+    # From the last block to the first, because what a block holds stays held through all later ones.
     states = [_NOTHING]
     for cost in reversed(costs):
         states = _undominated([_with_block(state, cost, choice, setting) for state in states for choice in Choice])
@@ -245,7 +246,7 @@ def _undominated(states: list[_Partial]) -> list[_Partial]:
         [[s.forward_s, s.backward_s, s.out_waiting, s.back_waiting, s.moved_bytes, s.need_bytes] for s in states],
         dtype=torch.float64,
     )
-    order = torch.argsort(rows.sum(dim=1))  # a state comes after those that beat it, and after its equals' first
+    order = torch.argsort(rows.sum(dim=1))  # a state comes after those that beat it, and after the first of its equals
     beaten = _earlier_beats(rows[order]).tolist()
     kept = [states[place] for place, is_beaten in zip(order.tolist(), beaten, strict=True) if not is_beaten]
     if len(kept) > _MOST_STATES:
@@ -256,7 +257,7 @@ def _undominated(states: list[_Partial]) -> list[_Partial]:
 
 
 def _earlier_beats(rows: Tensor) -> Tensor:
-    """For each row, whether an earlier one is nowhere larger."""
+    """Return, for each row, whether some earlier row is nowhere larger."""
     at_most = torch.ones(len(rows), len(rows), dtype=torch.bool)
     for column in rows.T:
         at_most &= column[:, None] <= column[None]

@@ -1,4 +1,4 @@
-"""A bus to learn with: real copies on threads of their own, as slow as you wish, so that overlap shows without a GPU."""
+"""A simulated bus for learning: real copies on their own threads, as slow as you wish, to show overlap without a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from labkit.spmd.offload_transfer import Copy
 class SlowBus:
     """A `labkit.spmd.offload_transfer.Transfer` between two parts of the CPU's memory, with a bandwidth of your choice.
 
-    A thread for each direction waits as long as a bus of that bandwidth would take, and then copies. Waiting costs no
-    processor time, so computation and copies overlap as on a GPU. The memory of a tensor that has left is really free.
+    For each direction, one thread waits as long as a bus of that bandwidth would take, and then copies. Waiting costs no
+    processor time, so computation and copies overlap as on a GPU. The memory of a tensor that has left is really freed.
 
     Args:
         bytes_per_s: Bandwidth of each direction.
@@ -23,7 +23,7 @@ class SlowBus:
     Raises:
         ValueError: The bandwidth is not positive.
 
-    Ranks: local. `close` it; it holds two threads.
+    Ranks: local. Call `close` at the end: it holds two threads.
     """
 
     is_alias = False
@@ -47,7 +47,7 @@ class SlowBus:
         return copy
 
     def wait_sent(self, copy: Copy) -> None:
-        """See `Transfer`; this one does wait on the CPU, which is what computes here."""
+        """See `Transfer`; this one does wait on the CPU, because the CPU computes here."""
         copy.sent.result()
 
     def fetch(self, copy: Copy) -> Tensor:
@@ -57,7 +57,7 @@ class SlowBus:
         return target
 
     def wait_fetched(self, copy: Copy) -> None:
-        """See `Transfer`; waits on the CPU."""
+        """See `Transfer`; this one waits on the CPU."""
         copy.fetched.result()
 
     def recycle(self, copy: Copy) -> None:
@@ -69,7 +69,7 @@ class SlowBus:
         return self._host_bytes
 
     def close(self) -> None:
-        """End the two threads. Blocks until the copies under way have arrived."""
+        """Stop the two threads. Blocks until the copies under way have arrived."""
         self._out.threads.shutdown()
         self._back.threads.shutdown()
 
@@ -85,7 +85,7 @@ class _Direction:
     def _copy(self, target: Tensor, source: Tensor, after: Future[None] | None, asked_at: float) -> None:
         if after is not None:
             after.result()
-        # Counted from when the bus was free, not from when this thread woke up: its delays do not add up.
+        # Counted from when the bus became free, not from when this thread woke up, so that wake-up delays do not add up.
         self._free_at = max(self._free_at, asked_at) + source.numel() / self._bytes_per_s
         time.sleep(max(0.0, self._free_at - time.monotonic()))
         target.copy_(source)

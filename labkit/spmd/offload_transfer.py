@@ -1,4 +1,4 @@
-"""How the bytes of a saved activation leave the device and come back: over CUDA streams, or on paper only."""
+"""Transfers of saved activations from the device to the host and back: over CUDA streams, or counted only."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class Copy:
     """One storage's copy in host memory.
 
     Attributes:
-        host: Its bytes, uint8 of one dim.
-        memory: The host memory that they lie in, at least as large.
-        sent: When it is written, in the transfer's own kind of event; None where nothing has to be waited for.
-        fetched: When the last reading of it is over; likewise.
-        stream: Where the bytes are produced and used; likewise.
+        host: Its bytes, a one-dimensional uint8 tensor.
+        memory: The host memory that holds them, at least as large.
+        sent: The event after which it is written, of the transfer's own kind; None if there is nothing to wait for.
+        fetched: The event after which it has last been read; likewise.
+        stream: The stream that produces and uses the bytes; likewise.
     """
 
     host: Tensor
@@ -33,35 +33,35 @@ class Copy:
 
 
 class Transfer(Protocol):
-    """What `labkit.spmd.offload.ActivationOffload` needs of a bus. No method waits on the CPU."""
+    """The bus that `labkit.spmd.offload.ActivationOffload` needs. No method waits on the CPU."""
 
-    #: The copies are the tensors themselves: writing to a tensor later changes its copy.
+    #: Whether the copies are the tensors themselves: writing to a tensor later then changes its copy.
     is_alias: bool
 
     def send(self, source: Tensor) -> Copy:
         """Begin to copy bytes to the host. The caller keeps ``source`` until it has called `wait_sent`."""
 
     def wait_sent(self, copy: Copy) -> None:
-        """Let the computation go on only when the bytes have left, so that their memory may be used again."""
+        """Hold back the computation until the bytes have left, so that their memory may be reused."""
 
     def fetch(self, copy: Copy) -> Tensor:
-        """Begin to copy the bytes back, into new memory on the device. Nobody reads it before `wait_fetched`."""
+        """Begin to copy the bytes back, into new memory on the device. It must not be read before `wait_fetched`."""
 
     def wait_fetched(self, copy: Copy) -> None:
-        """Let the computation go on only when the bytes are back."""
+        """Hold back the computation until the bytes are back."""
 
     def recycle(self, copy: Copy) -> None:
-        """Take back the host memory of a copy that nobody needs any more."""
+        """Take back the host memory of a copy that is no longer needed."""
 
     def host_bytes(self) -> int:
-        """Host memory that this transfer holds, used or kept for the next step."""
+        """Return the bytes of host memory that this transfer holds, either in use or kept for the next step."""
 
 
 @dataclass(eq=False)
 class CountingTransfer:
-    """Moves nothing: the way of the bytes is walked through and counted, the tensors stay where they are.
+    """A transfer that moves nothing: it only follows the calls, and the tensors stay in place.
 
-    This is what an offload does on a CPU, where the host's memory is the device's.
+    An offload on a CPU uses it, because there the host's memory is the device's.
     """
 
     is_alias: bool = True
@@ -93,9 +93,9 @@ class CudaTransfer:
     """Copies between a GPU and pinned host memory, one stream for each direction, ordered by events.
 
     Device memory is always taken from and returned to the stream that computes, after that stream has been told to wait for
-    the copy. So the allocator may reuse it at once, without ``record_stream``, which would hold it back for an unknown time.
-    Host memory is kept from step to step: pinning is slow and would stop the device. torch pins powers of two, so that is what
-    is taken here too, and whatever fits into one may use it: batches of changing length do not pin anew.
+    the copy. So the allocator may reuse it at once. ``record_stream`` would hold it back for an unknown time. Host memory is
+    kept from step to step, because pinning is slow and would stop the device. torch pins powers of two, so this class also takes
+    powers of two and uses each for anything that fits: batches of varying length do not pin anew.
 
     Args:
         device: A CUDA device with an index.
@@ -105,7 +105,7 @@ class CudaTransfer:
     is_alias: bool = False
     _out: Any = field(init=False)
     _back: Any = field(init=False)
-    _free: dict[int, deque[Copy]] = field(init=False, default_factory=lambda: defaultdict(deque))  # by size; longest unused first
+    _free: dict[int, deque[Copy]] = field(init=False, default_factory=lambda: defaultdict(deque))  # by size; oldest first
     _host_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -115,9 +115,9 @@ class CudaTransfer:
         """See `Transfer`."""
         copy = self._host_memory(source.numel())
         copy.stream = torch.cuda.current_stream(self.device)
-        self._out.wait_stream(copy.stream)  # the bytes are computed
+        self._out.wait_stream(copy.stream)  # until the bytes are computed
         if copy.fetched is not None:
-            self._out.wait_event(copy.fetched)  # and the last reader of this host memory is done
+            self._out.wait_event(copy.fetched)  # and until this host memory has been read for the last time
         with torch.cuda.stream(self._out):
             copy.host.copy_(source, non_blocking=True)
         copy.sent, copy.fetched = self._out.record_event(), None
@@ -131,7 +131,7 @@ class CudaTransfer:
         """See `Transfer`."""
         copy.stream = torch.cuda.current_stream(self.device)
         target = torch.empty_like(copy.host, device=self.device, pin_memory=False)
-        self._back.wait_stream(copy.stream)  # a kernel that still runs may be the last user of this memory
+        self._back.wait_stream(copy.stream)  # a kernel that is still running may use this memory
         self._back.wait_event(copy.sent)
         with torch.cuda.stream(self._back):
             target.copy_(copy.host, non_blocking=True)
@@ -162,5 +162,5 @@ class CudaTransfer:
 
 
 def transfer_for(device: torch.device) -> Transfer:
-    """The transfer that suits a device: streams and pinned memory for CUDA, counting for everything else."""
+    """Return the transfer that suits a device: streams and pinned memory for CUDA, counting for everything else."""
     return CudaTransfer(device) if device.type == "cuda" else CountingTransfer()

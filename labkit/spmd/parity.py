@@ -1,4 +1,4 @@
-"""Are two states the same? Exact comparison of models, state dicts and optimizer dicts, plain or sharded, key by key."""
+"""Exact comparison of models, state dicts and optimizer dicts, plain or sharded, key by key."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ State = nn.Module | Mapping[str, Any]
 
 
 def compare(actual: State, expected: State, *, rtol: float | None = None, atol: float | None = None) -> Parity:
-    """Compare two states key by key: keys first, then types, shapes, dtypes, and the values by ``torch.equal``.
+    """Compare two states key by key: keys first, then types, shapes, dtypes, and values by ``torch.equal``.
 
-    DTensors are gathered, so a sharded state can be compared with a plain one or with one that is sharded otherwise. Every
+    DTensors are gathered, so a sharded state can be compared with a plain one or with one that is sharded differently. Every
     rank gathers every DTensor of both sides before it looks at a value: a comparison that stopped at the first difference
     would leave the other ranks waiting in a collective. Gathered tensors are kept on the CPU, so each rank's host memory
     holds both states whole; the devices hold one whole tensor at a time.
 
     Args:
         actual: A module (its ``state_dict()`` is taken) or a nested mapping of tensors and plain values.
-        expected: The same, the side that is right.
-        rtol: With ``atol``: compare floating-point tensors by ``torch.allclose``. Leave both out for exact comparison.
+        expected: The same for the side that is known to be right.
+        rtol: With ``atol``: compare floating-point tensors by ``torch.allclose``. Leave out both for exact comparison.
         atol: See ``rtol``.
 
     Returns:
-        The result, which is true when the states are equal. Ranks may see different results where tensors are plain.
+        The result, which is true if the states are equal. Ranks may get different results if tensors are plain.
 
     Raises:
         ValueError: No tensor with elements is present on both sides, so the comparison would say nothing.
         TypeError: A leaf is a ShardedTensor of FSDP1; gather its state dict first.
 
-    Ranks: collective where either side holds DTensors; both sides hold the same keys on every rank then.
+    Ranks: collective if either side holds DTensors; then both sides hold the same keys on every rank.
     Blocks: as long as its gathers, one per DTensor.
     """
     left, right = _gathered(actual), _gathered(expected)
@@ -55,7 +55,7 @@ def compare(actual: State, expected: State, *, rtol: float | None = None, atol: 
 
 
 def require_equal(actual: State, expected: State) -> Parity:
-    """`compare`, raising `ParityError` when the states differ. Ranks: as `compare`."""
+    """Call `compare` and raise `ParityError` if the states differ. Ranks: as `compare`."""
     return compare(actual, expected).require()
 
 

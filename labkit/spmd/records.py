@@ -1,4 +1,4 @@
-"""What ranks report about their tensors: plain data without torch, so that the kernel can read and draw it without torch."""
+"""Records in which ranks describe their tensors: plain data without torch, so that the kernel can read and draw them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.errors import LabkitError
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a global tensor: where it starts and how large it is, per dim."""
+    """A box of a global tensor: its offset and size in each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -24,7 +24,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """What one rank holds of one tensor.
+    """The part of one tensor that one rank holds.
 
     Attributes:
         name: The tensor's FQN, or its path in a nested state dict.
@@ -32,11 +32,11 @@ class ShardRecord:
         dtype: For example ``float32``.
         placements: One text per mesh axis as torch writes it, such as ``Shard(dim=0)``; empty for a plain tensor.
         mesh_shape: Size of each mesh axis; empty for a plain tensor.
-        mesh_axes: Name of each mesh axis, ``""`` where the mesh has no names.
-        coordinate: This rank's place on the mesh; None for a plain tensor or a rank outside the mesh.
-        chunks: The boxes of the global tensor that this rank holds; none where the shard is empty.
+        mesh_axes: Name of each mesh axis, ``""`` if the mesh has no names.
+        coordinate: This rank's coordinate on the mesh; None for a plain tensor or a rank outside the mesh.
+        chunks: The boxes of the global tensor that this rank holds; none if the shard is empty.
         local_bytes: Bytes that this rank holds.
-        tied_to: The name under which the same tensor came before, if it did; its bytes are then counted there.
+        tied_to: An earlier name of the same tensor, if there is one; the bytes are then counted there.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ShardRecord:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether the tensor belongs to a mesh, sharded or replicated; a plain tensor is this rank's own."""
+        """True if the tensor belongs to a mesh, sharded or replicated; false for a plain tensor, which is this rank's own."""
         return bool(self.placements)
 
 
@@ -79,18 +79,18 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        """All parts together."""
+        """The sum of all parts."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.temporary
 
 
 @dataclass(frozen=True)
 class FlatShare:
-    """How much of one parameter lies in this rank's piece of a flat parameter.
+    """The size of one parameter's part in this rank's piece of a flat parameter.
 
     Attributes:
         unit: FQN of the FSDP1 unit whose flat parameter holds it; ``""`` for the root.
         name: FQN of the parameter, without FSDP1's prefixes.
-        numel: Elements on this rank, 0 where the piece holds none of it.
+        numel: Elements on this rank, 0 if the piece holds none of the parameter.
     """
 
     unit: str
@@ -115,13 +115,13 @@ DifferenceKind = Literal["missing", "unexpected", "type", "shape", "dtype", "val
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing in which one key differs.
+    """The first difference found for one key.
 
     Attributes:
         key: The key, as text.
         kind: ``missing`` (only in the expected state), ``unexpected`` (only in the actual one), or what differs.
         detail: Both sides in words.
-        max_abs: For values of tensors: the largest absolute difference, NaN where a NaN is involved; else None.
+        max_abs: For values of tensors: the largest absolute difference, NaN if a NaN is involved; else None.
     """
 
     key: str
@@ -136,7 +136,7 @@ class Parity:
 
     Attributes:
         num_tensors: Tensors present on both sides, whose shapes, dtypes and values were compared.
-        num_elements: Their elements, counted on the expected side.
+        num_elements: Elements of these tensors, counted on the expected side.
         num_values: Other values present on both sides (numbers, texts, flags).
         differences: One per differing key: missing and unexpected keys first, then in the order of the expected state.
     """
@@ -151,7 +151,7 @@ class Parity:
 
     @property
     def max_abs(self) -> float:
-        """The largest absolute difference of any tensor; 0.0 where all values agree."""
+        """The largest absolute difference of any tensor; 0.0 if all values agree."""
         # max() would drop a NaN that does not come first.
         found = [difference.max_abs for difference in self.differences if difference.max_abs is not None]
         return next((value for value in found if isnan(value)), max(found, default=0.0))

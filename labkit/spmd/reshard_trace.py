@@ -1,9 +1,9 @@
-"""What torch's ``input_reshard`` keeps for backward, tensor by tensor, and which of it does not come back as it was.
+"""Trace of what torch's ``input_reshard`` keeps for backward, tensor by tensor, and whether each tensor comes back unchanged.
 
-``input_reshard`` registers hooks for *every* tensor that autograd saves during a module's forward. Its rule: a DTensor that is
-replicated, and every plain tensor, is taken to be equal on all TP ranks; each rank keeps its part of the rows, and backward
-gathers them. A plain tensor between a column-parallel and a row-parallel layer is not equal: each rank has other features.
-Backward then gathers rows of different tensors.
+``input_reshard`` registers hooks for *every* tensor that autograd saves during a module's forward. It assumes that every
+replicated DTensor and every plain tensor is equal on all TP ranks: each rank keeps its part of the rows, and backward gathers
+them. But a plain tensor between a column-parallel and a row-parallel layer is not equal: each rank has other features. Backward
+then gathers rows of different tensors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class SavedTensor:
 
     Attributes:
         kind: Its placements as torch writes them, or ``plain``.
-        shape: The shape that this rank sees: of a DTensor the global one.
-        kept: Elements that this rank keeps of it.
+        shape: The shape that this rank sees; for a DTensor the global shape.
+        kept: Number of its elements that this rank keeps.
         comes_back: Whether unpacking gives the same values on this rank.
     """
 
@@ -42,10 +42,10 @@ class SavedTensor:
 
 @dataclass
 class Trace:
-    """What was saved, in order.
+    """The tensors that were saved, in order.
 
     Attributes:
-        saved: The activations; parameters, which are there anyway, are left out.
+        saved: The activations; parameters are left out because they exist anyway.
     """
 
     saved: list[SavedTensor] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Trace:
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes that this rank keeps for backward; what shares its memory counts once."""
+        """Bytes that this rank keeps for backward; tensors that share memory count once."""
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in self._kept}
         return sum(storages.values())
 
@@ -62,20 +62,20 @@ class Trace:
 def trace_input_reshard(
     model: nn.Module, tp_mesh: DeviceMesh, *, modules: Sequence[nn.Module] = (), dim: int = 0
 ) -> Iterator[Trace]:
-    """Trace what a forward inside the block saves, as if ``input_reshard(module, tp_mesh, dim)`` had been called on ``modules``.
+    """Trace what a forward in the block saves, as if ``input_reshard(module, tp_mesh, dim)`` had been called on ``modules``.
 
     Args:
         model: The model whose forward runs in the block. Backward may run there too.
         tp_mesh: The TP axis.
-        modules: Where the hooks act; with none of them, everything is saved whole.
-        dim: The dim along which torch spreads what it keeps.
+        modules: The modules whose forward uses the hooks; everything else is saved whole.
+        dim: The dim along which torch divides what it keeps.
 
     Yields:
         The trace, filled as the forward runs.
 
     Ranks: collective: unpacking gathers, in the same order on every rank.
     """
-    # Private, and only here: torch's own rule, so that the trace cannot differ from it.
+    # Private functions, used only here: with torch's own rule the trace cannot deviate from it.
     from torch.distributed.tensor.parallel.input_reshard import _pack_hook_tp, _unpack_hook_tp
 
     trace = Trace()
@@ -109,7 +109,7 @@ def trace_input_reshard(
             def leave(*_: object, inside: saved_tensors_hooks = inside) -> None:
                 inside.__exit__()
 
-            # always_call: hooks that an error left on would act on everything that this process saves from then on.
+            # always_call: hooks left on after an error would act on everything that this process saves from then on.
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         try:
             yield trace
@@ -127,7 +127,7 @@ def _record(trace: Trace, tensor: Tensor, packed: Any, *, comes_back: bool) -> N
 
 def _local(tensor: Tensor) -> Tensor:
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    # The result of a collective that nobody has waited for yet has no storage of its own.
+    # The result of a collective that has not been waited for has no storage of its own yet.
     return local.trigger_wait() if isinstance(local, AsyncCollectiveTensor) else local
 
 

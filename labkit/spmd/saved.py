@@ -1,4 +1,4 @@
-"""Measure what autograd keeps between forward and backward, storage by storage, on real ranks and on tensors without data."""
+"""Measurement of what autograd keeps between forward and backward, by storage, on real ranks and on tensors without data."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from labkit.spmd.offload import ActivationOffload
 
 
 class SavedStorages:
-    """The storages of what autograd has saved so far, each once, with views and repeated saves of it."""
+    """The storages that autograd has saved so far; views and repeated saves of a storage count once."""
 
     def __init__(self) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def note(self, tensor: Tensor) -> Tensor:
-        """Take in a tensor that is saved; returns what to keep of it."""
-        # An output that is saved knows its own node: to hold it as it is would be a cycle that nobody collects.
+        """Take in a tensor that is saved, and return the tensor to keep instead."""
+        # A saved output refers to its own node: holding it undetached would make a cycle that is never collected.
         tensor = tensor.detach()
         storage = _local(tensor).untyped_storage()
         self._storages[storage._cdata] = storage
         return tensor
 
     def size_bytes(self, model: nn.Module) -> int:
-        """Bytes of the activations: what holds memory now and is no parameter or buffer of the model.
+        """Return the bytes of the activations: saved storages that hold memory now and are no parameter or buffer of the model.
 
-        To be asked when forward has ended. Weights that FSDP gathered and has freed again hold no memory then, and those that
-        are still whole are the model's parameters.
+        Call it when forward has ended. Weights that FSDP gathered and freed again hold no memory then, and weights that are still
+        whole are parameters of the model.
 
         Ranks: local.
         """
@@ -45,13 +45,13 @@ class SavedStorages:
 def watch_saved() -> Iterator[SavedStorages]:
     """Watch what autograd saves while the block runs.
 
-    What a module with hooks of its own takes is not seen, so where there is an offload it is a `WatchedOffload`. Of a
-    checkpointed module only the inputs are saved in forward, and only they are seen.
+    A module with hooks of its own hides its saved tensors from this watch; so use a `WatchedOffload` where there is an offload.
+    A checkpointed module saves only its inputs in forward, so only those are seen.
 
     Returns:
         A context manager that gives the storages.
 
-    Ranks: local. It changes nothing that backward does.
+    Ranks: local. It does not affect backward.
     """
     saved = SavedStorages()
     with saved_tensors_hooks(saved.note, lambda tensor: tensor):
@@ -59,7 +59,7 @@ def watch_saved() -> Iterator[SavedStorages]:
 
 
 class WatchedOffload(ActivationOffload):
-    """An activation offload that tells a watch what it leaves on the device: its hooks hide that from those around them.
+    """An activation offload that reports to a watch which tensors it leaves on the device: its hooks hide them from outer hooks.
 
     Attributes:
         saved: The watch, set before each forward.

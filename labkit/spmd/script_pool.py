@@ -1,4 +1,4 @@
-"""The pool of a script: what ``labkit.WorkerPool`` is in a notebook, over the ranks of torchrun."""
+"""The pool of a script: the counterpart of ``labkit.WorkerPool`` over the ranks of torchrun."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ScriptPool:
-    """A pool as the notebook's own process sees it, over the ranks of the script. Ranks: rank 0, inside a cell of its own."""
+    """The pool as the notebook's own process sees it, over the ranks of the script. Ranks: rank 0, inside a cell of its own."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -33,30 +33,30 @@ class ScriptPool:
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
     ) -> RankResults[Any]:
-        """As ``WorkerPool.run``, without its limit of time: nobody watches a script. Blocks as long as the function."""
+        """Do as ``WorkerPool.run``, but without its timeout: nothing watches a script. Blocks as long as the function."""
         return self._job.ask(_run, function, *args, ranks=ranks, **kwargs)
 
     def push(self, ranks: RankSpec = None, **values: Any) -> None:
-        """As ``WorkerPool.push``."""
+        """Do as ``WorkerPool.push``."""
         self._job.ask(_push, values, ranks=ranks)
 
     def pull(self, expression: str, ranks: RankSpec = None) -> RankResults[Any]:
-        """As ``WorkerPool.pull``."""
+        """Do as ``WorkerPool.pull``."""
         return self._job.ask(_pull, expression, ranks=ranks)
 
     def restart(self, ranks: RankSpec = None) -> None:
-        """As ``WorkerPool.restart``: these ranks, or all, forget what cells have made. Their processes stay."""
+        """Do as ``WorkerPool.restart``: these ranks, or all, forget what cells have made. Their processes stay."""
         if ranks is None:
             self._job.ask(renew, self.world_size)
         else:
             self._job.ask(_forget, ranks=ranks)
 
     def close(self) -> None:
-        """Nothing: the ranks end with the script."""
+        """Do nothing: the ranks end with the script."""
 
 
 def _run(job: Job, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A function of the notebook finds the names that its own process lacks on the rank.
+    # A function from the notebook also finds names that exist only in the rank's namespace.
     own = getattr(function, "__globals__", None)
     if own is not None and getattr(function, "__module__", None) == "__main__" and own is not job.namespace:
         for name, value in job.namespace.items():
@@ -77,5 +77,5 @@ def _forget(job: Job) -> None:
 
 
 def renew(job: Job, world_size: int) -> None:
-    """Let the first ranks begin anew. Ranks: collective, see `labkit.spmd.torchrun.Job.renew`."""
+    """Let the first ranks start anew. Ranks: collective, see `labkit.spmd.torchrun.Job.renew`."""
     job.renew(world_size)

@@ -1,7 +1,7 @@
-"""Shard a model with FSDP2 from the inside out by a policy, and refuse what torch would accept and get wrong.
+"""Sharding of a model with FSDP2 from the inside out by a policy, with checks for what torch would accept and get wrong.
 
-FSDP1 took an ``auto_wrap_policy``; `fully_shard` takes one module at a time and leaves the order to the caller. This is that
-loop, once, with the checks around it.
+FSDP1 took an ``auto_wrap_policy``; `fully_shard` takes one module at a time and leaves the order to the caller. This module has
+the loop over the modules, with checks before it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def shard_model(
 ) -> ModuleT:
     """Apply `fully_shard` to each matching module, innermost first, and then to the model itself.
 
-    Today's spelling of FSDP1's ``auto_wrap_policy=ModuleWrapPolicy({Block})`` is ``blocks=Block``. Matching modules that share
-    a parameter (tied weights) become one group.
+    FSDP1's ``auto_wrap_policy=ModuleWrapPolicy({Block})`` is now ``blocks=Block``. Matching modules that share a parameter (tied
+    weights) become one group.
 
     Args:
         model: A module, whole or already tensor-parallel, with the same values on every rank of ``mesh``. Changed in place.
@@ -52,7 +52,7 @@ def shard_model(
         blocks: A module class, several, or a predicate; the model itself is always sharded last and need not match.
         reshard_after_forward: As in `fully_shard`, for the blocks. The root keeps torch's default: its parameters stay whole
             after forward, because backward needs them first.
-        ignored_params: Parameters that stay plain. Nobody averages their gradients.
+        ignored_params: Parameters that stay plain. Their gradients are not averaged.
         mp_policy: As in `fully_shard`.
         offload_policy: As in `fully_shard`.
 
@@ -60,12 +60,12 @@ def shard_model(
         The model.
 
     Raises:
-        ShardingError: Nothing matches ``blocks``; a container without ``forward`` matches; a part of the model is sharded
-            already; a tied parameter belongs to a matching and to another module; an ignored parameter is not the model's;
-            an optimizer already holds parameters that sharding replaces (it would go on to update tensors that nobody uses);
-            or the ranks hold different values (FSDP2 does not broadcast: each rank would keep its part of another model).
+        ShardingError: Nothing matches ``blocks``; a container without ``forward`` matches; a part of the model is already
+            sharded; a tied parameter belongs to a matching module and to another one; an ignored parameter is not the model's;
+            an optimizer already holds parameters that sharding replaces (it would go on to update unused tensors); or the ranks
+            hold different values (FSDP2 does not broadcast: each rank would keep its part of a different model).
 
-    Ranks: collective. Every check runs before the model is touched, and every rank comes to the same verdict on the values.
+    Ranks: collective. Every check runs before the model is changed, and all ranks agree on whether the values differ.
     Blocks: for one all-reduce of a checksum per parameter.
     """
     ignored = set(ignored_params)
@@ -92,10 +92,10 @@ def shard_model(
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that updates tensors which are no parameters of the model.
 
-    It was built for another model, or before this one was sharded; its ``step`` would change nothing and raise nothing.
+    Such an optimizer was built for another model, or before this one was sharded. Its ``step`` would silently do nothing.
 
     Raises:
-        ShardingError: With the number of stray tensors.
+        ShardingError: The optimizer holds such tensors; the message gives their number.
 
     Ranks: local.
     """
@@ -135,7 +135,7 @@ def _check_modules(names: dict[nn.Module, str], matched: list[nn.Module]) -> Non
 
 
 def _tied_groups(model: nn.Module, matched: list[nn.Module], ignored: set[nn.Parameter]) -> list[list[nn.Module]]:
-    """Matched modules in the order to shard them, innermost first; those that share a parameter together."""
+    """Return matched modules in the order to shard them, innermost first; modules that share a parameter form one group."""
     owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
     depth = {module: name.count(".") for name, module in model.named_modules()}
     inside = {module: set(module.modules()) for module in matched}
@@ -173,7 +173,7 @@ def _check_optimizers(model: nn.Module, ignored: set[nn.Parameter]) -> None:
     replaced = {id(parameter) for parameter in model.parameters() if parameter not in ignored}
     if not _holders(replaced):
         return
-    gc.collect()  # one that was deleted may still wait for the collector
+    gc.collect()  # a deleted optimizer may not have been collected yet
     for name, held in _holders(replaced):
         raise ShardingError(
             f"{name} already holds {held} parameters of this model. Sharding replaces them, and the optimizer would go on to "
@@ -182,12 +182,12 @@ def _check_optimizers(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def _holders(parameter_ids: set[int]) -> list[tuple[str, int]]:
-    """Class name and number of held parameters of each live optimizer that holds any of these. There is no registry to ask."""
+    """Return class name and number of held parameters of each live optimizer with any of these; torch keeps no list of them."""
     found = []
     for candidate in gc.get_objects():
-        # type() and not isinstance(): an isinstance() test would run code of lazy proxy objects.
+        # type() instead of isinstance(): an isinstance() test would run code of lazy proxy objects.
         if issubclass(type(candidate), torch.optim.Optimizer):
-            groups = getattr(candidate, "param_groups", [])  # not there yet while __init__ runs
+            groups = getattr(candidate, "param_groups", [])  # missing while __init__ still runs
             held = sum(id(parameter) in parameter_ids for group in groups for parameter in group["params"])
             if held:
                 found.append((type(candidate).__name__, held))
@@ -216,7 +216,7 @@ def _checksum(parameter: Tensor) -> Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     raw = local.detach().contiguous().flatten().view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    # Bytes weighted by their position, modulo 2**64: other values and another order both show. In pieces, to bound the memory.
+    # Each byte is weighted by its position, modulo 2**64, so different values and a different order both show. Pieces bound memory.
     for start, piece in enumerate(raw.split(_CHECKSUM_PIECE)):
         weights = torch.arange(1, piece.numel() + 1, device=raw.device, dtype=torch.int64) + start * _CHECKSUM_PIECE
         total += (piece.to(torch.int64) * weights).sum()

@@ -1,4 +1,4 @@
-"""What a rank really holds: the shards of a model or state dict as plain records."""
+"""The shards of a model or state dict that a rank really holds, as plain records."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from labkit.spmd.tree import leaves, path_text
 
 
 def shard_table(state: nn.Module | Mapping[str, Any]) -> list[ShardRecord]:
-    """List what this rank holds of each tensor, read off the real tensors.
+    """List the part of each tensor that this rank holds, read from the real tensors.
 
-    Chunks come from `labkit.checkpoint`, which saves by them: so uneven, empty and strided (two-dimensional) shards are right, and
-    the table of a live model is the table of its checkpoint.
+    Chunks come from `labkit.checkpoint`, which saves by them. So uneven, empty and strided (two-dimensional) shards are right, and
+    the table of a live model matches the table of its checkpoint.
 
     Args:
         state: A module (parameters, then buffers) or a nested mapping such as an optimizer's state dict. Leaves that are no
-            tensors are left out. FSDP1's ShardedTensors are read too.
+            tensors are left out. ShardedTensors of FSDP1 are read too.
 
     Returns:
-        One record per tensor in the state's own order. It holds no torch object. A tensor that comes again under another
-        name (tied weights) is marked by ``tied_to``.
+        One record per tensor, in the state's own order, without any torch object. A tensor that occurs again under another
+        name (tied weights) has ``tied_to`` set.
 
     Ranks: local.
     """
     names: dict[int, str] = {}
     records = []
-    # Names are remembered by id: keep every tensor alive until the end, or an id could come twice.
+    # Names are stored by id: keep every tensor alive until the end, so that no id is reused.
     tensors = list(_tensors(state))
     for name, tensor in tensors:
         first = names.setdefault(id(tensor), name)
@@ -75,7 +75,7 @@ def _record(name: str, tensor: Any, tied_to: str | None) -> ShardRecord:
 
 def _chunks(tensor: DTensor) -> tuple[Chunk, ...]:
     if any(placement.is_partial() for placement in tensor.placements):
-        # A partial sum has the whole shape on every rank; torch refuses to say where it belongs.
+        # A partial sum has the whole shape on every rank, and torch does not assign it a box.
         return (Chunk((0,) * tensor.ndim, tuple(tensor.shape)),)
     chunk = Chunk(*box_of(tensor))
     return (chunk,) if chunk.numel else ()

@@ -1,4 +1,4 @@
-"""Plans for tensor parallelism: one for the course's model, and a linter for any, because torch only warns of a typo."""
+"""Plans for tensor parallelism: one for the course's model, and a linter for any plan, because torch only warns of a typo."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FindingKind = Literal["unmatched", "uneven", "heads", "tied", "twice"]
 
 @dataclass(frozen=True)
 class PlanFinding:
-    """One thing that is wrong with a plan.
+    """One problem of a plan.
 
     Attributes:
         key: The plan's key.
         kind: ``unmatched`` (no such module), ``uneven`` (a size does not divide, and a plain tensor would lose it, or a rank would
-            get nothing), ``heads`` (attention heads would be cut), ``tied`` (a tied parameter would become two), ``twice`` (an
-            earlier key has split the module already).
+            get nothing), ``heads`` (attention heads would be split), ``tied`` (a tied parameter would become two), ``twice`` (an
+            earlier key has already split the module).
         detail: The finding in words.
     """
 
@@ -38,7 +38,7 @@ class PlanError(LabkitError, ValueError):
     """A tensor-parallel plan does not fit the model; the model has not been changed.
 
     Attributes:
-        findings: What is wrong, in the plan's order.
+        findings: The problems, in the plan's order.
     """
 
     def __init__(self, findings: tuple[PlanFinding, ...]) -> None:
@@ -51,11 +51,11 @@ class PlanError(LabkitError, ValueError):
 
 
 def tensor_parallel_plan(layers: str = "layers.*") -> dict[str, ParallelStyle]:
-    """The plan for the course's transformer: split ``wq wk wv w1 w3`` by rows, ``wo w2`` by columns.
+    """Return the plan for the course's transformer: split ``wq wk wv w1 w3`` by rows, ``wo w2`` by columns.
 
     torch names the styles after the product ``x @ W.T``, so *column*-parallel means rows of ``weight``. Between a column-parallel
-    and the following row-parallel layer a rank has its own heads or hidden features only, and one all-reduce follows the pair
-    (Shoeybi et al., 2019, arXiv:1909.08053). Norms, embedding and head stay whole on every TP rank; embedding and head are one
+    and the following row-parallel layer a rank has only its own heads or hidden features, and one all-reduce follows the pair
+    (Shoeybi et al., 2019, arXiv:1909.08053). Norms, embedding and head stay whole on every TP rank. Embedding and head are one
     tied parameter, which two keys of a plan would untie.
 
     Args:
@@ -70,10 +70,10 @@ def tensor_parallel_plan(layers: str = "layers.*") -> dict[str, ParallelStyle]:
 
 
 def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int, *, dp_size: int = 1) -> None:
-    """Refuse a plan that `lint_plan` finds fault with.
+    """Refuse a plan in which `lint_plan` finds a problem.
 
     Raises:
-        PlanError: With every finding.
+        PlanError: There are findings; it holds all of them.
 
     Ranks: local; equal on all ranks.
     """
@@ -82,19 +82,19 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
 
 
 def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int, *, dp_size: int = 1) -> Iterator[PlanFinding]:
-    """Find what torch would skip with a warning, untie in silence, or trip over in the first forward.
+    """Find what torch would skip with only a warning, silently untie, or fail on in the first forward.
 
     Args:
-        model: The whole model, also on the meta device.
+        model: The whole model, possibly on the meta device.
         plan: Keys as ``parallelize_module`` reads them: one pattern per level, so ``layers.*`` ends at the layers.
         tp_size: Ranks in a TP group.
-        dp_size: Ranks over which FSDP cuts the rows of each piece again.
+        dp_size: Ranks over which FSDP splits the rows of each piece again.
 
     Yields:
-        Findings in the plan's order. Sizes are judged for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; other
-        styles and modules are checked for a match only. A size that does not divide is a finding where a plain tensor goes in
-        or comes out: torch takes its local size times the number of ranks for the whole one. So it is where FSDP cuts the
-        pieces again in such a way that torch's checkpoint fails.
+        Findings in the plan's order. Sizes are checked for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; for
+        other styles and modules only the match is checked. A size that does not divide is a finding if the layer takes or
+        returns a plain tensor: torch assumes that the whole size is the local size times the number of ranks. It is also a
+        finding if FSDP splits the pieces again in a way in which torch's checkpoint fails.
 
     Ranks: local.
     """
@@ -112,14 +112,14 @@ def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int,
 
 
 class _Axes(NamedTuple):
-    """Ranks on the axes of tensor parallelism and of FSDP."""
+    """Numbers of ranks on the axes of tensor parallelism and of FSDP."""
 
     tp: int
     dp: int
 
 
 def match_modules(model: nn.Module, key: str) -> dict[str, nn.Module]:
-    """The modules that a plan's key names, as ``parallelize_module`` matches it: level by level. Ranks: local."""
+    """Return the modules that a plan's key matches, level by level as in ``parallelize_module``. Ranks: local."""
     if not key:
         return {"": model}
     found: dict[str, nn.Module] = {"": model}
@@ -134,7 +134,7 @@ def match_modules(model: nn.Module, key: str) -> dict[str, nn.Module]:
 
 
 def _placed_features(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, int]]:
-    """Features that a column-parallel layer hands on as a DTensor: the module around it, and how many there are."""
+    """Yield, for each column-parallel layer that returns a DTensor, the parent module's name and the number of features."""
     for key, style in plan.items():
         if isinstance(style, ColwiseParallel) and not style.use_local_output:
             for name, module in match_modules(model, key).items():
@@ -143,25 +143,25 @@ def _placed_features(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Ite
 
 
 def _pieces(size: int, num: int) -> list[int]:
-    """The sizes of the pieces into which torch cuts a size."""
+    """Return the sizes of the pieces into which torch splits a size."""
     return [split(size, num, at)[1] for at in range(num)]
 
 
 def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool) -> str:
-    """What is wrong with a size that does not divide; empty where nothing is.
+    """Explain what is wrong with a size that does not divide; return an empty text if nothing is.
 
     Args:
         style: One of the two basic styles.
-        size: How many rows or columns it cuts.
+        size: Number of rows or columns that the style splits.
         dim: 0 for rows, 1 for columns.
-        axes: Ranks on both axes.
-        placed: Whether a row-parallel layer gets its input from a column-parallel one that keeps placements.
+        axes: Numbers of ranks on both axes.
+        placed: Whether a row-parallel layer gets its input from a column-parallel layer that keeps placements.
     """
     if not size % axes.tp:
         return ""
     if not all(pieces := _pieces(size, axes.tp)):
         return "a rank would get none, which fails in FSDP's backward"
-    # For a file torch puts the rows of one place on dp together and cuts them anew over tp. FSDP cut each TP piece by itself.
+    # To save, torch joins the rows at one dp coordinate and splits them anew over tp. But FSDP split each TP piece on its own.
     held = zip(*(_pieces(piece, axes.dp) for piece in pieces), strict=True)
     if dim == 0 and any(list(rows) != _pieces(sum(rows), axes.tp) for rows in held):
         return f"over {axes.dp} ranks on dp torch puts the rows of some ranks in the wrong place, and its checkpoint fails"
@@ -201,7 +201,7 @@ def _findings(
 
 
 def _split_dim(style: ParallelStyle, module: nn.Module) -> int | None:
-    """The dim of ``weight`` that a style cuts, None where this is not known."""
+    """Return the dim of ``weight`` that a style splits; None if it is not known."""
     by_rows = isinstance(style, ColwiseParallel)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None
@@ -213,7 +213,7 @@ def _split_dim(style: ParallelStyle, module: nn.Module) -> int | None:
 
 
 def _head_dim(model: nn.Module, name: str) -> int | None:
-    """Rows per head where the module around a projection says so, as the course's attention does."""
+    """Return the rows per head if the module around a projection has ``head_dim``, as the course's attention does."""
     parent = model.get_submodule(name.rpartition(".")[0])
     head_dim = getattr(parent, "head_dim", None)
     return head_dim if isinstance(head_dim, int) else None

@@ -12,13 +12,13 @@ from torch import Tensor
 
 @lru_cache(maxsize=1)
 def english_text() -> Tensor:
-    """Python's own language reference, as bytes.
+    """Return Python's own language reference as bytes.
 
-    Every Python carries it for ``help()`` (module ``pydoc_data.topics``): at least 450 kB of prose with code. It differs between
+    Every Python has it for ``help()`` (module ``pydoc_data.topics``): at least 450 kB of prose with code. It differs between
     Python versions, so no number in a lab may depend on its exact content.
 
     Returns:
-        A uint8 tensor of one dim on the CPU. It is shared: do not write to it.
+        A one-dimensional uint8 tensor on the CPU. It is shared: do not write to it.
 
     Ranks: local.
     """
@@ -29,19 +29,19 @@ def english_text() -> Tensor:
 
 
 class BatchSampler:
-    """An endless iterator of batches, each rank getting its rows of one global batch.
+    """An endless iterator of batches; each rank gets its rows of one global batch.
 
-    The global batch at a position is a function of the seed and the position alone. So two runs with different world sizes
-    train on the same data, and a run continues exactly from `state_dict`, also with another number of ranks. The state is
-    the same on every rank; ``state_dict`` and ``load_state_dict`` make the sampler a `Stateful` for torch's checkpoints.
+    The global batch at a position depends only on the seed and the position. So two runs with different world sizes train on
+    the same data, and a run continues exactly from `state_dict`, even with another number of ranks. The state is the same on
+    every rank; ``state_dict`` and ``load_state_dict`` make the sampler a `Stateful` for torch's checkpoints.
 
     Args:
         batch_size: Sequences per global batch; ``world_size`` divides it.
-        seq_len: Tokens that a model sees; each row has one more, the last target.
-        seed: Decides which windows of the text come in which order.
-        rank: Which rows to give: rows ``rank * b`` to ``(rank + 1) * b``, where ``b`` is ``batch_size / world_size``.
+        seq_len: Tokens that the model gets; each row has one more, the last target.
+        seed: Determines the windows of the text and their order.
+        rank: Selects rows ``rank * b`` to ``(rank + 1) * b``, where ``b`` is ``batch_size / world_size``.
         world_size: The number of ranks that share a global batch.
-        device: Where the batches are put.
+        device: The device of the batches.
         text: A uint8 tensor to sample from; `english_text` by default.
 
     Raises:
@@ -77,8 +77,8 @@ class BatchSampler:
         self.position = 0
 
     def global_batch(self, position: int) -> Tensor:
-        """The whole batch at a position: int64, (batch_size, seq_len + 1), on the CPU."""
-        # Hashed, because torch's CPU generator looks at the lower 32 bits of a seed only.
+        """Return the whole batch at a position: int64, (batch_size, seq_len + 1), on the CPU."""
+        # Hashed, because torch's CPU generator uses only the lower 32 bits of a seed.
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}/{position}".encode()))
         starts = torch.randint(len(self.text) - self.seq_len, (self.batch_size, 1), generator=generator)
         return self.text[starts + torch.arange(self.seq_len + 1)].long()
@@ -92,14 +92,14 @@ class BatchSampler:
         return batch
 
     def state_dict(self) -> dict[str, int]:
-        """The position and the settings that decide what comes next; equal on all ranks."""
+        """Return the position and the settings that determine the next batches; equal on all ranks."""
         return {"position": self.position, "seed": self.seed, "batch_size": self.batch_size, "seq_len": self.seq_len}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on where another sampler stood.
+        """Continue from the position of another sampler.
 
         Raises:
-            ValueError: The other sampler drew other batches (seed, batch size or sequence length differ).
+            ValueError: The other sampler draws different batches (seed, batch size or sequence length differ).
         """
         own = self.state_dict()
         differing = [name for name in ("seed", "batch_size", "seq_len") if state[name] != own[name]]

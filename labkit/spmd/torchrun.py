@@ -1,7 +1,7 @@
-"""What a script written by ``labkit script`` runs on: the ranks of torchrun, and the notebook's own process played by rank 0.
+"""Runtime of a script written by ``labkit script``: the ranks of torchrun, with rank 0 also acting as the notebook's process.
 
-The ``%%spmd`` cells stand in the script as plain code. What the notebook's own process does between them (parameters, folders,
-tables, checks of exercises) runs on rank 0, in a namespace of its own, while the other ranks answer its ``pool.push``,
+In the script the ``%%spmd`` cells are plain code. Whatever the notebook's own process does between them (parameters, folders,
+tables, checks of exercises) runs on rank 0, in a namespace of its own. Meanwhile the other ranks answer its ``pool.push``,
 ``pool.pull`` and ``pool.run``.
 """
 
@@ -33,7 +33,7 @@ class ScriptRankError(LabkitError, RuntimeError):
     """Code that the notebook's own process sent to the ranks failed there.
 
     Attributes:
-        tracebacks: By rank.
+        tracebacks: The tracebacks by rank.
     """
 
     def __init__(self, tracebacks: Mapping[int, str]) -> None:
@@ -44,11 +44,11 @@ class ScriptRankError(LabkitError, RuntimeError):
 class Job:
     """One rank of a script, and on rank 0 the notebook's own process as well.
 
-    Make it with `Job.start`. Ranks: its methods are collective, all ranks call them in the same order.
+    Create it with `Job.start`. Ranks: its methods are collective; all ranks call them in the same order.
 
     Attributes:
-        namespace: The rank's namespace, the script's own.
-        kernel_namespace: That of the notebook's own process; empty on ranks above 0.
+        namespace: The rank's namespace, which is the script's own.
+        kernel_namespace: The namespace of the notebook's own process; empty on ranks above 0.
     """
 
     def __init__(self, namespace: Namespace) -> None:
@@ -62,7 +62,7 @@ class Job:
         self._has_pool = False
         self._store: Any = None
         self._first_names: set[str] = set()
-        self._future = 0  # what a cell of the notebook's own process imports from __future__ holds in all later ones
+        self._future = 0  # a __future__ import in a cell of the notebook's own process applies to all later ones
 
     @classmethod
     def start(cls, namespace: Namespace) -> Job:
@@ -93,7 +93,7 @@ class Job:
 
     def _form(self) -> None:
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
-            # Without this gloo binds to whatever address the host name resolves to, which may be none at all.
+            # Otherwise gloo binds to the address that the host name resolves to, which may not exist.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         bound: dict[str, Any] = {}
         if self.device.type == "cuda":
@@ -113,13 +113,13 @@ class Job:
     # What the script calls --------------------------------------------------------------------------------------------
 
     def cell(self, name: str) -> None:
-        """Say which cell comes now. Ranks: printed by rank 0."""
+        """Announce the cell that runs next. Ranks: printed by rank 0."""
         if self.rank == 0:
             sys.stdout.write(f"--- {name}\n")
             sys.stdout.flush()
 
     def show(self, value: Any, *, ranks: RankSpec = None) -> None:
-        """Print a cell's last expression as the notebook shows it: for each rank, equal ones once, None not at all."""
+        """Print a cell's last expression as the notebook shows it: for each rank, but equal texts once and None not at all."""
         texts = self._gather(None if value is None else text_of(value), ranks)
         groups: dict[str, list[int]] = {}
         for rank, text in texts.items():
@@ -132,23 +132,23 @@ class Job:
             sys.stdout.flush()
 
     def skip(self, num_ranks: int) -> None:
-        """Say that a cell needs more ranks, as ``%%spmd --needs N`` does. Ranks: printed by rank 0."""
+        """Report that a cell needs more ranks, as ``%%spmd --needs N`` does. Ranks: printed by rank 0."""
         if self.rank == 0:
             sys.stdout.write(f"skipped: this cell needs at least {num_ranks} ranks, the pool has {self.world_size}.\n")
 
     def keep(self, name: str, value: Any, *, ranks: RankSpec = None) -> None:
-        """Give a cell's last expression to the notebook's own process, as ``%%spmd --out NAME`` does."""
+        """Give the values of a cell's last expression to the notebook's own process, as ``%%spmd --out NAME`` does."""
         values = self._gather(value, ranks, on_rank_0=True)
         if self.rank == 0:
             self.kernel_namespace[name] = RankResults(values)
 
     def kernel(self, name: str, source: str, *, parameters: bool = False) -> None:
-        """Run a cell of the notebook's own process on rank 0, and answer it on the others.
+        """Run a cell of the notebook's own process on rank 0, and answer its requests on the other ranks.
 
         Args:
             name: The cell's id, for tracebacks.
-            source: The cell.
-            parameters: The cell with the notebook's parameters: ``world_size`` is then set to the real one.
+            source: The cell's source.
+            parameters: Whether the cell sets the notebook's parameters: ``world_size`` is then set to the real one.
         """
         if self.rank != 0:
             while self._answer():
@@ -166,14 +166,14 @@ class Job:
         self._send(None)
 
     def end(self) -> None:
-        """Leave the process group, when every rank is done. Ranks: collective."""
+        """Leave the process group once every rank is done. Ranks: collective."""
         dist.barrier()
         dist.destroy_process_group()
 
-    # What rank 0 asks of all ------------------------------------------------------------------------------------------
+    # Requests from rank 0 to all ranks ------------------------------------------------------------------------------------
 
     def _open_pool(self, world_size: int | None = None, **_: Any) -> ScriptPool:
-        """In the place of ``labkit.WorkerPool``: the ranks of this job. With fewer ranks the last ones end here."""
+        """Replace ``labkit.WorkerPool``: return a pool of this job's ranks. If it needs fewer ranks, the last ones end here."""
         wanted = world_size or self.world_size
         if wanted > self.world_size:
             raise LabkitError(f"the script has {self.world_size} ranks, and {wanted} cannot be made of them")
@@ -183,10 +183,10 @@ class Job:
         return ScriptPool(self)
 
     def ask(self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, **kwargs: Any) -> RankResults[Any]:
-        """Call ``function(job, *args, **kwargs)`` on ranks and gather what it returns. Ranks: rank 0, inside `kernel`.
+        """Call ``function(job, *args, **kwargs)`` on ranks and gather the results. Ranks: rank 0, inside `kernel`.
 
         Raises:
-            ScriptRankError: It raised on a rank.
+            ScriptRankError: The function raised an exception on a rank.
         """
         chosen = parse_ranks(ranks, self.world_size)
         message = _pack((function, args, kwargs, chosen))
@@ -194,7 +194,7 @@ class Job:
         return RankResults(self._call(message))
 
     def _answer(self) -> bool:
-        """On a rank above 0: do what rank 0 asks; False when its cell is over."""
+        """Carry out one request of rank 0 on a rank above 0; return False when rank 0's cell is over."""
         box: list[bytes | None] = [None]
         dist.broadcast_object_list(box)
         if box[0] is None:
@@ -213,14 +213,14 @@ class Job:
                 answer = (True, function(self, *args, **kwargs))
             except Exception:
                 answer = (False, traceback.format_exc())
-        # A function may have ended the last ranks.
+        # The function may have ended the last ranks.
         answers = self._gather(answer, [rank for rank in chosen if rank < self.world_size])
         if failed := {rank: text for rank, (good, text) in answers.items() if not good}:
             raise ScriptRankError(failed)
         return {rank: value for rank, (_, value) in answers.items()}
 
     def _gather(self, value: Any, ranks: RankSpec, *, on_rank_0: bool = False) -> dict[int, Any]:
-        """The values of some ranks, on all of them or on rank 0 only. Ranks: collective."""
+        """Return the values of some ranks, on all ranks or on rank 0 only. Ranks: collective."""
         packed: list[bytes] = [b""] * self.world_size
         chosen = parse_ranks(ranks, self.world_size)
         dist.all_gather_object(packed, _pack(value) if self.rank in chosen else b"")
@@ -229,15 +229,15 @@ class Job:
         return {rank: cloudpickle.loads(packed[rank]) for rank in chosen}
 
     def forget(self) -> None:
-        """Forget what cells have made. Ranks: local."""
+        """Forget the variables that cells have made. Ranks: local."""
         for name in set(self.namespace) - self._first_names:
             del self.namespace[name]
         gc.collect()
 
     def renew(self, world_size: int) -> None:
-        """Begin anew with the first ranks: forget what cells have made, and form another process group.
+        """Start anew with the first ranks: forget the variables that cells have made, and form a new process group.
 
-        Ranks: collective. Those that are left out end the script here, successfully.
+        Ranks: collective. The remaining ranks end the script here, successfully.
         """
         self.forget()
         dist.barrier()
@@ -251,7 +251,7 @@ class Job:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    """Tensors of a device arrive on the CPU."""
+    """A pickler that moves tensors to the CPU and detaches results of computations."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and (obj.device.type != "cpu" or (obj.requires_grad and not obj.is_leaf)):

@@ -1,6 +1,6 @@
-"""Record when a sharded model's parameters are whole: every unshard, wait, reshard, collective, forward and backward.
+"""Records of when a sharded model's parameters are whole: every unshard, wait, reshard, collective, forward and backward.
 
-Works for FSDP1 and FSDP2 alike; for a model under DDP, or a plain one, the collectives remain.
+Works for FSDP1 and FSDP2 alike; for a model under DDP, or a plain one, only collectives are recorded.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from labkit.spmd.fsdp_events import Group, groups_of, kept_bytes, observed, shar
 
 
 class Recording:
-    """What `record_events` gives: the events so far, as a `Trace`.
+    """The events that `record_events` has recorded so far; `trace` returns them as a `Trace`.
 
-    It is an `labkit.spmd.fsdp_events.Observer`; those methods are for the adapter.
+    It implements `labkit.spmd.fsdp_events.Observer`; those methods are for the adapter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,15 +49,15 @@ class Recording:
         self._start_s = time.monotonic()
 
     def trace(self) -> Trace:
-        """The events up to now. Ranks: local."""
+        """Return the events up to now. Ranks: local."""
         grouped = dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        # An event is noted when it is over: what it contains comes first, so sort by the beginning.
+        # An event is noted when it ends, so events inside it come first: sort by beginning.
         events = tuple(sorted(self._events, key=lambda event: event.began_s))
         return Trace(rank, world_size, self._blocks, events, self._start_s)
 
     def collective(self, call: Collective) -> None:
-        """Note a collective; it belongs to the group whose unshard or reduction makes it."""
+        """Note a collective; it belongs to the group whose unshard or reduction called it."""
         block = self._inside[-1] if self._inside else ""
         end_s = self._now()
         self._events.append(
@@ -77,7 +77,7 @@ class Recording:
         finally:
             self._inside.pop()
         now_held = kept_bytes(group)
-        # An embedding can be told not to be gathered for backward: asked for, nothing to have, nothing done.
+        # An embedding can be told not to gather for backward: then the unshard is requested and does nothing.
         changes = changes and now_held > 0
         taken = now_held - self._kept[group] if changes else 0
         if changes:
@@ -91,7 +91,7 @@ class Recording:
         if group not in self._groups:
             return call()
         result = call()
-        # The moment from which they are whole counts, not how long it took to get there.
+        # The time at which the parameters are whole matters, not how long the wait took.
         changes = group in self._pending
         self._pending.discard(group)
         self._note(WAIT, group, self._now(), self._phase(), changes)
@@ -148,7 +148,7 @@ class Recording:
         return time.monotonic() - self._start_s
 
     def _phase(self) -> Phase:
-        if torch._C._current_graph_task_id() != -1:  # how torch's own FSDP asks whether autograd is running
+        if torch._C._current_graph_task_id() != -1:  # torch's own FSDP also checks this way whether autograd is running
             return "backward"
         return "forward" if self._in_forward else "outside"
 
@@ -158,20 +158,20 @@ def record_events(model: nn.Module) -> Iterator[Recording]:
     """Record what the runtime does with the parameters of a model on this rank while the block runs.
 
     Args:
-        model: A module with groups of FSDP1 or FSDP2 in it; names are counted from it. Groups of other models are not
-            recorded, their collectives are.
+        model: A module with groups of FSDP1 or FSDP2 in it; names are relative to it. Groups of other models are not recorded,
+            but their collectives are.
 
     Returns:
         A context manager that gives a `Recording`; its ``trace()`` is plain data.
 
     Raises:
-        TraceError: This torch does not have the functions that the tracer wraps.
+        TraceError: This torch lacks functions that the tracer wraps.
 
-    Ranks: local, and it adds no collective. But whoever traces a training step on one rank only runs it on one rank only.
+    Ranks: local, and it adds no collective. But every rank must still run the training step, also those that do not trace it.
     """
     recording = Recording(model)
     with warnings.catch_warnings():
-        # While a dispatch mode watches, the output of a Linear is a view, which FSDP2 warns of since 2.13.
+        # Under a dispatch mode the output of a Linear is a view, and FSDP2 warns of that since 2.13.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with observed(recording), CollectiveMode(recording.collective):
             yield recording

@@ -1,7 +1,7 @@
-"""The checkpoint that travels through the course: notebook 01 leaves it, notebooks 03 and 05 go on from it.
+"""The checkpoint that travels through the course: notebook 01 writes it, and notebooks 03 and 05 continue from it.
 
-It lies in the folder ``checkpoints`` of the current directory, which in Jupyter and under ``labkit run`` is the notebooks' own.
-Whoever finds none there makes the same one by the same training, so the notebooks can be read in any order.
+It is in the folder ``checkpoints`` of the current directory, which in Jupyter and under ``labkit run`` is the notebooks' folder.
+If there is no checkpoint, a notebook makes the same one by the same training, so the notebooks can be read in any order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Literal
 
 FOLDER = Path("checkpoints")
-TABLE = ".metadata"  # DCP writes it last: without it there is no checkpoint
+TABLE = ".metadata"  # DCP writes this file last: without it the checkpoint is incomplete
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class CourseRun:
     """The training run of notebook 01, up to its second checkpoint. The defaults are the parameters of that notebook.
 
     Attributes:
-        seed: Decides the weights and the order of the text.
+        seed: Determines the weights and the order of the text.
         batch_size: Sequences per global batch.
         seq_len: Bytes of text in a sequence.
         num_steps: Optimizer steps before the save, and the position of the sampler after it.
-        learning_rate: Of AdamW.
+        learning_rate: Learning rate of AdamW.
     """
 
     seed: int = 0
@@ -39,17 +39,17 @@ class CourseRun:
 
     @property
     def name(self) -> str:
-        """A file name that tells runs apart. The world size is not in it: it changes the order of sums and nothing else."""
+        """A file name for this run. It leaves out the world size, which changes only the order of sums."""
         return f"lab01-seed{self.seed}-batch{self.batch_size}x{self.seq_len}-lr{self.learning_rate:g}-step{self.num_steps}"
 
 
 @dataclass(frozen=True)
 class LeftCheckpoint:
-    """A checkpoint that lies ready for the later notebooks.
+    """A checkpoint that is ready for the later notebooks.
 
     Attributes:
         place: Its folder.
-        outcome: It is ``new``; or one was there, with the ``same`` data or with ``other`` data, and stays.
+        outcome: ``new`` if it was copied; if one existed, ``same`` or ``other``, depending on its data, and that one stays.
     """
 
     place: Path
@@ -65,14 +65,14 @@ class LeftCheckpoint:
 
 
 def leave_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> LeftCheckpoint:
-    """Copy a complete checkpoint to where the later notebooks look for it.
+    """Copy a complete checkpoint to the folder where the later notebooks look for it.
 
-    What lies there under the run's name stays: a notebook that runs at the same time may be reading it.
+    If a checkpoint of the same name is there, it stays: another notebook may be reading it right now.
 
     Args:
         source: A folder that DCP wrote, with the entries ``model`` and ``optimizer``.
         run: The run that wrote it.
-        folder: Where the course's checkpoints lie.
+        folder: The folder of the course's checkpoints.
 
     Raises:
         FileNotFoundError: ``source`` is no complete checkpoint.
@@ -90,19 +90,19 @@ def leave_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Lef
 
 
 def _data(place: Path) -> dict[str, bytes]:
-    """The table is left out: DCP gives every save a number of its own."""
+    """Return the SHA-256 of each data file. The table is left out: DCP gives every save a different number."""
     return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in place.glob("*.distcp")}
 
 
 def course_checkpoint(run: CourseRun, folder: Path = FOLDER, *, device_type: str = "cpu") -> Path:
-    """The folder of the travelling checkpoint; made on the spot when it is not there.
+    """Return the folder of the travelling checkpoint, and make the checkpoint if it is not there.
 
     It is a DCP checkpoint with the entries ``model`` (`build_model` with its default sizes) and ``optimizer`` (AdamW).
 
     Args:
-        run: Which run.
-        folder: Where the course's checkpoints lie; every rank sees it.
-        device_type: ``cpu`` or ``cuda``: where to train if the checkpoint is to be made.
+        run: The training run.
+        folder: The folder of the course's checkpoints; every rank sees it.
+        device_type: ``cpu`` or ``cuda``: where to train if the checkpoint has to be made.
 
     Ranks: collective, over the default process group.
     Blocks: for ``run.num_steps`` training steps and a save, at most.
@@ -110,7 +110,7 @@ def course_checkpoint(run: CourseRun, folder: Path = FOLDER, *, device_type: str
     import torch.distributed as dist
 
     found = [(folder / run.name / TABLE).is_file() if dist.get_rank() == 0 else None, str(_draft(folder))]
-    dist.broadcast_object_list(found)  # one rank looks: a file system may show a new folder to some ranks only
+    dist.broadcast_object_list(found)  # only rank 0 looks: a file system may show a new folder to only some ranks
     if not found[0]:
         draft = Path(str(found[1]))
         _train_and_save(run, draft, device_type)
@@ -138,7 +138,7 @@ def _train_and_save(run: CourseRun, draft: Path, device_type: str) -> None:
     mesh = init_device_mesh(device_type, (world_size,))
     model = shard_model(build_model(seed=run.seed, device=device), mesh, blocks=Block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
-    # Where the ranks cannot share a batch evenly, several get the same rows, each row as often as any: the mean stays.
+    # If the ranks cannot share a batch evenly, some get the same rows. Each row is used equally often, so the mean is the same.
     num_shares = math.gcd(run.batch_size, world_size)
     batches = BatchSampler(
         batch_size=run.batch_size,
@@ -158,7 +158,7 @@ def _draft(folder: Path) -> Path:
 
 
 def _publish(draft: Path, place: Path) -> Path:
-    """Give a complete checkpoint its name. Two notebooks may get here at once: the first one's stays."""
+    """Rename a complete checkpoint to its final name. If two notebooks do so at once, the first one's stays."""
     try:
         os.rename(draft, place)
     except OSError:

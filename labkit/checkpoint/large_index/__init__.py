@@ -1,4 +1,4 @@
-"""A ``.metadata`` of a gigabyte and more, read in seconds by several processes.
+"""Fast reading of a ``.metadata`` of a gigabyte and more, in seconds, by several processes.
 
-``reading`` gives the result, ``readers`` starts who reads. Nothing here but ``reading`` needs torch.
+``reading`` returns the result, and ``readers`` starts the readers. Only ``reading`` needs torch.
 """

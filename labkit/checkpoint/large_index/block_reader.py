@@ -1,8 +1,8 @@
-"""Read the records that make up most of a block of a large ``.metadata`` by array operations.
+"""Reading of the records that make up most of a block of a large ``.metadata``, by array operations.
 
-Where an object may begin is told by its first bytes. What begins there and has a known layout is copied into the rows of a
-matrix: the fixed bytes are compared eight at a time, and the values are columns. Tensors of one shape and sharding have the
-same list of chunks, byte for byte, so most lists equal one that was read before and are not read again.
+The first bytes show where an object may begin. An object with a known layout is copied into a row of a matrix: the fixed bytes
+are compared eight at a time, and the values are columns. Tensors of the same shape and sharding have the same list of chunks,
+byte for byte, so most lists equal an earlier one and are not read again.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from labkit.checkpoint.large_index.names import Names
 from labkit.checkpoint.large_index.parts import Block, Int64s, OtherFormError, Pairs, Run, Span
 from labkit.checkpoint.large_index.record_layout import CHUNK, MAX_DIMS, MAX_RECORD, PAIR, Layout, Rows, Value, layout_of
 
-_CACHED = 1 << 16  # words that a processor's cache holds while they are compared several times
+_CACHED = 1 << 16  # words that stay in a processor's cache while they are compared several times
 _MAX_LAYOUTS = 16
 _MAX_LISTS = 256
 _LIST_HEAD = 64
-# What follows each object's class is seven bytes. Four of them are an aligned word, which tells how many are before it.
+# Seven bytes follow each object's class. Four of them are an aligned word, which shows how many of the seven precede it.
 _HEADS = [b")\x81\x94}", b"\x81\x94}\x94", b"\x94}\x94(", b"}\x94(h", b"}\x94(j"]
 _WORDS = [int.from_bytes(word, "little") for word in _HEADS]
 _BEFORE = np.zeros(256, np.int64)
@@ -32,15 +32,15 @@ _Found = tuple[Layout, Int64s, Rows]
 
 
 class BlockReader:
-    """Reads blocks, one after the other.
+    """A reader of blocks, one after the other.
 
     Args:
-        blocks: Where they come from.
+        blocks: The source of the blocks.
 
     Attributes:
         pairs: The pairs, in parts.
-        num_spans: How many spans have a number.
-        names, files: The texts that pairs bring along.
+        num_spans: Number of numbered spans.
+        names, files: The texts that pairs contain.
         gets: Form and memo numbers of the classes and keys of all layouts.
     """
 
@@ -61,7 +61,7 @@ class BlockReader:
         """Read blocks until there are none.
 
         Raises:
-            OtherFormError: Too many bytes are no such records, or one record lies inside another.
+            OtherFormError: Too many bytes are no such records, or one record overlaps another.
         """
         found = []
         while (block := self._blocks.next(self._memory)) is not None:
@@ -87,14 +87,14 @@ class BlockReader:
             place = np.cumsum(is_record) - 1
             made = self._spans(start[is_record], [(layout, place[rows], matrix) for layout, rows, matrix in found])
             for span in made:
-                # What ends with the block may be cut, and would be found at the beginning of each whole list.
+                # A list at the end of the block may be cut off, and would match the beginning of each whole list.
                 if span.part.form == CHUNK and span.end < limit and self._body[span.begin - 1] == ord("("):
                     self._remember(self._body[span.begin : span.end].tobytes(), span.part)
             spans = sorted(spans + made, key=lambda span: span.begin)
         return Block(base, spans, self._gaps(spans, limit))
 
     def _starts(self, end: int) -> Int64s:
-        """Where objects may begin."""
+        """Return the positions at which objects may begin."""
         hit = np.zeros(-(-end // 4), dtype=bool)
         for begin in range(0, len(hit), _CACHED):
             words, here = self._words[begin : begin + _CACHED], hit[begin : begin + _CACHED]
@@ -102,11 +102,11 @@ class BlockReader:
                 here |= words[: len(here)] == word
         at = np.flatnonzero(hit) * 4
         head = at - _BEFORE[self._body[at]]
-        # The class is a reference of one byte or of four.
+        # The class is a reference of one byte or of four bytes.
         return head - np.where(self._body[head - 5] == ord("j"), 5, 2)
 
     def _known_lists(self, start: Int64s, limit: int) -> Iterator[Span]:
-        """The lists of chunks in a block that equal one that was read before."""
+        """Yield the lists of chunks in a block that equal an earlier list."""
         at = 0
         for begin in start[self._body[start - 1] == ord("(")].tolist():
             data, run = self._lists.get(self._body[begin : begin + _LIST_HEAD].tobytes(), (b"", None))
@@ -121,8 +121,8 @@ class BlockReader:
         self._lists[data[:_LIST_HEAD]] = data, part
 
     def _records(self, start: Int64s, steps: npt.NDArray[np.uint16]) -> Iterator[_Found]:
-        """Layouts and the records that have them, as positions in ``start`` and as rows."""
-        # Records of one class whose neighbours are as far away mostly have one layout.
+        """Yield layouts and the records that have them, as indices into ``start`` and as rows."""
+        # Records of the same class and with the same distances to their neighbours mostly have the same layout.
         classes = self._classes[start + 1]
         key = classes.astype(np.uint16) * np.uint16(40503) + steps
         order = np.argsort(key, kind="stable")
@@ -156,7 +156,7 @@ class BlockReader:
                 rows = rows[~same]
 
     def _spans(self, start: Int64s, found: list[_Found]) -> list[Span]:
-        """The runs of the records that were found in a block, with the chunks; pairs are noted."""
+        """Return the runs of the records found in a block, with the chunks; note the pairs."""
         layouts = [layout for layout, _, _ in found]
         which = np.zeros(len(start), np.int64)
         for number, (_, rows, _) in enumerate(found):
@@ -167,7 +167,7 @@ class BlockReader:
         first = np.flatnonzero(np.append(True, (start[1:] != end[:-1]) | (kind[1:] != kind[:-1])))
         count = np.diff(first, append=len(start))
         if (start[1:] < end[:-1]).any():
-            raise OtherFormError  # a record in a text of another
+            raise OtherFormError  # a record inside a text of another
         columns = (start[first], end[first + count - 1], which[first], count, np.add.reduceat(puts, first))
         spans = [
             Span(begin, close, Run(layouts[layout].form, layouts[layout].dims, *counts))
@@ -214,7 +214,7 @@ class BlockReader:
 
 
 def _boxes(found: list[_Found], count: int) -> Int64s:
-    """Offsets and sizes of chunks: (2, rows of the block, most dims)."""
+    """Return offsets and sizes of chunks: (2, rows of the block, most dims)."""
     boxes = np.zeros((2, count, max(layout.dims for layout, _, _ in found)), np.int64)
     for layout, rows, matrix in found:
         for number, value in enumerate(layout.numbers):

@@ -1,4 +1,4 @@
-"""Hand out the blocks of a large ``.metadata`` in order, to readers in several processes."""
+"""Distribution of the blocks of a large ``.metadata``, in order, to readers in several processes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import struct
 from labkit.checkpoint.large_index.parts import OtherFormError, require
 from labkit.checkpoint.large_index.record_layout import MAX_RECORD
 
-BACK = 8  # bytes of the block before that stand before a block's own
-AFTER = 2 * MAX_RECORD  # bytes of the block after it that stand after them: records go on there
+BACK = 8  # bytes of the previous block that are kept before a block
+AFTER = 2 * MAX_RECORD  # bytes of the next block that are kept after a block, because records may continue there
 _MAGIC_BYTES = 2
-# Where the next block begins: its place in the file, what is left of the frame there, its place in the pickle; and if there is one.
+# The next block: its offset in the file, the bytes left in the frame there, its position in the pickle, and whether it exists.
 _TURN = struct.Struct("<QQq?")
 FIRST_TURN = _TURN.pack(_MAGIC_BYTES, 0, -BACK, True)
 
 
 class Blocks:
-    """A pickle's blocks. Whoever takes the turn out of the pipe reads the next block and puts the turn behind it back.
+    """A pickle's blocks. A reader takes the turn out of the pipe, reads the next block, and puts the next turn back.
 
-    So the file is read in order, by whichever process is free.
+    So the file is read in order, each block by the first free process.
 
     Args:
         file: The file's descriptor. Its own position is not used.
-        turn: Both ends of the pipe; :data:`FIRST_TURN` is in it.
-        most_rest: The most bytes of the blocks read here that may be no such records.
+        turn: Both ends of the pipe, which contains :data:`FIRST_TURN`.
+        most_rest: The most bytes outside records that the blocks read here may have.
         block_bytes: The size of a block.
     """
 
@@ -32,13 +32,13 @@ class Blocks:
         self._file, self._turn, self._left, self._size = file, turn, most_rest, block_bytes
 
     def new_memory(self) -> bytearray:
-        """Memory for one block, and for the bytes around it."""
+        """Return memory for one block and the bytes around it."""
         return bytearray(BACK + self._size + AFTER + MAX_RECORD)
 
     def next(self, memory: bytearray) -> tuple[int, int, int] | None:
-        """Put the next block into memory: where in the pickle that begins, where the block ends and where its bytes do."""
+        """Read the next block into memory; return the memory's position in the pickle, and where block and bytes end in memory."""
         offset, left, base, more = _TURN.unpack(os.read(self._turn[0], _TURN.size))
-        following = (offset, left, base, False)  # and so it stays when filling fails
+        following = (offset, left, base, False)  # this remains if reading fails
         try:
             if not more:
                 return None
@@ -57,14 +57,14 @@ class Blocks:
             os.write(self._turn[1], _TURN.pack(*following))
 
     def note_rest(self, size: int) -> None:
-        """Count bytes that are no records; raises :class:`OtherFormError` when they are too many."""
+        """Count bytes outside records, and raise :class:`OtherFormError` if there are too many."""
         self._left -= size
         if self._left < 0:
             raise OtherFormError
 
 
 def _fill(file: int, offset: int, left: int, into: memoryview) -> tuple[int, int, int]:
-    """Fill memory with the pickle's bytes, headers of frames left out; how many, and where the next is."""
+    """Fill memory with the pickle's bytes, without frame headers; return their number, the next offset and the frame's rest."""
     at = 0
     while at < len(into):
         if not left:

@@ -1,4 +1,4 @@
-"""What a process that reads a part of a large ``.metadata`` runs. Its input closes when the process that started it ends."""
+"""A process that reads a part of a large ``.metadata``. Its input closes when the process that started it ends."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Do the steps that the input asks for, until it closes.
+    """Carry out the steps that arrive on stdin, until it closes.
 
     Args:
         arguments: The descriptors of the file, of the tables and of both ends of the turn's pipe; the most bytes outside records;
-            the size of a block; and which of the processes this is.
+            the size of a block; and the index of this process.
     """
     try:
         steps: SimpleQueue[tuple[str, tuple[Any, ...]]] = SimpleQueue()
         threading.Thread(target=_listen, args=(steps,), daemon=True).start()
         _work(steps, *map(int, arguments))
     finally:
-        # The thread waits for input; an exit in order would wait for it.
+        # The thread waits for input, and a normal exit would wait for the thread.
         os._exit(1)
 
 
 def _listen(steps: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
-    """Hand on what the input asks for. At its end everything ends, also in the middle of a step."""
+    """Queue the steps that arrive. When the input ends, end the process, even in the middle of a step."""
     try:
         while True:
             steps.put(pickle.load(sys.stdin.buffer))
@@ -39,7 +39,7 @@ def _listen(steps: SimpleQueue[tuple[str, tuple[Any, ...]]]) -> None:
 def _work(
     steps: SimpleQueue[tuple[str, tuple[Any, ...]]], file: int, tables: int, take: int, give: int, most: int, size: int, index: int
 ) -> None:
-    # Only now: while numpy is imported, somebody listens already.
+    # Import only now, so that the thread already listens while numpy is imported.
     from labkit.checkpoint.large_index.block_source import FIRST_TURN, Blocks
     from labkit.checkpoint.large_index.parts import OTHER_FORM
     from labkit.checkpoint.large_index.share import Share

@@ -1,4 +1,4 @@
-"""Number the texts in many rows of bytes: equal texts get equal numbers."""
+"""Numbering of the texts in many rows of bytes: equal texts get equal numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _FEW = 16
 class Names:
     """Texts in the order in which they first occurred.
 
-    Each rank lists its tensors in much the same order. So a text is looked up, and the rows after it are compared, eight bytes at a
-    time, with the texts that once came after it, as far as they agree; then the next is looked up.
+    Each rank lists its tensors in almost the same order. So one text is looked up, and the rows after it are compared, eight bytes
+    at a time, with the texts that followed it earlier. Where they stop agreeing, the next text is looked up.
 
     Attributes:
         texts: The texts by number, in UTF-8.
@@ -26,7 +26,7 @@ class Names:
         self._sizes: dict[int, _Texts] = {}
 
     def numbers(self, rows: npt.NDArray[np.uint8], at: int, width: int) -> Int64s:
-        """The number of the text of ``width`` bytes at ``at`` in each row; rows hold at least seven bytes after it."""
+        """Return the number of the text of ``width`` bytes at ``at`` in each row; at least seven bytes must follow it."""
         texts = self._sizes.setdefault(width, _Texts(width))
         words = [np.ndarray(len(rows), "<u8", rows, at + 8 * index, rows.strides[:1]) for index in range(len(texts.words))]
         if width % 8:
@@ -36,7 +36,7 @@ class Names:
         while begin < len(rows):
             place = self._place(rows[begin, at : at + width].tobytes(), texts)
             end = min(len(rows), begin + len(texts) - place)
-            # In another order than before, comparing on costs more than looking up.
+            # If the order differs from before, comparing further costs more than looking up.
             end = begin + (1 if short > _FEW else texts.agree(place, [word[begin:end] for word in words]))
             short += end - begin < _FEW
             result[begin:end] = texts.numbers[place : place + end - begin]
@@ -44,7 +44,7 @@ class Names:
         return result
 
     def _place(self, text: bytes, texts: _Texts) -> int:
-        """The position of a text among those of its length."""
+        """Return the position of a text among the texts of its length."""
         place = self._known.get(text)
         if place is None:
             place = self._known[text] = texts.add(text, len(self.texts))
@@ -53,7 +53,7 @@ class Names:
 
 
 class _Texts:
-    """The texts of one length: a row for each eight bytes, a column for each text; and their numbers."""
+    """The texts of one length: a row for each eight bytes, a column for each text; and the texts' numbers."""
 
     def __init__(self, width: int) -> None:
         self.words = np.zeros((-(-width // 8), 64), np.uint64)
@@ -72,7 +72,7 @@ class _Texts:
         return place
 
     def agree(self, place: int, words: list[npt.NDArray[np.uint64]]) -> int:
-        """How many rows, from the first, hold the texts from ``place`` on; the first is known to."""
+        """Count how many rows, from the first, hold the texts from ``place`` on; the first row is known to."""
         same = np.ones(len(words[0]), dtype=bool)
         for known, word in zip(self.words, words, strict=True):
             same &= known[place : place + len(word)] == word

@@ -1,4 +1,4 @@
-"""What is found in the blocks of a large ``.metadata``. Needs no torch: it also passes between processes."""
+"""Findings in the blocks of a large ``.metadata``. Needs no torch, because they are also passed between processes."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ Int64s = npt.NDArray[np.int64]
 
 
 class OtherFormError(Exception):
-    """The pickle is not of the form that is read by array operations."""
+    """The pickle does not have the form that array operations can read."""
 
 
-# What a damaged or hostile pickle makes the array operations raise.
+# Errors that the array operations raise on a damaged or hostile pickle.
 OTHER_FORM = (
     OtherFormError, ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, TypeError, ValueError, struct.error,
 )  # fmt: skip
 
 
 def require(condition: bool) -> None:
-    """Raise :class:`OtherFormError` where something is not as expected."""
+    """Raise :class:`OtherFormError` if a condition does not hold."""
     if not condition:
         raise OtherFormError
 
 
 @dataclass(eq=False, slots=True)
 class Run:
-    """Records of one form and number of dims that follow each other without a gap.
+    """Records of the same form and number of dims that follow each other without a gap.
 
     Attributes:
         form: CHUNK or PAIR.
         dims: The number of dims.
         count: The number of records.
-        puts: The memo numbers that they use up.
-        boxes: Of chunks, offsets and sizes, (chunks, dims) each, in parts.
-        first: The memo number of the first that they memoize; set when the rest is read.
+        puts: The number of memo numbers that they use.
+        boxes: Offsets and sizes of chunks, (chunks, dims) each, in parts.
+        first: The first memo number that they use; set when the rest is read.
     """
 
     form: int
@@ -50,13 +50,13 @@ class Run:
 
 @dataclass(slots=True)
 class Span:
-    """The bytes of a block from ``begin`` to ``end``: one run, or a part of one that blocks divide.
+    """The bytes of a block from ``begin`` to ``end``: one run, or a part of a run that extends over several blocks.
 
     Attributes:
-        part: What is there.
-        number: Which of its reader's spans it is, from 0 on; -1 for a list of chunks that was seen before.
-        run: The run that it is of; set when the blocks are joined.
-        before: Memo numbers that the run uses up before it; set with it.
+        part: The records in it.
+        number: Its index among its reader's spans, from 0; -1 for a list of chunks that was seen before.
+        run: The run that it belongs to; set when the blocks are joined.
+        before: The number of memo numbers that the run uses before this span; set together with ``run``.
     """
 
     begin: int
@@ -69,16 +69,16 @@ class Span:
 
 @dataclass
 class Pairs:
-    """Keys with places, in any order.
+    """Keys with the places of their bytes, in any order.
 
     Attributes:
         offsets: (pairs, most dims).
-        span: For each pair the number of the span that it is in.
-        memo: Memo numbers that the span uses up before the first that the pair itself memoizes.
-        puts: Memo numbers that the pair uses up: the third is its own name's, the last its own file's.
+        span: For each pair, the number of its span.
+        memo: The number of memo numbers that the span uses before this pair.
+        puts: The number of memo numbers that the pair uses; its own name takes the third, its own file the last.
         dims: The number of dims.
-        name, file: A number of the reader's ``names`` or ``files``, or -1 less the memo number of a text.
-        index, start, length: The numbers.
+        name, file: A number in the reader's ``names`` or ``files``, or -1 minus the memo number of a text.
+        index, start, length: The pair's numbers.
     """
 
     offsets: Int64s
@@ -95,12 +95,12 @@ class Pairs:
 
 @dataclass
 class Block:
-    """What was found in a block.
+    """Findings in one block.
 
     Attributes:
-        base: Where in the pickle the first byte of the reader's memory is.
-        spans: The runs that begin in it, in order.
-        gaps: The bytes before each span and after the last one. The first may begin with the end of the record before it.
+        base: The position in the pickle of the first byte of the reader's memory.
+        spans: The runs that begin in the block, in order.
+        gaps: The bytes before each span and after the last one. The first may begin with the end of the previous record.
     """
 
     base: int
@@ -110,12 +110,12 @@ class Block:
 
 @dataclass
 class Part:
-    """What one reader has found in its blocks, but for the pairs, which it keeps.
+    """Findings of one reader in its blocks, without the pairs, which it keeps.
 
     Attributes:
         blocks: Its blocks.
-        num_spans: How many spans have a number.
-        names, files: The texts that its pairs bring along, in UTF-8.
+        num_spans: Number of numbered spans.
+        names, files: The texts that its pairs contain, in UTF-8.
         name_gets, file_gets: The memo numbers of the texts that its pairs refer to.
         gets: Form and memo numbers of the classes and keys of all layouts.
     """
@@ -129,7 +129,7 @@ class Part:
     gets: set[tuple[int, tuple[int, ...]]]
 
     def firsts(self) -> Int64s:
-        """For each span by number, the memo number of the first that it memoizes, once the runs have theirs."""
+        """Return, for each numbered span, the first memo number that it uses; call it once the runs have theirs."""
         result = np.zeros(self.num_spans, np.int64)
         for block in self.blocks:
             for span in block.spans:
@@ -140,14 +140,14 @@ class Part:
 
 @dataclass
 class Placing:
-    """What a reader needs to know to place its pairs.
+    """Information that a reader needs to place its pairs.
 
     Attributes:
-        firsts: As :meth:`Part.firsts` gives it.
+        firsts: As :meth:`Part.firsts` returns it.
         tensors, files: The numbers of its own names and files.
-        name_gets, file_gets: Memo numbers, in order, and the numbers of the texts that they stand for.
-        begins, ends, num_dims: By tensor: the range of its chunks in the columns, and its dims.
-        shape: Rows and most dims of the chunks.
+        name_gets, file_gets: Memo numbers, in order, and the numbers of the texts that they refer to.
+        begins, ends, num_dims: By tensor: the range of its chunks in the columns, and its number of dims.
+        shape: Number of rows and most dims of the chunks.
     """
 
     firsts: Int64s

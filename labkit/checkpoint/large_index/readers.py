@@ -1,8 +1,8 @@
-"""The readers of a large ``.metadata``: processes of their own, or one in this process.
+"""The readers of a large ``.metadata``: separate processes, or one reader in this process.
 
-Threads share Python's lock: two of them saved a third of the time, and not half. The processes are started anew, since a process
-with threads cannot be forked safely, and need numpy alone. This module needs neither numpy nor torch: ``labkit checkpoint show``
-starts the readers and imports torch while they read.
+Threads share Python's lock: two of them saved only a third of the time. The processes are spawned, because a process with threads
+cannot be forked safely; they need only numpy. This module needs neither numpy nor torch: ``labkit checkpoint show`` starts the
+readers and imports torch while they read.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from labkit.machine import usable_cores
 if TYPE_CHECKING:
     from labkit.checkpoint.large_index.share import Tables
 
-PARALLEL_BYTES = 1 << 28  # a process costs 0.3 s of processor time, reading this much 1 s
+PARALLEL_BYTES = 1 << 28  # starting a process costs 0.3 s of processor time, reading this much 1 s
 MOST_PROCESSES = 4  # with four, reading 1.6 GB takes about as long as importing torch; more were not measured
 BLOCK_BYTES = 1 << 22
-_MOST_REST = 1 << 26  # the rest is unpickled at about 10 MB a second
+_MOST_REST = 1 << 26  # the rest is unpickled at about 10 MB/s
 _METADATA_FILE = ".metadata"
-# Not -m: that would look for modules in the working directory first, which may be somebody's checkpoint.
+# Not -m: that would search modules in the working directory first, which may be a checkpoint from elsewhere.
 _START = "import sys; sys.path[:] = sys.argv[8:]; from labkit.checkpoint.large_index.child import main; main(sys.argv[1:8])"
 _ahead: dict[tuple[int, ...], Processes] = {}
 
 
 class ReadersLostError(Exception):
-    """A process that read has ended, or could not be started."""
+    """A reading process has ended, or could not be started."""
 
 
 def most_rest(size: int) -> int:
-    """How many bytes of a file of this size may be outside the records."""
+    """Return the most bytes of a file of this size that may be outside records."""
     return min(size // 2, _MOST_REST)
 
 
@@ -59,14 +59,14 @@ class Here:
         self._share = Share(Blocks(file, self._turn, most_rest(os.fstat(file).st_size), BLOCK_BYTES))
 
     def tables(self, shape: tuple[int, int]) -> Tables:
-        """The columns that it fills."""
+        """Create the columns that it fills."""
         from labkit.checkpoint.large_index.share import Tables
 
         self._share.tables = Tables(shape)
         return self._share.tables
 
     def read(self) -> list[Any]:
-        """What it finds in the blocks."""
+        """Return its findings in the blocks."""
         return [self._share.read()]
 
     def each(self, step: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -82,14 +82,14 @@ class Here:
 class Processes:
     """Several readers, each in a process of its own. They begin to read at once.
 
-    They end when they are closed, and when this process ends, however that happens: their input closes with it.
+    They end when they are closed, and when this process ends for any reason, because their input then closes.
 
     Args:
-        file: The file's descriptor. The processes inherit it, so all read one file even where another takes its name.
-        count: How many.
+        file: The file's descriptor. The processes inherit it, so all read the same file even if another one takes its name.
+        count: The number of processes.
 
     Raises:
-        OSError: One could not be started.
+        OSError: A process could not be started.
     """
 
     def __init__(self, file: int, count: int) -> None:
@@ -110,23 +110,23 @@ class Processes:
                 os.close(end)
 
     def tables(self, shape: tuple[int, int]) -> Tables:
-        """The columns that they fill, in memory that all see."""
+        """Create the columns that they fill, in shared memory."""
         from labkit.checkpoint.large_index.share import Tables
 
         os.ftruncate(self._tables_file, max(Tables.size(shape), 1))
         return Tables(shape, self._tables_file)
 
     def read(self) -> list[Any]:
-        """What each finds in its blocks."""
+        """Return each process's findings in its blocks."""
         return self._replies()
 
     def each(self, step: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Have each do a further step, all at the same time."""
+        """Let each process do a further step, all at the same time."""
         self._ask(step, arguments)
         return self._replies()
 
     def close(self) -> None:
-        """End them, whatever they do."""
+        """Kill the processes, whatever they are doing."""
         for child in self._children:
             child.kill()
         for child in self._children:
@@ -150,7 +150,7 @@ class Processes:
                 raise ReadersLostError from None
 
     def _replies(self) -> list[Any]:
-        """The replies of all, which come in any order. One that has ended would leave others waiting for their turn."""
+        """Return all replies, which arrive in any order. Raise if a process has ended, since others would wait for their turn."""
         replies: dict[int, Any] = {}
         with selectors.DefaultSelector() as waiting:
             for number, child in enumerate(self._children):
@@ -158,7 +158,7 @@ class Processes:
                 waiting.register(child.stdout, selectors.EVENT_READ, number)
             while waiting.get_map():
                 ready = waiting.select(timeout=1)
-                # Its end of the pipe may be open elsewhere: a process forked by another thread has it too.
+                # EOF does not suffice: a process forked by another thread may hold the child's end of the pipe open too.
                 if not ready and any(child.poll() is not None for child in self._children):
                     raise ReadersLostError
                 for key, _ in ready:
@@ -168,12 +168,12 @@ class Processes:
 
 
 def _reply(pipe: Any) -> Any:
-    """What a reader says. It is made by our own code and holds the file's bytes as bytes."""
+    """Return a reader's reply. Only labkit's own code made it, and it holds the file's bytes as bytes."""
     from labkit.checkpoint.large_index.parts import OtherFormError
 
     try:
         reply = pickle.load(pipe)
-    except Exception:  # its end in the middle of a reply shows in any way
+    except Exception:  # a process that ends in the middle of a reply can cause any error here
         raise ReadersLostError from None
     if reply is None:
         raise OtherFormError
@@ -182,7 +182,7 @@ def _reply(pipe: Any) -> Any:
 
 def _start(numbers: tuple[int, ...], descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
     home = str(Path(__file__).parents[3])
-    # A relative entry is another folder by now than when this process imported numpy from it.
+    # A relative entry may be another folder by now than when this process imported numpy from it.
     folders = [folder for folder in sys.path if Path(folder).is_absolute()]
     command = [sys.executable, "-P", "-c", _START, *map(str, numbers), *folders, *([] if home in folders else [home])]
     return subprocess.Popen(
@@ -191,8 +191,8 @@ def _start(numbers: tuple[int, ...], descriptors: tuple[int, ...]) -> subprocess
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         pass_fds=descriptors,
-        cwd="/",  # an empty entry of PYTHONPATH is the working directory
-        start_new_session=True,  # Ctrl-C interrupts this process alone, which then ends them
+        cwd="/",  # an empty entry of PYTHONPATH means the working directory
+        start_new_session=True,  # Ctrl-C interrupts only this process, which then ends the children
         env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
 
@@ -204,7 +204,7 @@ def _identity(file: int) -> tuple[int, ...]:
 
 @contextmanager
 def readers_of(file: int) -> Iterator[Here | Processes]:
-    """The readers of a file: those that already read it, or new ones.
+    """Return the readers of a file: those that already read it, or new ones.
 
     Args:
         file: The file's descriptor.
@@ -220,7 +220,7 @@ def readers_of(file: int) -> Iterator[Here | Processes]:
 
 @contextmanager
 def reading_ahead(path: Path) -> Iterator[None]:
-    """Read a DCP directory's large ``.metadata`` meanwhile, for whoever asks for its readers here; whatever else is there is left.
+    """Read a DCP directory's large ``.metadata`` in the background while the block runs; `readers_of` then returns these readers.
 
     Ranks: local.
     """
@@ -230,7 +230,7 @@ def reading_ahead(path: Path) -> Iterator[None]:
         with open_regular(path if path.name == _METADATA_FILE else path / _METADATA_FILE) as file:
             key, started = _identity(file.fileno()), _processes(file.fileno())
     except (OSError, CheckpointError):
-        pass  # whoever reads it says what is wrong
+        pass  # the caller that opens it reports what is wrong
     if started is None:
         yield
         return
@@ -243,9 +243,9 @@ def reading_ahead(path: Path) -> Iterator[None]:
 
 
 def _processes(file: int) -> Processes | None:
-    """Processes, where they save time and can be started."""
+    """Start processes if they save time; return None if they do not, or cannot be started."""
     cores = usable_cores()
-    # Without Linux's memory files the columns would need a file on a disk that may be full.
+    # Without memfd_create of Linux, the columns would need a file on a disk that may be full.
     if cores < 2 or os.fstat(file).st_size < PARALLEL_BYTES or not hasattr(os, "memfd_create"):
         return None
     try:

@@ -1,8 +1,8 @@
-"""Read a large ``.metadata`` in seconds: its bulk by array operations, the rest by the restricted unpickler.
+"""Reading of a large ``.metadata`` in seconds: most of it by array operations, the rest by the restricted unpickler.
 
 A checkpoint of 10,000 tensors by 1,024 ranks has a ``.metadata`` of 1.5 GB, from which an unpickler makes some hundred million
-objects. Here the records that occur once per chunk are taken out by :mod:`labkit.checkpoint.large_index.readers`; what is left is
-small and is unpickled. Whatever does not have exactly the expected form gives None, and the caller reads the file the slow way.
+objects. :mod:`labkit.checkpoint.large_index.readers` takes out the records that occur once per chunk; the rest is small and is
+unpickled. If anything does not have exactly the expected form, the result is None, and the caller reads the file the slow way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from labkit.checkpoint.safe_machine import SafeMachine
 
 LARGE_BYTES = 1 << 24
 _RUN = b"\xff"  # no opcode of pickle
-# What a damaged or hostile pickle makes the unpickler, or the reading of what it made, raise.
+# Errors that the unpickler, or code that uses its result, raises on a damaged or hostile pickle.
 _OTHER_FORM = (*OTHER_FORM, pickle.UnpicklingError)
 _GETS = {
     CHUNK: (Stateful, "offsets", tuple, "sizes", tuple),
@@ -37,10 +37,10 @@ _GETS = {
 
 @dataclass
 class Columns:
-    """The chunks of all tensors, in order, and where their bytes are.
+    """The chunks of all tensors, in order, and the places of their bytes.
 
     Attributes:
-        state: The metadata, with a :class:`Run` in place of each run in chunk lists and in ``storage_data``.
+        state: The metadata, with a :class:`Run` instead of each run in chunk lists and in ``storage_data``.
         bounds: Tensor key to the range of its chunks in the columns.
         offsets, sizes: (chunks, most dims); only as many dims as the tensor has are used.
         places: (chunks, 3): number of the file, start, length; -1 for a chunk whose place is in ``state``.
@@ -65,8 +65,8 @@ def read_large(file: BinaryIO, size: int) -> Columns | None:
         size: Its size in bytes.
 
     Returns:
-        Its columns, or None when the pickle has another form than DCP writes; it may then be damaged, or hostile, or of
-        another version.
+        Its columns, or None if the pickle does not have the form that DCP writes: it may be damaged, hostile or of another
+        version.
 
     Ranks: local.
     """
@@ -101,12 +101,12 @@ def _read(file: int, size: int, readers: Here | Processes) -> Columns:
 
 
 class _Memo(dict[int, Any]):
-    """Return what was memoized, by number, where runs that are taken out have numbers too."""
+    """The unpickler's memo, in which runs that were taken out also use up numbers."""
 
     count = 0
 
     def append(self, item: Any) -> None:
-        """Number an object."""
+        """Give the next number to an object."""
         self[self.count] = item
         self.count += 1
 
@@ -115,9 +115,9 @@ class _Memo(dict[int, Any]):
 
 
 class _RestReader(SafeMachine):
-    """The reader of a pickle whose runs are taken out; an opcode of its own stands for each.
+    """The reader of a pickle whose runs are taken out; a special opcode marks each run.
 
-    A run of chunks leaves its :class:`Run` on the stack, and one of pairs the same and None, for a dict.
+    A run of chunks leaves its :class:`Run` on the stack. A run of pairs leaves its :class:`Run` and None, as an item of a dict.
     """
 
     def __init__(self, data: bytes, runs: list[Run]) -> None:
@@ -138,7 +138,7 @@ class _RestReader(SafeMachine):
 
 
 def _chunks(described: Mapping[str, Any], bulk: BulkRecords) -> tuple[dict[str, tuple[int, int]], list[tuple[Int64s, Int64s]]]:
-    """Each tensor's range of chunks, and all offsets and sizes in parts."""
+    """Return each tensor's range of chunks, and all offsets and sizes in parts."""
     bounds: dict[str, tuple[int, int]] = {}
     listed: list[Run] = []
     boxes: list[tuple[Int64s, Int64s]] = []
@@ -160,13 +160,13 @@ def _chunks(described: Mapping[str, Any], bulk: BulkRecords) -> tuple[dict[str, 
                 boxes.append((np.array([state["offsets"]], dtype=np.int64), np.array([state["sizes"]], dtype=np.int64)))
                 at += 1
         bounds[key] = (begin, at)
-    # A Run is equal to nothing but itself.
+    # A Run is equal only to itself.
     require(bool(listed) and listed == [run for run in bulk.runs if run.form == CHUNK])
     return bounds, boxes
 
 
 def _stack(parts: list[Int64s], into: Int64s) -> None:
-    """Put tables one after the other into one that is as wide as the widest, and zero."""
+    """Stack tables into one that is as wide as the widest and filled with zeros."""
     at = 0
     for part in parts:
         into[at : at + len(part), : part.shape[1]] = part
@@ -174,7 +174,7 @@ def _stack(parts: list[Int64s], into: Int64s) -> None:
 
 
 def _place(columns: Columns, bulk: BulkRecords, rest: _RestReader, readers: Here | Processes) -> None:
-    """Have the readers note for each chunk where its bytes are."""
+    """Let the readers note the place of each chunk's bytes."""
     state = columns.state
     require([run for run in state["storage_data"] if isinstance(run, Run)] == [run for run in bulk.runs if run.form == PAIR])
     tensors = {key: number for number, key in enumerate(columns.bounds)}
@@ -184,7 +184,7 @@ def _place(columns: Columns, bulk: BulkRecords, rest: _RestReader, readers: Here
     memo = {**rest.memo, **_texts_referred_to(bulk, rest.memo, firsts, readers)}
     names = {_text(name) for part in bulk.parts for name in part.files}
     names |= {memo[get] for part in bulk.parts for get in part.file_gets.tolist()}
-    # Not in the order in which the readers happened to find them.
+    # Sorted, because the readers find them in a random order.
     files = {name: number for number, name in enumerate(sorted(names, key=lambda name: (writer_rank(name) or 0, name)))}
 
     def placing(part: Part, firsts: Int64s) -> Placing:
@@ -202,14 +202,14 @@ def _place(columns: Columns, bulk: BulkRecords, rest: _RestReader, readers: Here
 
     placed = sum(readers.each("place", [(placing(*both),) for both in zip(bulk.parts, firsts, strict=True)]))
     columns.files = list(files)
-    # Each chunk was placed once, but for those whose key stayed in the rest.
+    # Each chunk was placed once, except for those whose key is in the rest.
     require(placed == int((columns.places[:, 0] >= 0).sum()))
 
 
 def _texts_referred_to(
     bulk: BulkRecords, memo: Mapping[int, Any], firsts: list[Int64s], readers: Here | Processes
 ) -> dict[int, str]:
-    """By memo number, the texts that a pair brings along and another refers to."""
+    """Return, by memo number, texts that one pair contains and other pairs refer to."""
     left = {get for part in bulk.parts for gets in (part.name_gets, part.file_gets) for get in gets.tolist()} - memo.keys()
     found: dict[int, str] = {}
     for of_files in (True, False):

@@ -1,4 +1,4 @@
-"""The layout of the two records that occur once per chunk in ``.metadata``: where their numbers and texts are.
+"""The layout of the two records that occur once per chunk in ``.metadata``: the positions of their numbers and texts.
 
 The two forms are a chunk's box, and the pair of its key and the place of its bytes. A number takes one, two, four or more bytes,
 so each form has a few layouts.
@@ -20,7 +20,7 @@ MAX_DIMS = 8
 Rows = npt.NDArray[np.uint8]
 """Records of one layout: (records, bytes), with whole words of eight bytes."""
 
-# A record as one letter per opcode: n a number, w a text, m MEMOIZE, f a GET; every other opcode is its own letter.
+# A record as one letter per opcode: n for a number, w a text, m MEMOIZE, f a GET; every other opcode is its own character.
 _LETTERS = dict.fromkeys(("BININT1", "BININT2", "BININT", "LONG1"), "n")
 _LETTERS |= {"SHORT_BINUNICODE": "w", "MEMOIZE": "m", "BINGET": "f", "LONG_BINGET": "f"}
 _HEAD = r"f\)\x81m}m\("
@@ -36,14 +36,14 @@ _Op = tuple[str, str, Any, int]
 
 @dataclass(frozen=True)
 class Value:
-    """A number, text or reference in a record: the opcode's name, where its payload is, how many bytes it has."""
+    """A number, text or reference in a record: the opcode's name, the position of its payload, and the number of its bytes."""
 
     code: str
     at: int
     width: int
 
     def of(self, rows: Rows) -> npt.NDArray[Any]:
-        """The numbers or references in records, in as many bytes as they have there."""
+        """Return the numbers or references in records, with as many bytes as they have there."""
         if self.code != "LONG1":
             return np.ndarray(len(rows), _TYPES[self.code], rows, self.at, rows.strides[:1])
         wide = np.zeros((len(rows), 8), np.uint8)
@@ -53,17 +53,17 @@ class Value:
 
 @dataclass(frozen=True)
 class Layout:
-    """What records of one layout have in common.
+    """The common properties of records of one layout.
 
     Attributes:
         form: CHUNK or PAIR.
-        dims: The extents in each size.
-        length: The bytes.
-        puts: The memo numbers that one uses up.
+        dims: The number of dims in each size.
+        length: The record's length in bytes.
+        puts: The number of memo numbers that a record uses.
         gets: The memo numbers of the classes and keys.
-        numbers: Where the numbers are. Of a chunk: offsets, sizes; of a pair: index, offsets, start, length.
-        name, file: Where a pair's texts, or references to them, are.
-        mask, fixed: The bytes that are the same in all, as words of eight.
+        numbers: The positions of the numbers. For a chunk: offsets, sizes; for a pair: index, offsets, start, length.
+        name, file: The positions of a pair's texts, or of references to them.
+        mask, fixed: The bytes that are the same in all records, as words of eight bytes.
     """
 
     form: int
@@ -78,7 +78,7 @@ class Layout:
     fixed: npt.NDArray[np.uint64]
 
     def fits(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which rows have this layout."""
+        """Return which rows have this layout, as a mask."""
         words = rows.view("<u8")
         same = np.ones(len(rows), dtype=bool)
         for column, (mask, fixed) in enumerate(zip(self.mask, self.fixed, strict=True)):
@@ -90,7 +90,7 @@ class Layout:
 
 
 def layout_of(data: bytes) -> Layout | None:
-    """The layout of the record at the beginning of some bytes; None when it is of neither form."""
+    """Return the layout of the record at the beginning of some bytes; None if it has neither form."""
     ops = _opcodes(data)
     letters = "".join(letter for _, letter, _, _ in ops)
     for form, pattern in _FORMS.items():
@@ -101,7 +101,7 @@ def layout_of(data: bytes) -> Layout | None:
 
 
 def _opcodes(data: bytes) -> list[_Op]:
-    """Name, letter, argument and place of the opcodes of two records at most."""
+    """Return name, letter, argument and position of the opcodes of at most two records."""
     ops: list[_Op] = []
     builds = 0
     try:
@@ -111,7 +111,7 @@ def _opcodes(data: bytes) -> list[_Op]:
             if builds == 2:
                 break
     except ValueError:
-        pass  # what follows the record is cut off
+        pass  # the bytes after the record are cut off
     return ops
 
 

@@ -1,4 +1,4 @@
-"""Put together what the readers of a large ``.metadata`` have found in its blocks."""
+"""Joining of what the readers of a large ``.metadata`` have found in its blocks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ class BulkRecords:
     """All records of a pickle that have one of the two forms.
 
     Args:
-        parts: What each reader has found.
-        most_rest: The most bytes that may be no such records.
+        parts: The findings of each reader.
+        most_rest: The most bytes that may be outside such records.
 
     Attributes:
         parts: The same.
-        runs: Where they are, in order.
+        runs: The runs of records, in order.
         gaps: The bytes before, between and after the runs.
 
     Raises:
-        OtherFormError: More than ``most_rest`` bytes are no such records, or one lies inside another.
+        OtherFormError: More than ``most_rest`` bytes are outside such records, or one record overlaps another.
     """
 
     def __init__(self, parts: list[Part], most_rest: int) -> None:
@@ -30,7 +30,7 @@ class BulkRecords:
         require(sum(map(len, self.gaps)) <= most_rest)
 
     def _join(self, blocks: list[Block]) -> None:
-        """Make the runs of the blocks' spans."""
+        """Join the blocks' spans into runs."""
         gap: list[bytes] = []
         reach = 0  # the end of the last record
         for block in blocks:

@@ -1,6 +1,6 @@
-"""One reader's share of a large ``.metadata``: it reads blocks, keeps their pairs, and later notes where each chunk's bytes are.
+"""One reader's share of a large ``.metadata``: it reads blocks, keeps their pairs, and later notes each chunk's place.
 
-Needs no torch: it also runs in processes of its own (:mod:`labkit.checkpoint.large_index.readers`).
+Needs no torch, because it also runs in separate processes (:mod:`labkit.checkpoint.large_index.readers`).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _ITEM = 8
 
 
 class Tables:
-    """The columns that all readers see: offsets and places of all chunks.
+    """The columns that all readers share: offsets and places of all chunks.
 
     Args:
-        shape: Rows, and most dims.
-        file: The descriptor of a file as large as they are; none where all readers are in this process.
+        shape: Number of rows, and most dims.
+        file: The descriptor of a file of the same size; None if all readers are in this process.
 
     Attributes:
         offsets: (rows, most dims).
@@ -38,19 +38,19 @@ class Tables:
 
     @staticmethod
     def size(shape: tuple[int, int]) -> int:
-        """How many bytes they have."""
+        """Return the bytes of columns of this shape."""
         return shape[0] * (shape[1] + 3) * _ITEM
 
 
 class Share:
-    """What one reader does, step by step.
+    """The work of one reader, step by step.
 
     Args:
-        blocks: Where its blocks come from.
+        blocks: The source of its blocks.
         tables_file: As :class:`Tables` takes it.
 
     Attributes:
-        tables: The columns; where they are not set, they are in the file.
+        tables: The columns; None if they are in the file.
     """
 
     def __init__(self, blocks: Blocks, tables_file: int | None = None) -> None:
@@ -66,7 +66,7 @@ class Share:
         return Part(blocks, reader.num_spans, reader.names.texts, reader.files.texts, names, files, reader.gets)
 
     def brought(self, of_files: bool, firsts: Int64s, wanted: Int64s) -> dict[int, int]:
-        """Of the memo numbers that are wanted, those of a file or name that a pair here brings along, with its number."""
+        """Return, for the wanted memo numbers that belong to a file or name in a pair here, the number of that text."""
         result: dict[int, int] = {}
         for pairs in self._pairs:
             column = pairs.file if of_files else pairs.name
@@ -77,7 +77,7 @@ class Share:
         return result
 
     def place(self, placing: Placing) -> int:
-        """Note for each pair's chunk where its bytes are, and check that key and chunk agree on where the chunk lies."""
+        """Note the place of each pair's chunk, and check that key and chunk have the same offsets. Return the number of pairs."""
         tables = self.tables or Tables(placing.shape, self._tables_file)
         placed = 0
         for pairs in self._pairs:
@@ -86,7 +86,7 @@ class Share:
             rows = placing.begins[tensor] + pairs.index
             inside = (pairs.index >= 0) & (rows < placing.ends[tensor]) & (pairs.dims == placing.num_dims[tensor])
             require(bool(inside.all()))
-            # Equally many dims: what one table is wider than the other by is zero.
+            # The number of dims is equal: where one table is wider than the other, the extra columns are zero.
             dims = min(pairs.offsets.shape[1], tables.offsets.shape[1])
             require(bool((tables.offsets.take(rows, axis=0)[:, :dims] == pairs.offsets[:, :dims]).all()))
             file = _numbered(pairs.file, placing.files, before, placing.file_gets)
@@ -96,17 +96,17 @@ class Share:
 
 
 def _changes(texts: npt.NDArray[np.int64]) -> Int64s:
-    """Where references begin that differ from those before; neighbours mostly refer to the same."""
+    """Return the positions at which a reference differs from the one before it; neighbours mostly refer to the same text."""
     return np.flatnonzero(np.diff(texts, prepend=0) * (texts < 0))
 
 
 def _gets(columns: list[Int64s]) -> Int64s:
-    """The memo numbers that columns of texts refer to, in order."""
+    """Return the memo numbers that columns of texts refer to, in order."""
     return np.unique(np.concatenate([np.zeros(0, np.int64), *(np.unique(-1 - texts[_changes(texts)]) for texts in columns)]))
 
 
 def _numbered(texts: Int64s, own: Int64s, before: Int64s, gets: tuple[Int64s, Int64s]) -> Int64s:
-    """The numbers of texts: those that records bring along, and those that they refer to and that were memoized before."""
+    """Return the numbers of texts: of texts in the records themselves, and of earlier texts that they refer to."""
     refers = np.flatnonzero(texts < 0)
     if not len(refers):
         return own[texts]
