@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
+from labkit.worker import loopback_peers
+
 _native: Any = _distributed_c10d  # its stubs leave out what is used here
 
 FIRST_TYPE = 32
@@ -242,8 +244,7 @@ def _make_backend(group: Any, backend_name: str, store: Any, timeout: timedelta)
 def _gloo_device() -> Any:
     """One transport for all replacements; each has a thread and three descriptors, which no group ever gives back."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    factory = c10d.ProcessGroupGloo
-    return factory.create_device(interface=interface) if interface else factory.create_default_device()
+    return loopback_peers.create_device(interface)
 
 
 def break_group(group: Any, reason: str) -> None:
