@@ -317,6 +317,26 @@ class WireError(LabkitError):
     """A message could not be sent or understood: an argument or result cannot be pickled, or the other side is broken."""
 
 
+class StrangerError(LabkitError):
+    """Another user of this machine took a rank's place in a process group while it was made. Nothing was sent to it.
+
+    Attributes:
+        uid: The user's number.
+        user: The user's name; empty where the system knows none.
+        port: Where it connected, or answered.
+    """
+
+    def __init__(self, uid: int, user: str, port: int, *, answered: bool = False) -> None:
+        self.uid, self.user, self.port = uid, user, port
+        who = f"the user {user} (uid {uid})" if user else f"a user without a name (uid {uid})"
+        super().__init__(
+            f"{who} {'answered at' if answered else 'connected to'} port {port} of this machine in the place of a rank, while the "
+            "ranks made a process group. The connection was closed, nothing was sent to it, and the group was not made. Try "
+            "again; if it happens again, somebody here wants to read what ranks say to each other: tell who runs the machine, or "
+            "start the pool where others cannot reach its loopback device, as in a container."
+        )
+
+
 class ExerciseError(LabkitError, AssertionError):
     """The check of an exercise measured something other than its target."""
 

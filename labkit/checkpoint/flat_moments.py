@@ -99,7 +99,7 @@ def join_pieces(contents: Contents, root: Path_, parameters: ParameterList) -> N
 
 
 def _is_whole(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
-    """Whether each file holds all of a moment, or a box that says where it lies, and not a stretch without a place."""
+    """Return whether each file holds all of a moment, or a box that says where it lies, and not a stretch without a place."""
     if entry.shape != shape or not coverage(entry.chunks, shape).exact:
         return False
     return len(entry.chunks) > 1 or all(chunk.sizes == shape for table in entry.replicas for chunk in table)

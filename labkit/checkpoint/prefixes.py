@@ -11,7 +11,7 @@ from labkit.checkpoint.wording import quoted
 
 @dataclass(frozen=True)
 class PrefixChange:
-    """What names begin with, and what they should begin with; either may be nothing."""
+    """The beginning that names have and the one that they should have; either may be empty."""
 
     old: str
     new: str

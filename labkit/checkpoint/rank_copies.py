@@ -150,7 +150,7 @@ def _camps(reader: Reader, entry: TensorEntry) -> str:
 
 
 def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
-    """Whether the copies of a tensor in further rank files have the same bits as the first."""
+    """Return whether the copies of a tensor in further rank files have the same bits as the first."""
     for table in entry.replicas:
         for chunk in table:
             if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table)):

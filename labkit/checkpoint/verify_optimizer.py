@@ -1,4 +1,4 @@
-"""Whether an optimizer's state is complete and has its parameters' shapes, its moments differ, and its step counters agree."""
+"""Checks of an optimizer's state: complete, in its parameters' shapes, with different moments and equal step counters."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _compare_shapes(checkpoint: Checkpoint, tensors: Sequence[Piece], pieces: Ma
 
 
 def _is_share(checkpoint: Checkpoint, entry: TensorEntry, whole: int) -> bool:
-    """Whether each rank's file has a stretch of a moment, which together are as long as the parameter."""
+    """Return whether each rank's file has a stretch of a moment, which together are as long as the parameter."""
     stretches = sum(chunk.numel for table in (entry.chunks, *entry.replicas) for chunk in table)
     return len(checkpoint.ranks) > 1 and len(entry.shape) == 1 and stretches == whole
 

@@ -29,6 +29,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
+from labkit.worker import loopback_peers
+
 _native: Any = _distributed_c10d  # its stubs leave out some names used here
 
 FIRST_TYPE = 32
@@ -54,6 +56,7 @@ _CUT_OFF = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
+    "SO_ERROR: Connection refused",  # it has left while a group was being made
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "NCCL communicator encountered error set by ProcessGroupNCCL",
@@ -242,8 +245,7 @@ def _make_backend(group: Any, backend_name: str, store: Any, timeout: timedelta)
 def _gloo_device() -> Any:
     """Return one transport for all replacements. A transport has a thread and three descriptors, which are never released."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    factory = c10d.ProcessGroupGloo
-    return factory.create_device(interface=interface) if interface else factory.create_default_device()
+    return loopback_peers.create_device(interface)
 
 
 def break_group(group: Any, reason: str) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 from labkit import tracebacks
-from labkit.errors import FailureKind, RankFailure, WireError
+from labkit.errors import FailureKind, RankFailure, StrangerError, WireError
 from labkit.wire.messages import Begun, Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack
 from labkit.wire.pipes import Kept
@@ -22,6 +23,9 @@ from labkit.worker.process_group import ProcessGroups
 from labkit.worker.recovery import Recovery
 from labkit.worker.run_state import RunState
 from labkit.worker.step_board import StepBoard
+
+# At the start a rank may end because another one has left. Wait for that one's error first: it is the cause, and is named.
+VICTIM_WAITS_S = 1.0
 
 # Kinds of work that run no code of the reader's.
 _OWN_KINDS = ("rebuild", "ask")
@@ -231,4 +235,15 @@ _NOTHING = _Nothing()
 
 def main(spec: WorkerSpec, read_fds: tuple[int, int], kept: Kept) -> None:
     """Run a worker in this process until it is told to end."""
-    Worker(spec, read_fds, kept).serve()
+    try:
+        worker = Worker(spec, read_fds, kept)
+    except StrangerError as error:
+        # The notebook shows what a rank wrote last. The message says all.
+        sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    except RuntimeError as error:
+        if backends.is_cut_off(error):
+            time.sleep(VICTIM_WAITS_S)
+        raise
+    worker.serve()

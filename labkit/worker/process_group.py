@@ -17,7 +17,7 @@ from torch._C import _distributed_c10d as _c10d
 
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
-from labkit.worker import backends, cut, new_groups
+from labkit.worker import backends, cut, loopback_peers, new_groups
 from labkit.worker.conditions import Condition, GroupCondition
 from labkit.worker.judgement import judge
 from labkit.worker.place import INTERFACE, addresses_of
@@ -96,6 +96,7 @@ class ProcessGroups:
             # Otherwise gloo binds to the address that the host name resolves to, and there may be none.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
         new_groups.install()
+        loopback_peers.install()
         bound: dict[str, Any] = {}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
