@@ -179,7 +179,8 @@ def _below(path: Path_, key: Any, found: Captured) -> Path_:
     try:
         str(key).encode()
     except UnicodeEncodeError:
-        found.problems.append(f"{key!r} is no name: it has a lone surrogate")
+        where = f"{flat_key(path)}: " if path else ""
+        found.problems.append(f"{where}{key!r} is no name: it has a lone surrogate")
     if len(path) > MAX_DEPTH:
         raise UnsavableStateError(STATE, [f"{flat_key(path):.80} is nested deeper than {MAX_DEPTH} levels, or contains itself"])
     return (*path, str(key))

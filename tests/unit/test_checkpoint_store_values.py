@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -567,6 +567,7 @@ def nested(leaves: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 
 
 @given(value=nested(st.one_of(LEAVES, LEAVES, LEAVES, LEAVES, STRANGERS)))
+@example(value={"\ud800": None})
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_b_any_value_comes_back_or_is_refused_by_name_with_nothing_on_disk(
     tmp_path_factory: pytest.TempPathFactory, value: Any
