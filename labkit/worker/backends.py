@@ -56,7 +56,6 @@ _CUT_OFF = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
-    "SO_ERROR: Connection refused",  # it has left while a group was being made
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "NCCL communicator encountered error set by ProcessGroupNCCL",

@@ -4,8 +4,9 @@ A gloo device listens on a port and asks nobody who connects for a key. A neighb
 sends a rank's number first is that rank. Two things are done about it, around the making of each gloo backend:
 
 - **Look.** A backend is of use when it is connected with each of its peers. Before anything is sent, the kernel is asked who holds
-  the other end of each connection that was made meanwhile. Another user's ends the making with a StrangerError. One that nobody
-  holds any more is cut: gloo says so when the group is used. An end on another machine is not known: the network is trusted.
+  the other end of each connection that was made meanwhile. Another user's ends the making with a StrangerError, when the other
+  ranks have made their connections too. One that nobody holds any more is cut: gloo says so when the group is used. An end
+  on another machine is not known: the network is trusted.
 - **Close the door.** Nobody has any business at the listener of a group that is complete. A filter that drops every packet is
   attached to it, so that strangers take up no descriptor. A connection has the filter that its listener had when it was made, so
   those of the group have none. Where torch makes another group on the same device (a split, labkit's rebuilding of groups),
@@ -45,27 +46,19 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from labkit.errors import StrangerError
+from labkit.worker import socket_ends
 
 _native: Any = _distributed_c10d  # its stubs leave out what is used here
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # the socket module has no names for these
-_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 _RETURN_0 = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0), 8)
 _DROP_ALL = struct.pack("HP", 1, ctypes.addressof(_RETURN_0))
 
 # A connection that has arrived belongs to nobody until gloo's thread takes it; on a busy machine that thread has to wait.
 TAKEN_WITHIN_S = 20.0
-_ARRIVING, _LISTEN = (1, 3), 10  # established, and the moment before
-_LOOK_AGAIN_S = 0.001
+_ARRIVING = (1, 3)  # established, and the moment before
+_LOOK_AGAIN_S = 0.002
 _LOOKS_FOR_AN_END = 5  # a table that changes while it is read may come with a line missing
 _TRIES = 3  # another thread may close a descriptor in the moment in which a device is made, and the device get it
-
-
-class _End(NamedTuple):
-    """The state of a socket in the kernel. Without an inode it belongs to no process, not yet or not any more."""
-
-    state: int
-    uid: int
-    inode: int
 
 
 class _Loop(NamedTuple):
@@ -108,8 +101,25 @@ def _init(backend: Any, store: Any, rank: int, size: int, *args: Any, **more: An
         options, loops = given, [loop for device in given._devices for loop in _shared.get(id(device), (None, []))[1]]
     else:
         options, loops = _options(given)
-    with _watched(loops):
-        _native_init(backend, store, rank, size, options)
+    try:
+        with _watched(loops):
+            _native_init(backend, store, rank, size, options)
+            if loops:
+                store.set(_connected(rank), "")
+    except StrangerError:
+        _await_others(store, [_connected(other) for other in range(size)], loops)
+        raise
+
+
+def _connected(rank: int) -> str:
+    return f"labkit/connected/{rank}"
+
+
+def _await_others(store: Any, keys: Sequence[str], loops: Sequence[_Loop]) -> None:
+    """Let each other rank come to the end of its own connecting: one that waits in there for a connection cannot be freed."""
+    with _open(loops), contextlib.suppress(RuntimeError):  # a store that was cut
+        while not all(store.check([key]) for key in keys):
+            time.sleep(_LOOK_AGAIN_S)
 
 
 def _options(timeout: Any) -> tuple[Any, list[_Loop]]:
@@ -161,8 +171,7 @@ def _descriptors() -> set[str]:
 
 
 @contextlib.contextmanager
-def _watched(loops: Sequence[_Loop]) -> Iterator[None]:
-    """Open the doors while a backend is made, close them, and look who has come in. Another user is a StrangerError."""
+def _open(loops: Sequence[_Loop]) -> Iterator[None]:
     for loop in loops:
         _set_filter(loop, _SO_DETACH_FILTER)
     try:
@@ -170,6 +179,13 @@ def _watched(loops: Sequence[_Loop]) -> Iterator[None]:
     finally:
         for loop in loops:
             _set_filter(loop, _SO_ATTACH_FILTER)
+
+
+@contextlib.contextmanager
+def _watched(loops: Sequence[_Loop]) -> Iterator[None]:
+    """Open the doors while a backend is made, close them, and look who has come in. Another user is a StrangerError."""
+    with _open(loops):
+        yield
     for loop in loops:
         present = _watched_by(loop.epoll)
         present.pop(loop.inode, None)
@@ -237,7 +253,7 @@ def _is_settled(fd: int, inode: int, loop: _Loop, may_be_missing: bool, may_arri
     with contextlib.suppress(OSError), _duplicate(fd, inode) as connection:  # what is no connection any more hears nothing
         own, peer = connection.getsockname(), connection.getpeername()
         here = _is_loopback(own[0]) or _is_loopback(peer[0]) or own[0] == peer[0]
-        end = _ask(connection.family, peer, own) or (_find(peer, own) if here else None)
+        end = socket_ends.ask(connection.family, peer, own) or (socket_ends.find(peer, own) if here else None)
         if end is None:
             if not here or may_be_missing:
                 return not here
@@ -259,41 +275,6 @@ def _stranger(uid: int, own_port: int, peer_port: int, loop: _Loop) -> StrangerE
     with contextlib.suppress(OSError), _duplicate(loop.listener, loop.inode) as listener:
         answered = listener.getsockname()[1] != own_port
     return StrangerError(uid, name, peer_port if answered else own_port, answered=answered)
-
-
-def _ask(family: int, own: Any, peer: Any) -> _End | None:
-    """Ask the kernel for the socket with these addresses, in some 20 us; None where there is none, or the kernel cannot say."""
-    ends = struct.pack(">HH16s16s", own[1], peer[1], _packed(own), _packed(peer)) + struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)
-    request = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF) + ends
-    with contextlib.suppress(OSError), socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as link:
-        link.settimeout(1.0)
-        link.sendto(struct.pack("=IHHII", 16 + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0) + request, (0, 0))
-        answer = link.recv(4096)
-        if struct.unpack_from("=H", answer, 4)[0] == _SOCK_DIAG_BY_FAMILY and answer[17] != _LISTEN:
-            return _End(answer[17], *struct.unpack_from("=II", answer, 80))
-    return None
-
-
-def _find(own: Any, peer: Any) -> _End | None:
-    """Look for the socket in the kernel's tables; takes milliseconds where there are thousands of sockets."""
-    for path in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with contextlib.suppress(OSError), open(path) as table:
-            for line in table:
-                words = line.split()
-                if words[1].endswith(_in_table(own)) and words[2].endswith(_in_table(peer)):
-                    return _End(int(words[3], 16), int(words[7]), int(words[9]))
-    return None
-
-
-def _packed(address: Any) -> bytes:
-    host = address[0].partition("%")[0]
-    return socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
-
-
-def _in_table(address: Any) -> str:
-    """Return an address as the tables have it: words of four bytes in the machine's own order, with more in front in tcp6."""
-    packed = _packed(address)
-    return "".join(f"{word:08X}" for word in struct.unpack(f"={len(packed) // 4}I", packed)) + f":{address[1]:04X}"
 
 
 def _is_loopback(host: str) -> bool:

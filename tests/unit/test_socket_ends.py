@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from labkit.worker import loopback_peers
+from labkit.worker import socket_ends
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 
@@ -28,19 +28,19 @@ def test_s14_the_other_end_is_found_with_its_user(family: socket.AddressFamily, 
         pytest.skip(f"this machine has no {host}")
     with listener, socket.socket(family) as client:
         client.connect((target, listener.getsockname()[1]))
-        assert loopback_peers._find(listener.getsockname(), ("127.0.0.1", 1)) is None
+        assert socket_ends.find(listener.getsockname(), ("127.0.0.1", 1)) is None
         server, _ = listener.accept()
         with server:
             own, peer = server.getsockname(), server.getpeername()
             expected = (1, os.geteuid(), os.fstat(client.fileno()).st_ino)
-            assert loopback_peers._find(peer, own) == expected
+            assert socket_ends.find(peer, own) == expected
             # Where the kernel has no socket diagnosis it has no answer; a wrong one it never has.
-            assert loopback_peers._ask(server.family, peer, own) in (expected, None)
+            assert socket_ends.ask(server.family, peer, own) in (expected, None)
             client.close()
-            for end in (loopback_peers._find(peer, own), loopback_peers._ask(server.family, peer, own)):
+            for end in (socket_ends.find(peer, own), socket_ends.ask(server.family, peer, own)):
                 assert end is None or end.inode == 0
 
 
 def test_s14_the_listener_on_a_port_is_not_taken_for_an_end_that_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert loopback_peers._ask(socket.AF_INET, listener.getsockname(), ("127.0.0.1", 1)) is None
+        assert socket_ends.ask(socket.AF_INET, listener.getsockname(), ("127.0.0.1", 1)) is None
