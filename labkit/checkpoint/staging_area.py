@@ -166,6 +166,8 @@ class StagingArea:
         try:
             empty(self._folder_fd)
             remove_folder(self.folder)
+        except FileNotFoundError:
+            return ""  # a run that began meanwhile has removed the emptied folder
         except OSError as error:
             return f"{self.folder} could not be removed ({error.strerror}): remove it."
         finally:

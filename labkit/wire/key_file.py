@@ -115,12 +115,12 @@ def read_private(path: Path, otherwise: str) -> dict[str, Any]:
         raise InvalidPoolError(
             f"the key file {path} belongs to another user (uid {status.st_uid}), who would get what you run. {otherwise}"
         )
-    if status.st_mode & 0o077:
-        raise InvalidPoolError(f"others than its owner may read {path} (mode {status.st_mode & 0o777:o}). Run: chmod 600 {path}")
     try:
         content = json.loads(text)
     except ValueError:
         content = None
     if not isinstance(content, dict):
         raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.")
+    if status.st_mode & 0o077:
+        raise InvalidPoolError(f"others than its owner may read {path} (mode {status.st_mode & 0o777:o}). Run: chmod 600 {path}")
     return content
