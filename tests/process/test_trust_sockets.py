@@ -190,6 +190,10 @@ def test_case_23_raw_bytes_at_gloos_sockets_do_not_harm_the_pool(pool: WorkerPoo
     doors = [item.laddr for pid in pool.pids.values() for item in listeners(pid)]
     assert doors
     for address in doors:
+        if sys.platform == "linux":  # nobody is heard there once the group is made
+            with pytest.raises(TimeoutError):
+                socket.create_connection(tuple(address), 0.2)
+            continue
         for make in RAW.values():
             throw(socket.AF_INET, tuple(address), make(unharmed)[:100_000], until_hung_up=False)  # gloo keeps strangers waiting
 
