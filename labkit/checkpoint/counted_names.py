@@ -7,8 +7,9 @@
 | the same, and they differ in several numbers | one of these counts from 0, or all combinations are there |
 
 Anything else lacks files, which is an error. A caller who reads one file of several is told with a warning: the file may be whole.
-What says so is that the file whose number is nearest, of those beside it, holds other weights of a model; or, where there is no
-such file, a word in front of a number above 0 (``rank1``). Numbers beyond :data:`MOST_RANKS`, such as dates, count nothing.
+What says so is that the file whose number is nearest, of those beside it, holds other weights of a model; or, where it holds the
+same names, a word in front of the number (``stage_0``: copies, or parts with names of their own); or, where there is no such file,
+such a word in front of a number above 0 (``rank1``). Numbers beyond :data:`MOST_RANKS`, such as dates, count nothing.
 """
 
 from __future__ import annotations
@@ -138,9 +139,15 @@ def gap_of_one(name: str, root: Path, other_weights: Callable[[Path], bool]) -> 
             ((place, other) for place, others in beside.items() for other in others.values()),
             key=lambda found: abs(_numbers(found[1].name)[found[0]] - _numbers(file.name)[found[0]]),
         )
-        if not other_weights(nearest):
-            return None
         pattern = file.with_name(_with_text(file.name, place, "{rank}"))
+        if not other_weights(nearest):
+            if _ONE_OF_SEVERAL.search(file.name) is None:
+                return None
+            return Gap(
+                "warning",
+                f"it is read alone, and its name suggests that it is one of several, like {nearest.name} beside it. If they are "
+                f"copies, one is enough. If each holds a part, this is a part only; their name together is {quoted(pattern)}",
+            )
         return Gap(
             "warning",
             f"it is read alone, and {nearest.name} beside it holds other weights, so it may be a part of the model only. "

@@ -145,3 +145,13 @@ def test_one_of_several_epochs_is_read_without_a_word(tmp_path: Path, names: lis
     for number, name in enumerate(names):
         torch.save({"model": {"w": ONE * number}}, tmp_path / name)
     assert found(tmp_path / names[0]) == []
+
+
+@pytest.mark.parametrize(("word", "told"), [("stage", True), ("rank", True), ("epoch", False)])
+def test_a_file_read_alone_whose_neighbour_has_the_same_names_is_told_where_its_name_suggests_parts(
+    tmp_path: Path, word: str, told: bool
+) -> None:
+    for number in range(2):
+        torch.save({"w": torch.full((2,), float(number))}, tmp_path / f"{word}_{number}.pt")
+    notes = migrate(tmp_path / f"{word}_0.pt", tmp_path / "new").notes
+    assert any("If each holds a part, this is a part only" in note for note in notes) == told

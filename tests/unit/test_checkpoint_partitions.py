@@ -98,3 +98,15 @@ def test_the_model_of_deepspeed_that_is_whole_migrates_and_one_of_placeholders_d
         assert torch.equal(reader.tensor("module.w"), torch.ones(4, 2).half())
     with pytest.raises(RankDivergenceError, match=r"(?s)module\.w is empty.*zero_to_fp32\.py"):
         migrate(tmp_path / "3/mp_rank_00_model_states.pt", tmp_path / "other", only=["module"])
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "mp_rank_{rank}_model_states.pt"])
+def test_shards_of_a_model_that_deepspeed_has_cut_are_refused_alone_and_together(tmp_path: Path, name: str) -> None:
+    for rank in range(2):
+        content = {"module": {"w": torch.full((2, 4), float(rank)), "norm": torch.ones(4)}, "mp_world_size": 2}
+        torch.save(content, tmp_path / f"mp_rank_{rank:02}_model_states.pt")
+    with pytest.raises(RankDivergenceError, match=r"mp_world_size is 2.*each file holds shards"):
+        migrate(tmp_path / name, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    torch.save({"module": {"w": torch.ones(2, 4)}, "mp_world_size": 1}, tmp_path / "whole.pt")
+    migrate(tmp_path / "whole.pt", tmp_path / "new")
