@@ -39,7 +39,9 @@ def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
     shares = []
     with Reader(checkpoint, checksums=True) as reader:
         for entry in checkpoint.tensors.values():
-            if is_moment_piece(entry) and len(entry.chunks) == 1:
+            # In a checkpoint of several parts, other parts than this entry's may be files of ranks.
+            of_a_rank = flat or entry.chunks.files[0] in checkpoint.ranks
+            if of_a_rank and is_moment_piece(entry) and len(entry.chunks) == 1:
                 whole = not flat and all(chunk.sizes == entry.shape for table in (entry.chunks, *entry.replicas) for chunk in table)
                 if not whole or len(entry.replicas) + 1 < num_ranks or not copies_agree(reader, entry):
                     shares.append(entry)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from labkit.checkpoint import migrate, open_checkpoint
+from labkit.checkpoint import Reader, migrate, open_checkpoint
 from labkit.checkpoint.cli import MIGRATE_HELP
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import FQNMismatchError
@@ -88,3 +88,20 @@ def test_a_part_under_a_second_name_does_not_fit_the_model_and_the_refusal_says_
         migrate(root, tmp_path / "new", parts=[("net", "pytorch_model_fsdp_0")], model=build)
     migrate(root, tmp_path / "new", parts=[("", "pytorch_model_fsdp_0")], model=build)
     assert "model.0.weight" in open_checkpoint(tmp_path / "new").tensors
+
+
+def test_a_whole_optimizer_beside_a_part_of_rank_files_is_whole(tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), old / "model.pt")
+    torch.save(optimizer.state_dict(), old / "optimizer.pt")
+    for rank in range(2):
+        torch.save({"cpu": torch.full((5,), rank, dtype=torch.uint8)}, old / f"rng_state_{rank}.pth")
+    parts = [("model", "model.pt"), ("optimizer", "optimizer.pt"), ("rng", "rng_state_{rank}.pth")]
+    migrate(old, tmp_path / "new", parts=parts, order=["weight", "bias"])
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert reader.tensor("optimizer.state.bias.exp_avg").equal(optimizer.state[model.bias]["exp_avg"])
