@@ -245,9 +245,11 @@ def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
 
     for key in (*part.tensors, *part.values):
         if key_of(key) in whole.tensors or key_of(key) in whole.values:
+            named = quoted(f"NAME={part.path.name}")
             raise CheckpointFormatError(
                 whole.root,
-                f"two parts have an entry {key_of(key)!r}. Give one of them a name: --part {quoted(f'NAME={part.path.name}')}",
+                f"two parts have an entry {key_of(key)!r}, and labkit does not join them. To keep both, give one a name, which then "
+                f"stands before all its entries: --part {named}",
             )
     for key, entry in part.tensors.items():
         whole.tensors[key_of(key)] = replace(

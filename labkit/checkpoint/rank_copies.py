@@ -120,7 +120,8 @@ def _refuse_stages(checkpoint: Checkpoint, differing: set[str]) -> None:
         checkpoint.path,
         [f"{key} is state of another parameter in each file" for key in found],
         advice="Each file has other parameters of the model, as a pipeline's stages do, and an optimizer of its own. The model is "
-        f"put together without the optimizers: {drops}. To keep an optimizer's state, migrate each file by itself.",
+        f"put together without the optimizers: {drops}. To keep an optimizer's state, migrate each file by itself; labkit does not "
+        "join the results.",
     )
 
 
