@@ -248,8 +248,8 @@ def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
             named = quoted(f"NAME={part.path.name}")
             raise CheckpointFormatError(
                 whole.root,
-                f"two parts have an entry {key_of(key)!r}, and labkit does not join them. To keep both, give one a name, which then "
-                f"stands before all its entries: --part {named}",
+                f"two parts have an entry {key_of(key)!r}, and labkit does not join them. To keep both, give one a name, which "
+                f"then stands before all its entries: --part {named}",
             )
     for key, entry in part.tensors.items():
         whole.tensors[key_of(key)] = replace(
