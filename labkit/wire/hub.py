@@ -17,12 +17,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import zmq
-import zmq.auth.thread
 from zmq.utils.monitor import recv_monitor_message
 
 from labkit.wire.door import PIECE_BYTES, Door
 from labkit.wire.node_messages import FromNode, ToNode
-from labkit.wire.transport import Keys, OneKey
+from labkit.wire.transport import Keys, guarded_context
 from labkit.wire.wake import Wake
 
 # ZeroMQ's own threads exchange heartbeats, so neither side has to be awake. A connection that is silent for longer is lost.
@@ -49,15 +48,8 @@ class Hub:
     """
 
     def __init__(self, address: str, keys: Keys, num_peers: int = 1) -> None:
-        # When a context with open sockets is garbage-collected it waits for them for ever, so close them first if this fails half
-        # way.
         with contextlib.ExitStack() as undo:
-            self._context = zmq.Context()
-            undo.callback(self._context.destroy, 0)
-            self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-            self._auth.start()
-            undo.callback(self._auth.stop)
-            self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
+            self._context, self._auth = guarded_context(keys, undo)
             self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
             self._socket.curve_server = True
             self._socket.curve_publickey, self._socket.curve_secretkey = keys.server_public, keys.server_secret

@@ -85,6 +85,23 @@ class OneKey:
         return key == self._good
 
 
+def guarded_context(keys: Keys, undo: contextlib.ExitStack) -> tuple[zmq.Context[zmq.Socket[bytes]], Any]:
+    """Make a context whose server sockets accept only peers with the pool's client key, and the authenticator that checks it.
+
+    Args:
+        keys: The pool's keys.
+        undo: Receives what closes both again. A context with open sockets waits for them for ever when it is garbage-collected, so
+            a constructor that fails half way has to close them.
+    """
+    context = zmq.Context()
+    undo.callback(context.destroy, 0)
+    authenticator = zmq.auth.thread.ThreadAuthenticator(context)
+    authenticator.start()
+    undo.callback(authenticator.stop)
+    authenticator.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
+    return context, authenticator
+
+
 class ControllerWire:
     """The controller's end.
 
@@ -96,15 +113,8 @@ class ControllerWire:
     """
 
     def __init__(self, directory: str, keys: Keys) -> None:
-        # When a context with open sockets is garbage-collected it waits for them for ever, so close them first if this fails half
-        # way.
         with contextlib.ExitStack() as undo:
-            self._context = zmq.Context()
-            undo.callback(self._context.destroy, 0)
-            self._auth = zmq.auth.thread.ThreadAuthenticator(self._context)
-            self._auth.start()
-            undo.callback(self._auth.stop)
-            self._auth.configure_curve_callback(domain="labkit", credentials_provider=OneKey(keys.client_public))
+            self._context, self._auth = guarded_context(keys, undo)
             self._commands = self._server(zmq.ROUTER, keys)
             # Without this flag a message to a rank that is not connected would vanish silently.
             self._commands.setsockopt(zmq.ROUTER_MANDATORY, 1)

@@ -94,7 +94,7 @@ def flood(count: int, ports: list[int]) -> dict[str, int]:
 
 
 def stands(peer: socket.socket) -> bool:
-    """Whether the connection has been made and not been closed."""
+    """Return whether the connection has been made and not been closed."""
     try:
         peer.getpeername()
     except OSError:

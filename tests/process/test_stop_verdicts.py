@@ -24,7 +24,7 @@ HALF_COUNTS = pytest.mark.parametrize("count", [10, pytest.param(100, marks=[pyt
 def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
     """A pool that looks at its ranks sooner than others do, so that stops fall before and after a second look.
 
-    Each test has its own: a process can rebuild its groups 223 times.
+    Each test has its own: a process can rebuild its groups 224 times.
     """
     monkeypatch.setattr(watch, "FIRST_LOOK_S", 0.3)
     monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.3)

@@ -35,7 +35,7 @@ Ranks = Callable[[str, Path], "Verdict"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a body.
+    """The outcome of a body.
 
     Attributes:
         kind: ``passes``, ``fails``, ``skips``, ``hangs``, ``dies``, or ``reported``: it passes, and labkit raises an error at the

@@ -104,7 +104,7 @@ def strange_state(folder: Path) -> Path:
 
 
 def swapped_moments(folder: Path) -> Path:
-    """What numbers that were named in another order look like."""
+    """Make the state that results when numbers are named in another order."""
     saved = state()
     moments = saved["optimizer"]["state"]
     moments["0.weight"], moments["0.bias"] = moments["0.bias"], moments["0.weight"]

@@ -1,4 +1,4 @@
-"""What a copy leaves out stops nothing, and an option that does nothing is refused."""
+"""Entries that a copy leaves out stop nothing, and an option that does nothing is refused."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def accelerate(root: Path) -> tuple[Path, torch.nn.Module, torch.optim.Optimizer]:
-    """What accelerate saves under FSDP: DCP folders that hold a dict ``model`` and a dict ``optimizer``."""
+    """Save as accelerate does under FSDP: DCP folders that hold a dict ``model`` and a dict ``optimizer``."""
     model, optimizer = trained()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights}, checkpoint_id=root / "pytorch_model_fsdp_0", no_dist=True)
