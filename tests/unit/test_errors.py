@@ -51,6 +51,7 @@ ERRORS: list[BaseException] = [
     errors.InvalidPoolError("world_size is 0"),
     errors.InvalidRunError("timeout_s is -1"),
     errors.WireError("cannot be sent"),
+    errors.StrangerError(1234, "mallory", 29500, answered=True),
     errors.ExerciseError("off by 3"),
     errors.CheckpointError("no metadata"),
 ]
