@@ -79,14 +79,12 @@ def _name_optimizer(
         names = meaning.parameters
         members = {number: [name] for number, name in names.items()}
         map_state_names(contents, lambda name: names[int(name)] if name.isdigit() else name, root)
-    keys = {item.key for item in groups}
-    for index, item in enumerate(contents.values):
-        if item.key in keys:
-            listed = [name for number in ids[item.key] for name in members[number]]
-            contents.values[index] = OutValue(item.path, item.section, listed)
-            beside = next((at for at, other in enumerate(contents.values) if other.path == (*item.path[:-1], "param_names")), None)
-            if beside is not None:
-                contents.values[beside] = OutValue(contents.values[beside].path, item.section, listed)
+    places = {item.path: index for index, item in enumerate(contents.values)}
+    for group in groups:
+        listed = [name for number in ids[group.key] for name in members[number]]
+        for path in (group.path, (*group.path[:-1], "param_names")):
+            if path in places:
+                contents.values[places[path]] = OutValue(path, group.section, listed)
     if parameters is not None:
         join_pieces(contents, root, parameters)
     _check_moments(contents, root, parameters)

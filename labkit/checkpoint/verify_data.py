@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,24 +35,37 @@ def no_progress(_: int) -> None:
 
 
 def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoint | Reader, workers: int) -> None:
-    """Run a function over jobs in threads; each thread has its own reader, forked from the given one."""
+    """Run a function over jobs in threads; each thread has its own reader, forked from the given one.
+
+    Raises:
+        Exception: The first that the function raised. Jobs not begun by then are left undone.
+    """
     base = source if isinstance(source, Reader) else Reader(source)
-    local = threading.local()
-    readers: list[Reader] = []
+    # A future per job costs more than a small tensor's check does, so each thread takes its next job itself.
+    waiting, taking, failed = iter(jobs), threading.Lock(), threading.Event()
 
-    def run(job: T) -> None:
-        if not hasattr(local, "reader"):
-            local.reader = base.fork()
-            readers.append(local.reader)
-        work(job, local.reader)
+    def run() -> None:
+        with contextlib.closing(base.fork()) as reader:
+            while not failed.is_set():
+                with taking:
+                    try:
+                        job = next(waiting)
+                    except StopIteration:
+                        return
+                try:
+                    work(job, reader)
+                except BaseException:
+                    failed.set()
+                    raise
 
-    try:
-        with ThreadPoolExecutor(workers, thread_name_prefix="labkit-verify") as pool:
-            for _ in pool.map(run, jobs):
-                pass
-    finally:
-        for reader in readers:
-            reader.close()
+    with ThreadPoolExecutor(workers, thread_name_prefix="labkit-verify") as pool:
+        running = [pool.submit(run) for _ in range(workers)]
+        try:
+            for future in running:
+                future.result()
+        except BaseException:
+            failed.set()  # an interrupt of the thread that waits here, too
+            raise
 
 
 def check_hashes(

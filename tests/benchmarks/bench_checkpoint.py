@@ -8,6 +8,7 @@ tensors, LABKIT_BENCH_TENSORS and LABKIT_BENCH_RANKS the size of the large index
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import shutil
 import statistics
@@ -23,6 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from labkit.checkpoint import migrate, reshard
+from labkit.checkpoint.cli import RARE_COLLECTIONS
 from labkit.checkpoint.manifest import hash_file
 from tests.benchmarks.checkpoint_index import write_index
 from tests.unit.test_checkpoint_many_tensors import MANY, many
@@ -102,7 +104,8 @@ def test_migrate_and_reshard_against_cp(source: Path, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_many_small_tensors(tmp_path: Path) -> None:
     folder = many(tmp_path / "many", SMALL)
-    print(f"\n{SMALL:,} tensors of 4 elements, {os.cpu_count()} cores")
+    print(f"\n{SMALL:,} tensors of 4 elements, {os.cpu_count()} cores, garbage collection as in the commands")
+    gc.set_threshold(*RARE_COLLECTIONS)
     for name, work in MANY.items():
         before = time.process_time()
         took = timed(lambda work=work: work(folder), folder / "out")  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -22,6 +23,7 @@ from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
 from labkit.checkpoint.findings import Report
 from labkit.checkpoint.verification import verify
+from labkit.checkpoint.verify_data import each
 
 
 class Net(nn.Module):
@@ -405,3 +407,32 @@ def test_show_tells_a_missing_file_and_what_it_held(four_files: Path) -> None:
     (missing,) = json.loads(CliRunner().invoke(command, ["show", str(four_files), "--json"]).output)["missing"]
     assert (missing["file"], missing["num_tensors"], missing["num_values"]) == ("__2_0.distcp", 6, 0)
     assert missing["first"][0] == "model.first.weight"
+
+
+def test_every_job_is_done_once_whatever_the_number_of_threads(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "x.pt")
+    source = checkpoint.open_checkpoint(tmp_path / "x.pt")
+    for workers in (1, 2, 5):
+        done: list[int] = []
+        each(iter(range(1000)), lambda job, _, done=done: done.append(job), source, workers)  # type: ignore[misc]
+        assert sorted(done) == list(range(1000))
+
+
+def test_a_job_that_raises_ends_the_others_and_its_error_arrives(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(2)}, tmp_path / "x.pt")
+    done: list[int] = []
+
+    def work(job: int, _: object) -> None:
+        done.append(job)
+        if job == 10:
+            raise CheckpointError("the tenth")
+
+    with pytest.raises(CheckpointError, match="the tenth"):
+        each(range(10**9), work, checkpoint.open_checkpoint(tmp_path / "x.pt"), 2)
+    assert len(done) < 10**9
+
+
+def test_a_command_leaves_the_collector_as_it_was(tmp_path: Path) -> None:
+    before = gc.get_threshold()
+    assert CliRunner().invoke(command, ["show", str(tmp_path / "missing")]).exit_code == 1
+    assert gc.get_threshold() == before
