@@ -1,7 +1,8 @@
 """Progress of long tasks in this process, for the notebook's cell or the terminal that waits for them.
 
 Code that takes long opens a `task` and reports how much is done. A task of less than two seconds shows nothing. In a terminal, a
-bar on stderr shows the task until it ends. In a notebook, the cell shows it (`labkit.notebook.progress`). Elsewhere nothing does.
+bar on stderr shows the task until it ends. In a notebook, the cell shows it (`labkit.notebook.views.progress`). Elsewhere nothing
+does.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from labkit.controller.current import current_pool, refuse_second_pool
 from labkit.controller.launchers import fork_server
 from labkit.controller.pool import WorkerPool
 from labkit.errors import LabkitError, PoolStateError, RankFailedError
-from labkit.notebook import pool_view, progress, rank_names, rank_tabs
 from labkit.notebook.expect import error_class, expect_error
+from labkit.notebook.views import pool_view, progress, rank_names, rank_tabs
 from labkit.ranks import parse_ranks
 
 

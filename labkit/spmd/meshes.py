@@ -85,7 +85,7 @@ def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str
 
 
 def mesh_record(mesh: DeviceMesh) -> MeshRecord:
-    """Return the mesh as plain data, for ``labkit.notebook.mesh_map`` to draw. Ranks: local."""
+    """Return the mesh as plain data, for ``labkit.notebook.pictures.mesh_maps`` to draw. Ranks: local."""
     names = tuple(mesh.mesh_dim_names or ("",) * mesh.ndim)
     return MeshRecord(names, tuple(mesh.shape), tuple(int(rank) for rank in mesh.mesh.flatten().tolist()))
 

@@ -32,14 +32,14 @@ CELLS = {
         "while not pathlib.Path('read').exists():\n    time.sleep(0.05)"
     ),
     "planner": (
-        "from labkit.notebook.planner import planner\n"
+        "from labkit.notebook.views.planning import planner\n"
         "def predict(shards, dtype, blocks):\n"
         "    return {'parameters': 2**24 // shards, 'activations': 2**20 if blocks == 'recompute' else 2**22}\n"
         "planner(predict, ranks=[1, 2, 4, 8], dtypes=['float32'], blocks=['keep', 'recompute'], limits_mib=[4, 8, 16])"
     ),
     "checkpoint": (
         "import torch\nfrom labkit.checkpoint import open_checkpoint, save\n"
-        "from labkit.notebook.checkpoint_browser import browse\n"
+        "from labkit.notebook.views.checkpoint_browser import browse\n"
         "layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))\n"
         "browse(open_checkpoint(save('views-store', {'model': layers}, 1)))"
     ),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from labkit import WorkerPool
-from labkit.notebook.pool_status import RankStatus, rank_statuses, status_html, status_text
+from labkit.notebook.views.pool_status import RankStatus, rank_statuses, status_html, status_text
 from tests.process.notebook import run_cells
 
 WAIT_S = 20.0

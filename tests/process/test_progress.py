@@ -11,7 +11,7 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from labkit.notebook.progress import Stage, present_stage, stage_html
+from labkit.notebook.views.progress import Stage, present_stage, stage_html
 
 LIMIT_S = 120.0
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from labkit.notebook import magics, rank_names
+from labkit.notebook import magics
+from labkit.notebook.views import rank_names
 from tests.process.notebook import CellRun, run_cells
 
 ASK = """

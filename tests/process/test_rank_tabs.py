@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from labkit.notebook.rank_items import RankItems, tabs_html, tabs_text
+from labkit.notebook.views.rank_items import RankItems, tabs_html, tabs_text
 from tests.process.notebook import CellRun, run_cells
 
 CELLS = {
@@ -35,7 +35,8 @@ CELLS = {
     "without": "%%spmd\nprint('plain', rank)",
     "slow": "%%spmd --tabs\nimport time\nfor n in range(4):\n    print('step', n, 'of', rank)\n    time.sleep(0.3)",
     "own words": (
-        "from labkit.notebook.rank_tabs import in_tabs\nwith in_tabs([0, 1]) as screen:\n    print('[rank 0] says the notebook')\n"
+        "from labkit.notebook.views.rank_tabs import in_tabs\n"
+        "with in_tabs([0, 1]) as screen:\n    print('[rank 0] says the notebook')\n"
         "    screen.text('stderr', '[rank 1] says labkit\\n')\n    screen.text('stdout', '[rank 1] says rank 0\\n', 0)"
     ),
     "one rank": "pool.close()\n%pool start 1 --device cpu",

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
-from labkit.notebook import checkpoint_browser as module
-from labkit.notebook.checkpoint_browser import CheckpointTree, Node, box_of, browse, tree_of
-from labkit.notebook.explore import ControlError
+from labkit.notebook.views import checkpoint_browser as module
+from labkit.notebook.views.checkpoint_browser import CheckpointTree, Node, box_of, browse, tree_of
+from labkit.notebook.views.explore import ControlError
 
 
 def entry(key: str, shape: tuple[int, ...] = (8, 4), shards: int = 2, section: str = "model") -> TensorEntry:

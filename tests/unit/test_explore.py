@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from labkit.notebook import planner as module
-from labkit.notebook.explore import Choices, ControlError, Explorer, FreeText
-from labkit.notebook.planner import meshes, num_shards, planner, verdict
-from labkit.notebook.style import Picture
+from labkit.notebook.drawing.style import Picture
+from labkit.notebook.views import planning as module
+from labkit.notebook.views.explore import Choices, ControlError, Explorer, FreeText
+from labkit.notebook.views.planning import meshes, num_shards, planner, verdict
 
 MIB = 1 << 20
 

@@ -8,10 +8,10 @@ import re
 import pytest
 from PIL import Image
 
-from labkit.notebook.hover import HoverPicture, Spot
-from labkit.notebook.mesh_map import block_map
-from labkit.notebook.shard_map import shard_map
-from labkit.notebook.style import rank_style
+from labkit.notebook.drawing.hover import HoverPicture, Spot
+from labkit.notebook.drawing.style import rank_style
+from labkit.notebook.pictures.mesh_maps import block_map
+from labkit.notebook.pictures.shard_maps import shard_map
 from labkit.ranks import RankResults
 from labkit.spmd.records import Chunk, ShardRecord
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from labkit.notebook.memory_bars import memory_bars
-from labkit.notebook.roofline import roofline
-from labkit.notebook.style import Picture
+from labkit.notebook.drawing.style import Picture
+from labkit.notebook.pictures.bars import memory_bars
+from labkit.notebook.pictures.rooflines import roofline
 
 KEEP = {"parameters": 3 << 20, "gradients": 0, "activations": 5 << 20}
 MOVE = {"parameters": 3 << 20, "gradients": 0, "activations": 1 << 20}

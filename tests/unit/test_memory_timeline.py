@@ -13,7 +13,7 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from labkit.notebook.memory_timeline import KINDS, memory_timeline
+from labkit.notebook.pictures.memory_timelines import KINDS, memory_timeline
 from labkit.spmd.initialize import build_model
 from labkit.spmd.memory import MemoryParts, tracked_peak
 from labkit.spmd.memory_timeline import MemoryMark, MemoryTimeline, record_memory

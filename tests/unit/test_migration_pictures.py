@@ -7,9 +7,9 @@ import inspect
 import pytest
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 
-from labkit.notebook.flat_map import flat_map
-from labkit.notebook.loss_curves import loss_curves
-from labkit.notebook.mapping_picture import mapping_picture
+from labkit.notebook.pictures.flat_maps import flat_map
+from labkit.notebook.pictures.losses import loss_curves
+from labkit.notebook.pictures.mappings import mapping_picture
 from labkit.spmd.fsdp_mapping import ARGUMENTS
 from labkit.spmd.records import Chunk, FlatShare, ShardRecord
 

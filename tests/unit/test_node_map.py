@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import same_color
 from matplotlib.patches import FancyArrowPatch, Patch
 
-from labkit.notebook.node_map import _BETWEEN, node_map, ring
+from labkit.notebook.pictures.node_maps import _BETWEEN, node_map, ring
 from labkit.spmd.layouts import MeshRecord
 
 FSDP = MeshRecord(("shard",), (4,), (0, 1, 2, 3))

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from labkit.notebook.boxes import number_text
-from labkit.notebook.pictures import collective_picture, process_picture
+from labkit.notebook.drawing.boxes import number_text
+from labkit.notebook.pictures.collectives import collective_picture, process_picture
 from labkit.ranks import RankResults
 
 ROWS = {0: [1, 2], 1: [10, 20]}

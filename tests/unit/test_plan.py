@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from labkit.checkpoint.layout import ShardDim
 from labkit.lookup import FunctionNotFoundError, find_function
-from labkit.notebook.plan_picture import draw_plans
+from labkit.notebook.pictures.plans import draw_plans
 from labkit.plan import JobError, Plan, TrainingJob, checkpoint, private
 from labkit.plan.cli import plan as command
 from labkit.plan.compute import compute_plan

@@ -17,7 +17,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 import labkit
 from labkit.cli import main
 from labkit.course.script import ScriptError, write_script
-from labkit.notebook.rank_names import OPTIONS
+from labkit.notebook.views.rank_names import OPTIONS
 from labkit.spmd.cells import future_flags, run_cell, text_of
 
 NOBODY = 65534

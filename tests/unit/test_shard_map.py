@@ -7,8 +7,8 @@ import xml.dom.minidom
 
 import pytest
 
-from labkit.notebook.shard_map import shard_map
-from labkit.notebook.style import rank_style
+from labkit.notebook.drawing.style import rank_style
+from labkit.notebook.pictures.shard_maps import shard_map
 from labkit.ranks import RankResults
 from labkit.spmd.records import Chunk, ShardRecord
 
@@ -131,7 +131,7 @@ def test_the_same_shards_give_the_same_svg() -> None:
 
 _WITHOUT_TORCH = """
 import sys
-from labkit.notebook.shard_map import shard_map
+from labkit.notebook.pictures.shard_maps import shard_map
 from labkit.spmd.records import Chunk, ShardRecord
 shard_map({0: [ShardRecord("w", (2,), "float32", (), (), (), None, (Chunk((0,), (2,)),), 8)]})
 print(sorted({"torch", "matplotlib.pyplot"} & sys.modules.keys()))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.notebook.style import Picture, figure, rank_style, text_color_on, text_table
+from labkit.notebook.drawing.style import Picture, figure, rank_style, text_color_on, text_table
 
 
 def test_ranks_keep_their_colours() -> None:

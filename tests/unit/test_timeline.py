@@ -9,9 +9,9 @@ from typing import Literal
 
 import pytest
 
-from labkit.notebook.lanes import NO_BLOCK, lanes_of
-from labkit.notebook.style import rank_style
-from labkit.notebook.timeline import MAX_LANES, timeline
+from labkit.notebook.drawing.lanes import NO_BLOCK, lanes_of
+from labkit.notebook.drawing.style import rank_style
+from labkit.notebook.pictures.timelines import MAX_LANES, timeline
 from labkit.spmd import events as ev
 from labkit.spmd.events import Block, Collective, Event, Phase, Trace, first_difference, short_name
 
@@ -221,7 +221,7 @@ def test_the_picture_shows_itself_in_a_notebook() -> None:
 
 def test_drawing_a_trace_imports_no_torch() -> None:
     code = (
-        "import sys; from labkit.notebook.timeline import timeline; from labkit.spmd.events import Trace, Block; "
+        "import sys; from labkit.notebook.pictures.timelines import timeline; from labkit.spmd.events import Trace, Block; "
         "timeline({0: Trace(0, 1, (Block('root', 1, 1),), ())}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.notebook.style import INK, MUTED, Picture, figure, rank_style
+from labkit.notebook.drawing.style import INK, MUTED, Picture, figure, rank_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

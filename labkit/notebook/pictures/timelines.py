@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from labkit.notebook.lanes import GATHER_MARK, MARKS, Lane, Period, Span, lanes_of
-from labkit.notebook.style import FAINT, INK, MUTED, WIDTH_IN, Picture, RankStyle, figure, rank_style
+from labkit.notebook.drawing.lanes import GATHER_MARK, MARKS, Lane, Period, Span, lanes_of
+from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, RankStyle, figure, rank_style
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from labkit.notebook.boxes import canvas
-from labkit.notebook.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style
+from labkit.notebook.drawing.boxes import canvas
+from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style
 from labkit.ranks import format_ranks
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _GAP_IN = 0.34
 _LEFT_IN = 0.72
 _KEY_IN = 0.3
 _CHAR_IN = 0.056
-# As in labkit.notebook.plan_picture: the colours of traffic inside a node and between nodes.
+# As in labkit.notebook.pictures.plans: the colours of traffic inside a node and between nodes.
 _INSIDE, _BETWEEN = "#009E73", "#D55E00"
 _LINES = ("solid", (0, (3.5, 1.8)), (0, (1, 1.4)))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
-from labkit.notebook.style import INK, MUTED, Picture, figure, text_color_on
+from labkit.notebook.drawing.style import INK, MUTED, Picture, figure, text_color_on
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

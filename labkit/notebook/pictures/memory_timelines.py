@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from labkit.notebook.hover import HoverPicture, mark, with_hover
-from labkit.notebook.memory_bars import PART_LOOKS, scale_for
-from labkit.notebook.style import INK, MUTED, Picture, figure
+from labkit.notebook.drawing.hover import HoverPicture, mark, with_hover
+from labkit.notebook.drawing.style import INK, MUTED, Picture, figure
+from labkit.notebook.pictures.bars import PART_LOOKS, scale_for
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from typing import Any
 
 from labkit.controller.current import num_starting, open_pool
 from labkit.controller.launchers import fork_server
-from labkit.notebook.live import Place, person_watches
+from labkit.notebook.views.live import Place, person_watches
 from labkit.progress import SHOWN_AFTER_S, Task, running
 from labkit.ranks import name_ranks
 from labkit.wire.messages import TaskReport

@@ -6,8 +6,8 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from labkit.controller.pool import WorkerPool
-from labkit.notebook.live import Place, widgets_work
-from labkit.notebook.pool_status import rank_statuses, status_html, status_text
+from labkit.notebook.views.live import Place, widgets_work
+from labkit.notebook.views.pool_status import rank_statuses, status_html, status_text
 
 if TYPE_CHECKING:
     from ipywidgets import Widget

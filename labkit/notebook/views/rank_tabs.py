@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from labkit.controller.output import Screen, present_screen
-from labkit.notebook.live import Place, widgets_work
-from labkit.notebook.rank_items import Item, RankItems, items_html, tabs_html, tabs_text
+from labkit.notebook.views.live import Place, widgets_work
+from labkit.notebook.views.rank_items import Item, RankItems, items_html, tabs_html, tabs_text
 
 if TYPE_CHECKING:
     from ipywidgets import HTML, Tab

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from labkit.errors import LabkitError
-from labkit.notebook.live import Place, end_with_pool, person_watches, widgets_work
+from labkit.notebook.views.live import Place, end_with_pool, person_watches, widgets_work
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ _UNITS = {"mib": "(MiB)", "gib": "(GiB)", "s": "(s)"}
 
 
 class Shown(Protocol):
-    """An object that can be drawn, such as a `labkit.notebook.style.Picture`."""
+    """An object that can be drawn, such as a `labkit.notebook.drawing.style.Picture`."""
 
     def _repr_mimebundle_(self) -> tuple[Mapping[str, Any], Mapping[str, Any]]: ...
 

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from labkit.errors import printable
-from labkit.notebook.explore import FreeText, explore
-from labkit.notebook.memory_bars import scale_for
-from labkit.notebook.style import rank_style, text_table
+from labkit.notebook.drawing.style import rank_style, text_table
+from labkit.notebook.pictures.bars import scale_for
+from labkit.notebook.views.explore import FreeText, explore
 
 # Classes of labkit.checkpoint.model, which imports torch. This module does not import torch, not even for types.
 Checkpoint: TypeAlias = Any

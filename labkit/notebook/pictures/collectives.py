@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from labkit.notebook.boxes import ROW_IN, Box, Rows, canvas, draw_panels, head_in, number_text
-from labkit.notebook.style import INK, MUTED, Picture, figure, rank_style
+from labkit.notebook.drawing.boxes import ROW_IN, Box, Rows, canvas, draw_panels, head_in, number_text
+from labkit.notebook.drawing.style import INK, MUTED, Picture, figure, rank_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

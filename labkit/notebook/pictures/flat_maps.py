@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING
 
-from labkit.notebook.style import INK, MUTED, WIDTH_IN, Picture, figure, rank_style
+from labkit.notebook.drawing.style import INK, MUTED, WIDTH_IN, Picture, figure, rank_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

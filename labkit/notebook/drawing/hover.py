@@ -11,7 +11,7 @@ import html
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from labkit.notebook.style import Picture
+from labkit.notebook.drawing.style import Picture
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

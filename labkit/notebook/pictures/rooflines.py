@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from labkit.notebook.style import INK, MUTED, Picture, figure
+from labkit.notebook.drawing.style import INK, MUTED, Picture, figure
 
 Point = tuple[float, float]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from labkit.notebook.explore import Options, explore
-from labkit.notebook.memory_bars import memory_bars
-from labkit.notebook.style import Picture
+from labkit.notebook.drawing.style import Picture
+from labkit.notebook.pictures.bars import memory_bars
+from labkit.notebook.views.explore import Options, explore
 
 Predict = Callable[[int, str, str], Mapping[str, int]]
 MIB = 1 << 20

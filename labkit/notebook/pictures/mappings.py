@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from labkit.notebook.style import INK, MUTED, WIDTH_IN, Picture, figure
+from labkit.notebook.drawing.style import INK, MUTED, WIDTH_IN, Picture, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

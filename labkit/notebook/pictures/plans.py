@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from labkit.notebook.style import INK, MUTED, Picture, figure
+from labkit.notebook.drawing.style import INK, MUTED, Picture, figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from labkit.plan.records import Plan
 
-# As in labkit.notebook.memory_bars, which shows the same kinds in the labs.
+# As in labkit.notebook.pictures.bars, which shows the same kinds in the labs.
 _KINDS = {
     "parameters": ("#0072B2", ""),
     "gradients": ("#56B4E9", "///"),

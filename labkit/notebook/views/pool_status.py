@@ -12,7 +12,7 @@ import psutil
 
 from labkit.controller.diagnosis import Diagnosis, RankState
 from labkit.controller.pool import WorkerPool
-from labkit.notebook.style import rank_style, text_table
+from labkit.notebook.drawing.style import rank_style, text_table
 
 COLUMNS = ("rank", "machine", "process", "device", "state", "own memory", "runs", "for")
 # A sign for each state, shown beside its name.

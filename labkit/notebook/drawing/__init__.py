@@ -1,0 +1,1 @@
+"""What all pictures are drawn with: style, boxes, lanes, texts under the pointer."""

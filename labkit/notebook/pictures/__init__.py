@@ -1,0 +1,1 @@
+"""Pictures for notebooks, each drawn from records."""

@@ -1,0 +1,1 @@
+"""Views that change while a reader looks at them."""
