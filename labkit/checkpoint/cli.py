@@ -289,7 +289,7 @@ def reshard_command(
     leaves DESTINATION.partial; the same command removes that and starts over.
     """
     from labkit.checkpoint.resharding import parse_rule, reshard
-    from labkit.spmd.layouts import parse_mesh
+    from labkit.spmd.shards.layouts import parse_mesh
 
     if (ranks is None) == (mesh is None):
         raise click.UsageError("Give either --ranks or --mesh.")

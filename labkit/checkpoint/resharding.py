@@ -24,7 +24,7 @@ from labkit.checkpoint.source_contents import contents_of
 from labkit.checkpoint.ties import tie_note, tied_tensors
 from labkit.checkpoint.writers import OutFile, Piece, Ties
 from labkit.progress import task
-from labkit.spmd.layouts import DATA_AXES, parse_mesh
+from labkit.spmd.shards.layouts import DATA_AXES, parse_mesh
 
 _MOST_RANKS = 1 << 16
 

@@ -1,6 +1,6 @@
 """Conversion of a notebook into one script for torchrun: its ``%%spmd`` cells as plain code, the rest run by rank 0.
 
-The script runs on `labkit.spmd.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks, the first
+The script runs on `labkit.spmd.script.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks, the first
 one would end the script.
 """
 
@@ -19,7 +19,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 from labkit.course.files import has_mark, read_notebook, shown
 from labkit.course.parameters import is_parameters, refuse_unknown, source_of
 from labkit.errors import LabkitError
-from labkit.spmd.cells import future_flags, is_future, is_silenced
+from labkit.spmd.script.cells import future_flags, is_future, is_silenced
 
 # A cell with this tag only makes sense in the notebook, for example one that looks at the state after a failed cell.
 NOTEBOOK_ONLY = "notebook-only"
@@ -85,7 +85,7 @@ The %%spmd cells stand here as plain code and run on every rank. What the notebo
 `job.kernel(...)`: it runs on rank 0, in a namespace of its own, as in the notebook.
 """
 
-{imports}from labkit.spmd.torchrun import Job
+{imports}from labkit.spmd.script.torchrun import Job
 
 job = Job.start(globals())'''
 

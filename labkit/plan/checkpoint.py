@@ -26,7 +26,7 @@ from labkit.plan import private
 from labkit.plan.layout import Layout
 from labkit.plan.records import CheckpointPlan, TrainingJob
 from labkit.plan.simulate import Simulation
-from labkit.spmd.layouts import MeshRecord
+from labkit.spmd.shards.layouts import MeshRecord
 
 # Above either limit the planner runs over only a part. Each limit is a few seconds of planning.
 MAX_ITEMS, MAX_PAIRS = 150_000, 2_000_000

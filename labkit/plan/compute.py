@@ -16,7 +16,7 @@ from labkit.plan.layout import Int64s, held_elements
 from labkit.plan.records import CheckpointPlan, Plan, RankPlan, TrainingJob
 from labkit.plan.simulate import MOVING, Simulation, simulate
 from labkit.plan.traffic import traffic_of
-from labkit.spmd.layouts import MeshRecord
+from labkit.spmd.shards.layouts import MeshRecord
 
 
 def compute_plan(job: TrainingJob) -> Plan:

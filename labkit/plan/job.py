@@ -13,11 +13,11 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from labkit.lookup import FunctionNotFoundError, find_function
 from labkit.plan.records import MAX_RANKS, JobError, TrainingJob
-from labkit.spmd.layouts import DATA_AXES, MeshRecord, parse_mesh
+from labkit.spmd.shards.layouts import DATA_AXES, MeshRecord, parse_mesh
 
 REPLICATE_AXES = ("replicate", "dp_replicate")
 TP_AXIS = "tp"
-_COURSE_PLAN = "labkit.spmd.tensor_parallel:tensor_parallel_plan"
+_COURSE_PLAN = "labkit.spmd.shards.tensor_parallel:tensor_parallel_plan"
 
 
 def mesh_of(job: TrainingJob) -> MeshRecord:

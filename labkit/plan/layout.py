@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.layout import Box, Placement, local_box
 from labkit.checkpoint.shards import placement_of
-from labkit.spmd.layouts import MeshRecord
+from labkit.spmd.shards.layouts import MeshRecord
 
 Int64s = npt.NDArray[np.int64]
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from labkit.errors import LabkitError
-from labkit.spmd.layouts import MeshRecord
-from labkit.spmd.records import MemoryParts
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.shards.records import MemoryParts
 
 MAX_RANKS = 16_384
 OnActivations = Literal["keep", "recompute", "move", "move-inputs"]
@@ -55,7 +55,7 @@ class TrainingJob:
     ranks_per_node: int = 8
     batch: tuple[int, ...] = (1, 129)
     batch_dtype: str = "int64"
-    loss: str | Callable[[Any, Any], Any] = "labkit.spmd.model:next_token_loss"
+    loss: str | Callable[[Any, Any], Any] = "labkit.spmd.model.transformer:next_token_loss"
     blocks: tuple[str, ...] = ()
     tp_plan: str | Callable[[], Any] | None = None
     optimizer: str | Callable[[Any], Any] | None = "AdamW"
@@ -110,7 +110,7 @@ class Traffic:
         group_size: Ranks in a group.
         num_nodes: The largest number of nodes over which a group extends.
         num_calls: Calls that each rank makes.
-        size_bytes: Whole tensors of all these calls together, as in `labkit.spmd.events.Collective`.
+        size_bytes: Whole tensors of all these calls together, as in `labkit.spmd.trace.events.Collective`.
         sent_bytes: Bytes that one rank sends.
         node_out_bytes: Bytes that leave a node, for the node from which most leave.
         inside_bytes: Bytes that all ranks together send inside their nodes.

@@ -18,14 +18,14 @@ from labkit.plan import private
 from labkit.plan.job import TP_AXIS, blocks_of, build_model, dtype_of, loss_of, mixed_precision_of, optimizer_of, tp_plan_of
 from labkit.plan.layout import Layout
 from labkit.plan.records import JobError, TrainingJob
-from labkit.spmd.collectives import count_collectives
-from labkit.spmd.events import Collective
-from labkit.spmd.layouts import MeshRecord
-from labkit.spmd.memory import held_memory, tracked_peak
-from labkit.spmd.records import MemoryParts
-from labkit.spmd.saved import WatchedOffload, watch_saved
-from labkit.spmd.sharding import ShardingError, shard_model
-from labkit.spmd.tensor_parallel import PlanError, check_plan
+from labkit.spmd.memory.kinds import held_memory, tracked_peak
+from labkit.spmd.offload.saved import WatchedOffload, watch_saved
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.shards.records import MemoryParts
+from labkit.spmd.shards.sharding import ShardingError, shard_model
+from labkit.spmd.shards.tensor_parallel import PlanError, check_plan
+from labkit.spmd.trace.collectives import count_collectives
+from labkit.spmd.trace.events import Collective
 
 MOVING = ("move", "move-inputs")
 RECOMPUTING = ("recompute", "move-inputs")

@@ -8,8 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from labkit.plan.records import Traffic
-from labkit.spmd.events import Collective
-from labkit.spmd.layouts import MeshRecord
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.trace.events import Collective
 
 
 def traffic_of(calls: Iterable[Collective], mesh: MeshRecord, ranks_per_node: int) -> tuple[Traffic, ...]:

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 from labkit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from labkit.spmd.collectives import count_collectives
-    from labkit.spmd.initialize import build_model, init_weights
-    from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
-    from labkit.spmd.offload import ActivationOffload
-    from labkit.spmd.parity import compare, require_equal
-    from labkit.spmd.sharding import check_optimizer, shard_model
-    from labkit.spmd.shards import shard_table
-    from labkit.spmd.text import BatchSampler, english_text
-    from labkit.spmd.trace import record_events
-    from labkit.spmd.training import train
+    from labkit.spmd.model.initialize import build_model, init_weights
+    from labkit.spmd.model.text import BatchSampler, english_text
+    from labkit.spmd.model.training import train
+    from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
+    from labkit.spmd.offload.context import ActivationOffload
+    from labkit.spmd.shards.parity import compare, require_equal
+    from labkit.spmd.shards.sharding import check_optimizer, shard_model
+    from labkit.spmd.shards.tables import shard_table
+    from labkit.spmd.trace.collectives import count_collectives
+    from labkit.spmd.trace.recorder import record_events
 
 _HOME = {
     "ActivationOffload": "offload",

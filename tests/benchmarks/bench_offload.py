@@ -9,13 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory import held_memory, measured_peak
-from labkit.spmd.model import ModelConfig, next_token_loss
-from labkit.spmd.offload_measure import apply_plan, measure_blocks, measure_bus, measure_seconds
-from labkit.spmd.offload_plan import Choice, Plan, Setting, predict
-from labkit.spmd.offload_slow_bus import SlowBus
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.memory.kinds import held_memory, measured_peak
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import ModelConfig, next_token_loss
+from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus, measure_seconds
+from labkit.spmd.offload.plan import Choice, Plan, Setting, predict
+from labkit.spmd.offload.slow_bus import SlowBus
 from tests.benchmarks.table import Figures
 
 CPU = torch.device("cpu")

@@ -23,8 +23,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block
 from tests.benchmarks.gpu_steps import DEVICE, ONE_BILLION, Timed, random_model, random_tokens, time_steps
 
 WARM_UP, TIMED = 3, 8

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from labkit.spmd.model import next_token_loss
+from labkit.spmd.model.transformer import next_token_loss
 from tests.benchmarks.gpu_steps import DEVICE, random_model, random_tokens, synchronize, wide
 
 NUM_STEPS, ROUNDS = 20, 3

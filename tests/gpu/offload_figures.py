@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 
 import labkit
-from labkit.spmd.model import ModelConfig
-from labkit.spmd.offload_plan import Bus
+from labkit.spmd.model.transformer import ModelConfig
+from labkit.spmd.offload.plan import Bus
 from tests.benchmarks.table import Figures
 from tests.gpu.offload_scenarios import PLANNED, TRL, WAYS, Measured, bandwidth, measure, one_way
 

@@ -16,11 +16,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import ModelConfig, Transformer, next_token_loss
-from labkit.spmd.offload import MIB, ActivationOffload
-from labkit.spmd.offload_measure import apply_plan, measure_blocks, measure_bus
-from labkit.spmd.offload_plan import Bus, Plan, Setting, plan_blocks
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
+from labkit.spmd.offload.context import MIB, ActivationOffload
+from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus
+from labkit.spmd.offload.plan import Bus, Plan, Setting, plan_blocks
 from tests.benchmarks.gpu_steps import DEVICE, Context, Timed, random_model, random_tokens, time_steps, wide
 
 NARROW = ModelConfig(dim=256, num_layers=4, num_heads=4, hidden_dim=512, max_seq_len=256)

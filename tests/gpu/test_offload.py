@@ -13,7 +13,7 @@ from itertools import chain
 import pytest
 
 import labkit
-from labkit.spmd.offload_plan import Bus
+from labkit.spmd.offload.plan import Bus
 from tests.benchmarks.gpu_steps import wide
 from tests.benchmarks.table import Figures
 from tests.gpu.offload_figures import GIB, LABKIT, measure_ways, roofline_s, slower

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 import labkit
 from labkit.course import lab05
 from labkit.errors import ExerciseError, RankFailedError
-from labkit.spmd.layouts import Split
+from labkit.spmd.shards.layouts import Split
 from tests.matrix import matrix
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell

@@ -15,8 +15,8 @@ from labkit.course import lab07
 from labkit.course.lab07.between import _cases
 from labkit.errors import ExerciseError
 from labkit.plan.traffic import traffic_of
-from labkit.spmd.events import Collective
-from labkit.spmd.layouts import MeshRecord
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.trace.events import Collective
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell, with_mistake
 

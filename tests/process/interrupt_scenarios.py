@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
 
 # No size is a multiple of 4, so some shards are uneven.
 TINY = ModelConfig(vocab_size=33, dim=12, num_layers=3, num_heads=2, hidden_dim=18, max_seq_len=8)

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block, ModelConfig, Transformer
-from labkit.spmd.parity import compare
-from labkit.spmd.records import Parity
-from labkit.spmd.sharding import shard_model
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.records import Parity
+from labkit.spmd.shards.sharding import shard_model
 
 # No size is a multiple of 2 and 4 at once, so some shards are uneven on 2 and most on 4 ranks.
 UNEVEN = ModelConfig(vocab_size=251, dim=22, num_layers=2, num_heads=1, hidden_dim=27, max_seq_len=16)
@@ -165,7 +165,7 @@ def train_mixed(device: str, shape: str, num_steps: int) -> tuple[list[float], P
 
 
 def _train(model: nn.Module, batches: list[Tensor]) -> list[float]:
-    from labkit.spmd.training import train
+    from labkit.spmd.model.training import train
 
     # foreach=False: on a GPU the default is one fused update, which cannot mix sharded and plain tensors.
     return train(model, torch.optim.Adam(model.parameters(), lr=1e-3, foreach=False), iter(batches), len(batches))

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from labkit.spmd.memory_spy import count_forwards, spy_save_on_cpu
-from labkit.spmd.model import FeedForward, ModelConfig
-from labkit.spmd.offload import ActivationOffload, OffloadCounts
+from labkit.spmd.memory.spy import count_forwards, spy_save_on_cpu
+from labkit.spmd.model.transformer import FeedForward, ModelConfig
+from labkit.spmd.offload.context import ActivationOffload, OffloadCounts
 
 SIZES = ModelConfig(dim=16, hidden_dim=24, num_heads=2, max_seq_len=16)
 ROWS = 10

@@ -23,14 +23,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.meshes import make_mesh, shard_2d
-from labkit.spmd.model import Block, ModelConfig
-from labkit.spmd.parity import compare
-from labkit.spmd.records import Parity
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.text import BatchSampler
-from labkit.spmd.training import train
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.training import train
+from labkit.spmd.model.transformer import Block, ModelConfig
+from labkit.spmd.shards.meshes import make_mesh, shard_2d
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.records import Parity
+from labkit.spmd.shards.sharding import shard_model
 
 # No size is a multiple of 2, 3 and 4 at once, but for what tensor parallelism shares: two heads and 54 hidden features.
 UNEVEN = ModelConfig(vocab_size=251, dim=20, num_layers=1, num_heads=2, hidden_dim=54, max_seq_len=16)

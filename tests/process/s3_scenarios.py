@@ -14,12 +14,12 @@ from torch.distributed.fsdp import BackwardPrefetch, FSDPModule, FullyShardedDat
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from labkit.spmd.events import Trace
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.text import BatchSampler
-from labkit.spmd.trace import record_events
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.trace.events import Trace
+from labkit.spmd.trace.recorder import record_events
 
 SMALL = ModelConfig(dim=16, num_layers=3, num_heads=4, hidden_dim=24, max_seq_len=32)
 WRAPS = ("auto", "manual")

@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.parallel.input_reshard import input_reshard
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.meshes import restore_optimizer, shard_2d
-from labkit.spmd.model import Block, ModelConfig
-from labkit.spmd.parity import compare
-from labkit.spmd.records import Parity
-from labkit.spmd.reshard_trace import SavedTensor, trace_input_reshard
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig
+from labkit.spmd.shards.meshes import restore_optimizer, shard_2d
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.records import Parity
+from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.trace.reshard_trace import SavedTensor, trace_input_reshard
 from tests.process.s4_scenarios import CONFIGS, FULL, Api, batches, build, mesh_of, quiet, step, wrap_fsdp1
 
 # S4.5 ------------------------------------------------------------------------------------------------------------------

@@ -17,13 +17,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.meshes import check_mesh, fsdp1_extended, fsdp1_over_tp
-from labkit.spmd.model import Block, ModelConfig, next_token_loss
-from labkit.spmd.parity import compare
-from labkit.spmd.records import Parity
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig, next_token_loss
+from labkit.spmd.shards.meshes import check_mesh, fsdp1_extended, fsdp1_over_tp
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.records import Parity
+from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan
 
 Api = Literal["fsdp1", "fsdp1_orig", "fsdp2"]
 Order = tuple[str, str]

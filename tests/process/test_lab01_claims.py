@@ -16,13 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import labkit
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
-from labkit.spmd.parity import compare
-from labkit.spmd.records import Parity
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.text import BatchSampler
-from labkit.spmd.training import train
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.training import train
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.records import Parity
+from labkit.spmd.shards.sharding import shard_model
 from tests.matrix import matrix
 
 SIZES = {"dim": 16, "num_heads": 4, "hidden_dim": 24, "max_seq_len": 32}

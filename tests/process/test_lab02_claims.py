@@ -11,11 +11,11 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import labkit
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory_timeline import MemoryTimeline, record_memory
-from labkit.spmd.model import Block, ModelConfig, next_token_loss
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.memory.timeline import MemoryTimeline, record_memory
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import Block, ModelConfig, next_token_loss
+from labkit.spmd.shards.sharding import shard_model
 from tests.matrix import matrix
 
 NUM_BLOCKS = 2

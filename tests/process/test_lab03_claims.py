@@ -25,13 +25,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import labkit
-from labkit.spmd.flat import flat_shares
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block
-from labkit.spmd.records import FlatShare
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.text import BatchSampler
-from labkit.spmd.training import train
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.training import train
+from labkit.spmd.model.transformer import Block
+from labkit.spmd.shards.flat import flat_shares
+from labkit.spmd.shards.records import FlatShare
+from labkit.spmd.shards.sharding import shard_model
 from tests.matrix import matrix
 
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "03_fsdp1_to_fsdp2.ipynb"

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, Shardin
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import labkit
-from labkit.spmd.events import Trace, first_difference
-from labkit.spmd.model import Block, Transformer, next_token_loss
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.trace import record_events
+from labkit.spmd.model.transformer import Block, Transformer, next_token_loss
+from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.trace.events import Trace, first_difference
+from labkit.spmd.trace.recorder import record_events
 from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     SMALL,

@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import labkit
-from labkit.spmd.initialize import build_model
-from labkit.spmd.meshes import make_mesh, shard_2d
-from labkit.spmd.model import Block, ModelConfig
-from labkit.spmd.parity import compare
-from labkit.spmd.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig
+from labkit.spmd.shards.meshes import make_mesh, shard_2d
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan
 from tests.matrix import matrix
 
 

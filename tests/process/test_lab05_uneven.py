@@ -21,11 +21,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 import labkit
 from labkit.errors import RankFailedError
-from labkit.spmd.initialize import build_model
-from labkit.spmd.meshes import make_mesh, shard_2d
-from labkit.spmd.model import Block, ModelConfig
-from labkit.spmd.parity import compare
-from labkit.spmd.tensor_parallel import PlanError, check_plan, tensor_parallel_plan
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig
+from labkit.spmd.shards.meshes import make_mesh, shard_2d
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.tensor_parallel import PlanError, check_plan, tensor_parallel_plan
 from tests.matrix import matrix
 
 KEPT = ColwiseParallel(use_local_output=False)

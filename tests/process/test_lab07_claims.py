@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import labkit
 from labkit.checkpoint import CheckpointWriteError, save
-from labkit.spmd.gloo_links import can_measure_links, measure_links
+from labkit.spmd.trace.gloo_links import can_measure_links, measure_links
 
 PIECE = 1 << 18
 HEADERS = 8_000  # gloo's own and those of two barriers, beside data of a MiB

@@ -21,13 +21,13 @@ import labkit
 from labkit.checkpoint import open_checkpoint
 from labkit.plan import CheckpointPlan, TrainingJob
 from labkit.plan.compute import compute_plan
-from labkit.spmd.collectives import count_collectives
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory import held_memory
-from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
-from labkit.spmd.saved import WatchedOffload, watch_saved
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.memory.kinds import held_memory
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.offload.saved import WatchedOffload, watch_saved
+from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.trace.collectives import count_collectives
 
 BATCH = (2, 33)
 

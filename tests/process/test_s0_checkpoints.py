@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import labkit
-from labkit.spmd.initialize import build_model
+from labkit.spmd.model.initialize import build_model
 from tests.matrix import matrix
 from tests.process.s0_scenarios import (
     LOAD_PATHS,

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import labkit
 from labkit.errors import RunTimeoutError, WorkerDiedError
-from labkit.spmd.events import Trace
-from labkit.spmd.model import Block, Transformer, next_token_loss
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.trace import record_events
+from labkit.spmd.model.transformer import Block, Transformer, next_token_loss
+from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.trace.events import Trace
+from labkit.spmd.trace.recorder import record_events
 from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     NUM_STEPS,

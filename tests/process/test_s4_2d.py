@@ -14,7 +14,7 @@ import pytest
 
 import labkit
 from labkit.errors import RankFailedError
-from labkit.spmd.initialize import build_model
+from labkit.spmd.model.initialize import build_model
 from tests.matrix import matrix
 from tests.process.s4_restores import (
     Reshard,

@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel.input_reshard import input_reshard
 
 import labkit
 from labkit.errors import LabkitError
-from labkit.spmd.initialize import build_model
-from labkit.spmd.layouts import MeshRecord
-from labkit.spmd.meshes import check_mesh, make_mesh, mesh_record, restore_optimizer, shard_2d
-from labkit.spmd.model import Block, ModelConfig
-from labkit.spmd.reshard_trace import trace_input_reshard
-from labkit.spmd.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.shards.meshes import check_mesh, make_mesh, mesh_record, restore_optimizer, shard_2d
+from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.trace.reshard_trace import trace_input_reshard
 from tests.matrix import matrix
 
 SMALL = ModelConfig(vocab_size=64, dim=16, num_layers=1, num_heads=2, hidden_dim=24, max_seq_len=16)

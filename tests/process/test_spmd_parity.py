@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import labkit
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block, ModelConfig
-from labkit.spmd.parity import compare
-from labkit.spmd.records import Parity
-from labkit.spmd.sharding import shard_model
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.records import Parity
+from labkit.spmd.shards.sharding import shard_model
 from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=1, num_heads=4, hidden_dim=24, max_seq_len=32)

@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import labkit
-from labkit.spmd.initialize import build_model, init_weights
-from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
-from labkit.spmd.parity import compare
-from labkit.spmd.records import Parity
-from labkit.spmd.sharding import ShardingError, check_optimizer, shard_model
-from labkit.spmd.shards import shard_table
-from labkit.spmd.text import BatchSampler
-from labkit.spmd.training import train
+from labkit.spmd.model.initialize import build_model, init_weights
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.training import train
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.records import Parity
+from labkit.spmd.shards.sharding import ShardingError, check_optimizer, shard_model
+from labkit.spmd.shards.tables import shard_table
 from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=4, hidden_dim=24, max_seq_len=32)

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import labkit
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import Block, ModelConfig
-from labkit.spmd.records import Chunk, ShardRecord
-from labkit.spmd.sharding import shard_model
-from labkit.spmd.shards import shard_table
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import Block, ModelConfig
+from labkit.spmd.shards.records import Chunk, ShardRecord
+from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.shards.tables import shard_table
 from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=1, num_heads=4, hidden_dim=24, max_seq_len=32)
@@ -174,4 +174,4 @@ def test_records_need_no_torch_to_be_read(pool: labkit.WorkerPool) -> None:
     record = pool.run(whole_model)[0][0]
     kinds = {type(value) for value in (record, *vars(record).values(), *record.chunks, *record.chunks[0].offsets)}
     assert all(not kind.__module__.startswith("torch") for kind in kinds)
-    assert "torch" not in sys.modules["labkit.spmd.records"].__dict__
+    assert "torch" not in sys.modules["labkit.spmd.shards.records"].__dict__

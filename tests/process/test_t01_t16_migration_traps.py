@@ -34,11 +34,11 @@ from torch.distributed.tensor import DTensor
 import labkit
 from labkit import checkpoint
 from labkit.checkpoint.errors import FQNMismatchError
-from labkit.spmd.initialize import build_model, init_weights
-from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
-from labkit.spmd.parity import compare
-from labkit.spmd.sharding import ShardingError, check_optimizer, shard_model
-from labkit.spmd.trace import record_events
+from labkit.spmd.model.initialize import build_model, init_weights
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.shards.parity import compare
+from labkit.spmd.shards.sharding import ShardingError, check_optimizer, shard_model
+from labkit.spmd.trace.recorder import record_events
 from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=2, num_heads=2, hidden_dim=24, max_seq_len=16)

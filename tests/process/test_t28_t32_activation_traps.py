@@ -16,12 +16,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, f
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import labkit
-from labkit.spmd.collectives import count_collectives
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory_spy import count_forwards, spy_save_on_cpu
-from labkit.spmd.model import Block, ModelConfig, Transformer, next_token_loss
-from labkit.spmd.offload import ActivationOffload
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.memory.spy import count_forwards, spy_save_on_cpu
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import Block, ModelConfig, Transformer, next_token_loss
+from labkit.spmd.offload.context import ActivationOffload
+from labkit.spmd.trace.collectives import count_collectives
 from tests.matrix import matrix
 
 SMALL = ModelConfig(dim=16, num_layers=3, num_heads=4, hidden_dim=24, max_seq_len=16)

@@ -11,10 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 import labkit
-from labkit.spmd.collectives import count_collectives
-from labkit.spmd.events import UNSHARD, Trace
-from labkit.spmd.model import next_token_loss
-from labkit.spmd.trace import record_events
+from labkit.spmd.model.transformer import next_token_loss
+from labkit.spmd.trace.collectives import count_collectives
+from labkit.spmd.trace.events import UNSHARD, Trace
+from labkit.spmd.trace.recorder import record_events
 from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     batches,

@@ -13,9 +13,9 @@ import torch.distributed.checkpoint as dcp
 
 import labkit
 from labkit.checkpoint import verify
-from labkit.spmd.initialize import build_model
-from labkit.spmd.parity import compare
-from labkit.spmd.travelling import CourseRun, course_checkpoint, leave_checkpoint
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.travelling import CourseRun, course_checkpoint, leave_checkpoint
+from labkit.spmd.shards.parity import compare
 
 QUICK = CourseRun(seed=3, batch_size=4, seq_len=8, num_steps=1)
 NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "01_composable_checkpointing.ipynb"

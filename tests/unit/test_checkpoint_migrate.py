@@ -33,7 +33,7 @@ from labkit.checkpoint.layout import coordinate_of, local_box
 from labkit.checkpoint.read import same_bits
 from labkit.checkpoint.rename import Rule, read_rules
 from labkit.checkpoint.resharding import parse_rule
-from labkit.spmd.layouts import parse_mesh
+from labkit.spmd.shards.layouts import parse_mesh
 from tests.unit.test_checkpoint_formats import DTYPES, make
 
 

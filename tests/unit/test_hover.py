@@ -13,7 +13,7 @@ from labkit.notebook.drawing.style import rank_style
 from labkit.notebook.pictures.mesh_maps import block_map
 from labkit.notebook.pictures.shard_maps import shard_map
 from labkit.ranks import RankResults
-from labkit.spmd.records import Chunk, ShardRecord
+from labkit.spmd.shards.records import Chunk, ShardRecord
 
 
 def record(rank: int, rows: tuple[int, int], columns: tuple[int, int] = (0, 4)) -> ShardRecord:

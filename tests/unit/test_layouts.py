@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from labkit.spmd.layouts import MeshRecord, Split, splits_of
+from labkit.spmd.shards.layouts import MeshRecord, Split, splits_of
 
 MESH = MeshRecord(("dp", "tp"), (2, 3), (0, 1, 2, 3, 4, 5))
 
@@ -56,6 +56,6 @@ def test_a_placement_that_names_no_part_is_refused(text: str) -> None:
 
 
 def test_layouts_need_no_torch() -> None:
-    code = "import sys, labkit.spmd.layouts; print('torch' in sys.modules)"
+    code = "import sys, labkit.spmd.shards.layouts; print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
     assert run.stdout.strip() == "False"

@@ -15,11 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory import PARTS, MemoryParts, allocation_curve, held_memory, measured_peak, predict_memory, tracked_peak
-from labkit.spmd.memory_spy import count_forwards, spy_save_on_cpu
-from labkit.spmd.model import ModelConfig, next_token_loss
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.memory.kinds import PARTS, MemoryParts, allocation_curve, held_memory, measured_peak, predict_memory, tracked_peak
+from labkit.spmd.memory.spy import count_forwards, spy_save_on_cpu
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import ModelConfig, next_token_loss
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48, max_seq_len=32)

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory import tracked_peak
-from labkit.spmd.memory_plan import PARTS, Sharding, StepSizes, measure_sizes, predict_peak
-from labkit.spmd.model import ModelConfig, Transformer, next_token_loss
-from labkit.spmd.offload_plan import BlockCost, Choice
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.memory.kinds import tracked_peak
+from labkit.spmd.memory.predict import PARTS, Sharding, StepSizes, measure_sizes, predict_peak
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
+from labkit.spmd.offload.plan import BlockCost, Choice
 
 CONFIG = ModelConfig(dim=64, num_layers=4, hidden_dim=192, max_seq_len=64)
 BATCH = next(BatchSampler(batch_size=3, seq_len=64))

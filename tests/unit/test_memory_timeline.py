@@ -14,11 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from labkit.notebook.pictures.memory_timelines import KINDS, memory_timeline
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory import MemoryParts, tracked_peak
-from labkit.spmd.memory_timeline import MemoryMark, MemoryTimeline, record_memory
-from labkit.spmd.model import ModelConfig, next_token_loss
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.memory.kinds import MemoryParts, tracked_peak
+from labkit.spmd.memory.timeline import MemoryMark, MemoryTimeline, record_memory
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import ModelConfig, next_token_loss
 
 CONFIG = ModelConfig(dim=32, num_layers=2, num_heads=2, hidden_dim=48, max_seq_len=32)
 

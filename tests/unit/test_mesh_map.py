@@ -9,8 +9,8 @@ import pytest
 
 from labkit.notebook.drawing.style import rank_style
 from labkit.notebook.pictures.mesh_maps import DiskChunk, block_map, mesh_picture
-from labkit.spmd.layouts import MeshRecord
-from labkit.spmd.records import Chunk, ShardRecord
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.shards.records import Chunk, ShardRecord
 
 STRIDED = ("_StridedShard(dim=0, sf=2)", "Shard(dim=0)")
 CHESSBOARD = ("Shard(dim=0)", "Shard(dim=1)")
@@ -157,7 +157,7 @@ def test_a_file_that_names_no_rank_is_refused() -> None:
 
 def test_drawing_imports_neither_torch_nor_pyplot() -> None:
     code = (
-        "import sys\nfrom labkit.notebook.pictures.mesh_maps import mesh_picture\nfrom labkit.spmd.layouts import MeshRecord\n"
+        "import sys\nfrom labkit.notebook.pictures.mesh_maps import mesh_picture\nfrom labkit.spmd.shards.layouts import MeshRecord\n"
         "mesh_picture(MeshRecord(('dp',), (1,), (0,)))\nprint(sorted({'torch', 'matplotlib.pyplot'} & sys.modules.keys()))"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)

@@ -10,8 +10,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_s
 from labkit.notebook.pictures.flat_maps import flat_map
 from labkit.notebook.pictures.losses import loss_curves
 from labkit.notebook.pictures.mappings import mapping_picture
-from labkit.spmd.fsdp_mapping import ARGUMENTS
-from labkit.spmd.records import Chunk, FlatShare, ShardRecord
+from labkit.spmd.shards.records import Chunk, FlatShare, ShardRecord
+from labkit.spmd.trace.fsdp_mapping import ARGUMENTS
 
 
 def test_every_argument_of_fsdp1_is_in_the_mapping_once() -> None:

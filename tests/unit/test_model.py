@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labkit.spmd.initialize import build_model, init_weights
-from labkit.spmd.model import ModelConfig, next_token_loss, rotary_tables, rotate
-from labkit.spmd.text import BatchSampler
-from labkit.spmd.training import train
+from labkit.spmd.model.initialize import build_model, init_weights
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.training import train
+from labkit.spmd.model.transformer import ModelConfig, next_token_loss, rotary_tables, rotate
 
 
 def test_the_same_seed_gives_the_same_model_whatever_was_drawn_before() -> None:

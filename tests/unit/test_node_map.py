@@ -8,7 +8,7 @@ from matplotlib.colors import same_color
 from matplotlib.patches import FancyArrowPatch, Patch
 
 from labkit.notebook.pictures.node_maps import _BETWEEN, node_map, ring
-from labkit.spmd.layouts import MeshRecord
+from labkit.spmd.shards.layouts import MeshRecord
 
 FSDP = MeshRecord(("shard",), (4,), (0, 1, 2, 3))
 HSDP = MeshRecord(("replicate", "shard"), (2, 2), (0, 1, 2, 3))

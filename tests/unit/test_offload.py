@@ -17,11 +17,11 @@ from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import ModelConfig, Transformer, next_token_loss
-from labkit.spmd.offload import ActivationOffload, OffloadError
-from labkit.spmd.offload_transfer import Copy, CountingTransfer
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
+from labkit.spmd.offload.context import ActivationOffload, OffloadError
+from labkit.spmd.offload.transfer import Copy, CountingTransfer
 
 CONFIG = ModelConfig(dim=16, num_layers=4, num_heads=2, hidden_dim=24, max_seq_len=16)
 BATCH, SEQ = 2, 16

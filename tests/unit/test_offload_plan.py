@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.memory import held_memory, measured_peak
-from labkit.spmd.model import ModelConfig, Transformer, next_token_loss
-from labkit.spmd.offload import ActivationOffload
-from labkit.spmd.offload_measure import apply_plan, measure_blocks, measure_bus
-from labkit.spmd.offload_plan import BlockCost, Bus, Choice, Plan, PlanError, Setting, plan_blocks, predict, roofline_seconds
-from labkit.spmd.offload_slow_bus import SlowBus
-from labkit.spmd.text import BatchSampler
+from labkit.spmd.memory.kinds import held_memory, measured_peak
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.text import BatchSampler
+from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
+from labkit.spmd.offload.context import ActivationOffload
+from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus
+from labkit.spmd.offload.plan import BlockCost, Bus, Choice, Plan, PlanError, Setting, plan_blocks, predict, roofline_seconds
+from labkit.spmd.offload.slow_bus import SlowBus
 
 CPU = torch.device("cpu")
 CONFIG = ModelConfig(dim=32, num_layers=5, num_heads=2, hidden_dim=96, max_seq_len=64)

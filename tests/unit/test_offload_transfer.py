@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from labkit.spmd.offload_transfer import CountingTransfer, CudaTransfer, transfer_for
+from labkit.spmd.offload.transfer import CountingTransfer, CudaTransfer, transfer_for
 
 Moment = dict[str, int]
 

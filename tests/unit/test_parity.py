@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from labkit.spmd.parity import compare, require_equal
-from labkit.spmd.records import ParityError
+from labkit.spmd.shards.parity import compare, require_equal
+from labkit.spmd.shards.records import ParityError
 
 
 def state(**changes: object) -> dict[str, object]:

@@ -23,9 +23,9 @@ from labkit.plan.compute import compute_plan
 from labkit.plan.job import mesh_of
 from labkit.plan.layout import Layout, held_elements
 from labkit.plan.traffic import traffic_of
-from labkit.spmd.events import Collective
-from labkit.spmd.layouts import MeshRecord
-from labkit.spmd.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan
+from labkit.spmd.trace.events import Collective
 
 
 class Layers(nn.Module):
@@ -178,7 +178,7 @@ def reads_values() -> nn.Module:
         ({"optimizer": "Adamw"}, "torch.optim has no 'Adamw'"),
         ({"optimizer": "SparseAdam"}, "SparseAdam cannot take a step"),
         ({"batch": (5, 7)}, r"the loss of a batch \(5, 7\) of float32 cannot be computed"),
-        ({"loss": "labkit.spmd.model:next_token_loss"}, "--loss"),
+        ({"loss": "labkit.spmd.model.transformer:next_token_loss"}, "--loss"),
         ({"loss": lambda model, batch: model(batch)}, "a tensor of one element"),
         ({"dtype": "float33"}, "no dtype 'float33'"),
     ],
@@ -190,7 +190,7 @@ def test_a_job_that_cannot_be_planned_is_refused_with_the_next_step(changes: dic
 
 
 def test_tensor_parallelism_that_does_not_divide_the_model_is_refused() -> None:
-    job = TrainingJob("labkit.spmd.initialize:build_model", "dp=2,tp=8", tp_plan=tensor_parallel_plan)
+    job = TrainingJob("labkit.spmd.model.initialize:build_model", "dp=2,tp=8", tp_plan=tensor_parallel_plan)
     with pytest.raises(JobError, match=r"4 heads of 16 rows cannot be spread evenly over 8 TP ranks(.|\n)*Choose another size"):
         compute_plan(job)
 

@@ -18,7 +18,7 @@ import labkit
 from labkit.cli import main
 from labkit.course.script import ScriptError, write_script
 from labkit.notebook.views.rank_names import OPTIONS
-from labkit.spmd.cells import future_flags, run_cell, text_of
+from labkit.spmd.script.cells import future_flags, run_cell, text_of
 
 NOBODY = 65534
 
@@ -132,7 +132,7 @@ def test_d_a_future_import_comes_first_once_and_in_order_with_the_docstring_befo
     assert ast.get_docstring(tree).startswith("The cells of 07_sample.ipynb")
     hoisted = [ast.unparse(statement) for statement in tree.body[1:4]]
     assert hoisted == [
-        "from __future__ import generator_stop", "from __future__ import annotations", "from labkit.spmd.torchrun import Job"
+        "from __future__ import generator_stop", "from __future__ import annotations", "from labkit.spmd.script.torchrun import Job"
     ]  # fmt: skip
     assert lines(script.split("c1 -", 1)[1])[1:3] == ["# %%spmd", "def f(x: Missing): return 'ä'"]
     assert lines(script.split("c2 -", 1)[1])[1:] == ["# %%spmd", "x = 1; pass; y = 2", "job.show(y)", "job.end()"]

@@ -10,7 +10,7 @@ import pytest
 from labkit.notebook.drawing.style import rank_style
 from labkit.notebook.pictures.shard_maps import shard_map
 from labkit.ranks import RankResults
-from labkit.spmd.records import Chunk, ShardRecord
+from labkit.spmd.shards.records import Chunk, ShardRecord
 
 
 def sharded(name: str, rank: int, rows: tuple[int, int], of: int = 10, columns: tuple[int, int] = (0, 4)) -> ShardRecord:
@@ -132,7 +132,7 @@ def test_the_same_shards_give_the_same_svg() -> None:
 _WITHOUT_TORCH = """
 import sys
 from labkit.notebook.pictures.shard_maps import shard_map
-from labkit.spmd.records import Chunk, ShardRecord
+from labkit.spmd.shards.records import Chunk, ShardRecord
 shard_map({0: [ShardRecord("w", (2,), "float32", (), (), (), None, (Chunk((0,), (2,)),), 8)]})
 print(sorted({"torch", "matplotlib.pyplot"} & sys.modules.keys()))
 """

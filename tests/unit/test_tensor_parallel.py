@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
-from labkit.spmd.initialize import build_model
-from labkit.spmd.model import ModelConfig
-from labkit.spmd.tensor_parallel import PlanError, check_plan, lint_plan, match_modules, tensor_parallel_plan
+from labkit.spmd.model.initialize import build_model
+from labkit.spmd.model.transformer import ModelConfig
+from labkit.spmd.shards.tensor_parallel import PlanError, check_plan, lint_plan, match_modules, tensor_parallel_plan
 
 MODEL = build_model(device="meta")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from labkit.spmd.text import BatchSampler, english_text
+from labkit.spmd.model.text import BatchSampler, english_text
 
 
 def test_the_text_is_english_and_long_enough_to_train_on() -> None:

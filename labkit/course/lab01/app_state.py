@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.course.checks import Pool, ask, from_cell, hint_for, refuse, require_on_ranks, run_on_ranks, trying
 
 if TYPE_CHECKING:
-    from labkit.spmd.records import Parity
+    from labkit.spmd.shards.records import Parity
 
 _STEPS_BEFORE, _STEPS_AFTER = 3, 5
 _LEARNING_RATE, _FRESH_LEARNING_RATE = 3e-3, 1e-4

@@ -127,9 +127,9 @@ def _number(answer: Any) -> int:
 def _count(sizes: tuple[tuple[int, int, int, int], ...]) -> list[int]:
     import torch
 
-    from labkit.spmd.model import FeedForward, ModelConfig
-    from labkit.spmd.offload import ActivationOffload
-    from labkit.spmd.offload_transfer import CountingTransfer
+    from labkit.spmd.model.transformer import FeedForward, ModelConfig
+    from labkit.spmd.offload.context import ActivationOffload
+    from labkit.spmd.offload.transfer import CountingTransfer
 
     device = from_cell("device")
     dtypes = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}

@@ -105,10 +105,10 @@ def _outcome_of(order: Order) -> tuple[Outcome, int]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from labkit.spmd.memory_spy import count_forwards
-    from labkit.spmd.model import FeedForward, ModelConfig
-    from labkit.spmd.offload import ActivationOffload
-    from labkit.spmd.offload_transfer import CountingTransfer
+    from labkit.spmd.memory.spy import count_forwards
+    from labkit.spmd.model.transformer import FeedForward, ModelConfig
+    from labkit.spmd.offload.context import ActivationOffload
+    from labkit.spmd.offload.transfer import CountingTransfer
 
     device = from_cell("device")
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))

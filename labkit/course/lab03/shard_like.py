@@ -19,7 +19,7 @@ class Sharded:
 
     Attributes:
         held_bytes: Bytes of parameters between steps.
-        order: The order in which blocks became whole (``U``) and were freed (``R``), as in `labkit.spmd.events.Trace.order`.
+        order: The order in which blocks became whole (``U``) and were freed (``R``), as in `labkit.spmd.trace.events.Trace.order`.
         num_units: Number of FSDP units.
         gradient_gap: Largest difference of a gradient from the mean over all ranks, relative to the largest gradient.
         num_without_gradient: Number of parameters without a gradient after a backward.

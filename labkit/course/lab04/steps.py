@@ -10,8 +10,8 @@ from labkit.course.checks import Pool, from_cell
 from labkit.course.lab04.rows import forward_and_backward, sharded_row
 
 if TYPE_CHECKING:
-    from labkit.spmd.events import Trace
-    from labkit.spmd.model import Transformer
+    from labkit.spmd.model.transformer import Transformer
+    from labkit.spmd.trace.events import Trace
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _record(cases: list[StepCase]) -> list[Step]:
 def _step(case: StepCase) -> Step:
     import torch.distributed as dist
 
-    from labkit.spmd.events import UNSHARD
+    from labkit.spmd.trace.events import UNSHARD
 
     trace = recorded_step(case)
     order = trace.order(names=False)

@@ -188,7 +188,7 @@ def _counts_two_largest(wrap: Wrap) -> bool:
 
 def _measure(widths: list[int], lengths: list[int]) -> Wrapped:
     from labkit.spmd import record_events
-    from labkit.spmd.events import UNSHARD
+    from labkit.spmd.trace.events import UNSHARD
 
     model = sharded_row(widths, lengths)
     with record_events(model) as recording:

@@ -10,7 +10,7 @@ from labkit.course.lab05.owner_layouts import Case, Grid, Shape, pretended_cases
 from labkit.course.lab05.owner_mistakes import hint_for_answers, hint_for_error
 from labkit.errors import ExerciseError
 from labkit.ranks import format_ranks
-from labkit.spmd.layouts import Split
+from labkit.spmd.shards.layouts import Split
 
 Owner = Callable[[int, int, Shape, Grid, Sequence[Split]], Iterable[int]]
 
@@ -20,7 +20,7 @@ def check_owner(pool: Pool, owner: Owner) -> str:
 
     The answers are compared with real DTensors on this pool, and on larger meshes with the arithmetic that torch does for a
     DTensor. Sizes that do not divide are included, except when TP cuts rows before FSDP: there torch's arithmetic puts some rows
-    into the wrong place, see `labkit.spmd.tensor_parallel.lint_plan`.
+    into the wrong place, see `labkit.spmd.shards.tensor_parallel.lint_plan`.
 
     Args:
         pool: The pool.

@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 from labkit.course.checks import Pool, from_cell
-from labkit.spmd.layouts import Split, splits_of
+from labkit.spmd.shards.layouts import Split, splits_of
 
 Shape = tuple[int, int]
 Grid = tuple[tuple[int, ...], ...]
@@ -101,7 +101,7 @@ def _real_cases() -> list[Any]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-    from labkit.spmd.shards import shard_table
+    from labkit.spmd.shards.tables import shard_table
 
     device, world_size = from_cell("device"), from_cell("world_size")
     across = 2 if world_size % 2 == 0 else 1

@@ -85,7 +85,7 @@ def _cases() -> list[Case]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     from labkit.spmd import ModelConfig, build_model
-    from labkit.spmd.tensor_parallel import lint_plan, tensor_parallel_plan
+    from labkit.spmd.shards.tensor_parallel import lint_plan, tensor_parallel_plan
 
     model = build_model(device="meta")
     uneven = build_model(ModelConfig(dim=24, hidden_dim=90), device="meta")

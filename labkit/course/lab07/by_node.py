@@ -113,7 +113,7 @@ def _try(num_nodes: int) -> Tried:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
-    from labkit.spmd.collectives import count_collectives
+    from labkit.spmd.trace.collectives import count_collectives
 
     rank, world_size, device = dist.get_rank(), dist.get_world_size(), from_cell("device")
     per_node = world_size // num_nodes

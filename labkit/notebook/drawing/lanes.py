@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from labkit.spmd import events as ev
+from labkit.spmd.trace.recorder import events as ev
 
 if TYPE_CHECKING:
-    from labkit.spmd.events import Event, Trace
+    from labkit.spmd.trace.events import Event, Trace
 
 GATHER_MARK = ev.ALL_GATHER
 # The marker and whether it is filled: the kinds differ in shape and not in colour.

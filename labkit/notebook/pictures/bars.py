@@ -42,7 +42,7 @@ def memory_bars(
 
     Args:
         parts: For each way, the bytes of each part: a mapping, or an object whose attributes are the parts, such as
-            `labkit.spmd.memory.MemoryParts`. All ways have the same parts, drawn in their order.
+            `labkit.spmd.memory.kinds.MemoryParts`. All ways have the same parts, drawn in their order.
         measured: Peaks in bytes for some of the ways; drawn as diamonds.
         caption: The line under the picture.
         what: The axis label: what the bytes are.

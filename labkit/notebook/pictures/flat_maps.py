@@ -11,7 +11,7 @@ from labkit.notebook.drawing.style import INK, MUTED, WIDTH_IN, Picture, figure,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labkit.spmd.records import FlatShare, ShardRecord
+    from labkit.spmd.shards.records import FlatShare, ShardRecord
 
 _LEFT_IN, _RIGHT_IN, _BAR_IN = 0.62, 0.1, 0.34
 _CHAR_IN = 0.07
@@ -28,7 +28,7 @@ def flat_map(
     """Draw one block's elements twice, coloured by the rank that holds them.
 
     Args:
-        shares: Per rank, the result of `labkit.spmd.flat.flat_shares` for the FSDP1 model.
+        shares: Per rank, the result of `labkit.spmd.shards.flat.flat_shares` for the FSDP1 model.
         tables: Per rank, the result of `labkit.spmd.shard_table` for the same model under FSDP2.
         unit: The FQN of the block, such as ``layers.0``.
         caption: The line under the picture.

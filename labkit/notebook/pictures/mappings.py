@@ -10,7 +10,7 @@ from labkit.notebook.drawing.style import INK, MUTED, WIDTH_IN, Picture, figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labkit.spmd.fsdp_mapping import Moved
+    from labkit.spmd.trace.fsdp_mapping import Moved
 
 _ROW_IN = 0.2
 _HEAD_IN, _FOOT_IN = 0.3, 0.3
@@ -33,7 +33,7 @@ def mapping_picture(moves: Sequence[Moved], *, caption: str = "") -> Picture:
     """Draw a mapping of arguments.
 
     Args:
-        moves: Old and new names, such as `labkit.spmd.fsdp_mapping.ARGUMENTS`. Names with the same target should be adjacent.
+        moves: Old and new names, such as `labkit.spmd.trace.fsdp_mapping.ARGUMENTS`. Names with the same target should be adjacent.
         caption: The line under the picture; by default a count of each kind.
 
     Ranks: controller.

@@ -13,7 +13,7 @@ from labkit.notebook.pictures.bars import PART_LOOKS, scale_for
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# labkit.spmd.memory_timeline.MemoryTimeline. Its module imports torch; this module does not import torch, not even for types.
+# labkit.spmd.memory.timeline.MemoryTimeline. Its module imports torch; this module does not import torch, not even for types.
 MemoryTimeline: TypeAlias = Any
 
 KINDS = ("parameters", "optimizer", "gradients", "activations", "temporary")
@@ -46,7 +46,7 @@ class Span:
 
 
 def memory_timeline(timeline: MemoryTimeline, *, caption: str, what: str = "memory of one rank") -> HoverPicture:
-    """Draw a record of `labkit.spmd.memory_timeline.record_memory`.
+    """Draw a record of `labkit.spmd.memory.timeline.record_memory`.
 
     Each kind is stacked on the one below it, so the upper edge is the total. The kinds that live longest are lowest. The numbers
     below are blocks.

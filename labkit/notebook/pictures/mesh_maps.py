@@ -15,13 +15,13 @@ from labkit.notebook.drawing.hover import mark, with_hover
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style, text_color_on
 from labkit.notebook.pictures.shard_maps import Box, boxes_of, rows_by_tensor, span
 from labkit.ranks import format_ranks, name_ranks
-from labkit.spmd.layouts import Split, splits_of
+from labkit.spmd.shards.layouts import Split, splits_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labkit.spmd.layouts import MeshRecord
-    from labkit.spmd.records import Chunk, ShardRecord
+    from labkit.spmd.shards.layouts import MeshRecord
+    from labkit.spmd.shards.records import Chunk, ShardRecord
 
 MAX_PANELS = 4
 MAX_MESH_RANKS = 64
@@ -55,7 +55,7 @@ def mesh_picture(mesh: MeshRecord, *, caption: str = "") -> Picture:
     """Draw a mesh of one or two axes: the ranks in a grid, the first axis downwards, the second to the right.
 
     Args:
-        mesh: From `labkit.spmd.meshes.mesh_record`.
+        mesh: From `labkit.spmd.shards.meshes.mesh_record`.
         caption: The line under the picture.
 
     Raises:

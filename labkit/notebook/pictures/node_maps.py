@@ -13,7 +13,7 @@ from labkit.ranks import format_ranks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labkit.spmd.layouts import MeshRecord
+    from labkit.spmd.shards.layouts import MeshRecord
 
 MAX_NODES = 8
 MAX_RANKS_PER_NODE = 8

@@ -14,7 +14,7 @@ from labkit.ranks import format_ranks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labkit.spmd.records import Chunk, ShardRecord
+    from labkit.spmd.shards.records import Chunk, ShardRecord
 
 MAX_TENSORS = 32
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from labkit.spmd.events import Trace
+    from labkit.spmd.trace.events import Trace
 
 MAX_LANES = 8
 MAX_ROWS = 48

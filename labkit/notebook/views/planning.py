@@ -26,7 +26,7 @@ def planner(
 
     Args:
         predict: Called with the number of shards, the dtype and the treatment of the blocks' activations; returns the bytes of each
-            part, always the same parts, as `labkit.spmd.memory_plan.predict_peak` does.
+            part, always the same parts, as `labkit.spmd.memory.predict.predict_peak` does.
         ranks: World sizes to choose from, ascending.
         dtypes: Names of the dtypes to choose from.
         blocks: The treatments of activations to choose from.

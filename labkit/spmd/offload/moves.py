@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from labkit.errors import LabkitError
-from labkit.spmd.offload_transfer import Copy, Transfer
+from labkit.spmd.offload.transfer import Copy, Transfer
 
 if TYPE_CHECKING:
-    from labkit.spmd.offload import ActivationOffload
+    from labkit.spmd.offload.context import ActivationOffload
 
 
 class OffloadError(LabkitError, RuntimeError):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit.spmd.model import next_token_loss
-from labkit.spmd.sharding import check_optimizer
+from labkit.spmd.model.transformer import next_token_loss
+from labkit.spmd.shards.sharding import check_optimizer
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[Tensor], num_steps: int) -> list[float]:

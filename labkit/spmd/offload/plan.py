@@ -39,7 +39,7 @@ _RECOMPUTED = (Choice.RECOMPUTE, Choice.MOVE_INPUTS)
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Costs of a block, as measured by `labkit.spmd.offload_measure.measure_blocks`.
+    """Costs of a block, as measured by `labkit.spmd.offload.measure.measure_blocks`.
 
     Attributes:
         forward_s: Seconds of its forward.
@@ -85,7 +85,7 @@ class Setting:
         bus: The bandwidth.
         fixed_bytes: Memory that every choice needs: parameters, gradients, optimizer state, temporary memory.
         rest_s: Seconds of a step outside the blocks that do not overlap: head, loss, optimizer.
-        max_in_flight_bytes: As for `labkit.spmd.offload.ActivationOffload`.
+        max_in_flight_bytes: As for `labkit.spmd.offload.context.ActivationOffload`.
     """
 
     bus: Bus

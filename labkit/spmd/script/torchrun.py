@@ -23,8 +23,8 @@ import torch.distributed as dist
 
 from labkit.errors import LabkitError
 from labkit.ranks import RankResults, RankSpec, name_ranks, parse_ranks
-from labkit.spmd.cells import future_flags, run_cell, text_of
-from labkit.spmd.script_pool import ScriptPool, renew
+from labkit.spmd.script.cells import future_flags, run_cell, text_of
+from labkit.spmd.script.script_pool import ScriptPool, renew
 
 Namespace = dict[str, Any]
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from labkit.ranks import RankResults, RankSpec
 
 if TYPE_CHECKING:
-    from labkit.spmd.torchrun import Job
+    from labkit.spmd.script.torchrun import Job
 
 
 class ScriptPool:
@@ -77,5 +77,5 @@ def _forget(job: Job) -> None:
 
 
 def renew(job: Job, world_size: int) -> None:
-    """Let the first ranks start anew. Ranks: collective, see `labkit.spmd.torchrun.Job.renew`."""
+    """Let the first ranks start anew. Ranks: collective, see `labkit.spmd.script.torchrun.Job.renew`."""
     job.renew(world_size)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.spmd.events import Collective
+from labkit.spmd.trace.events import Collective
 
 # Operators are matched by prefix, so longer prefixes come first.
 _KINDS = (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.utils._pytree import tree_leaves
 
-from labkit.spmd.memory import MemoryParts, tracked_parts
+from labkit.spmd.memory.kinds import MemoryParts, tracked_parts
 
 StepPhase = Literal["forward", "backward", "optimizer"]
 
@@ -51,7 +51,7 @@ class MemoryTimeline:
 
     @property
     def peak(self) -> MemoryParts:
-        """The sample with the most bytes; equal to `labkit.spmd.memory.tracked_peak`."""
+        """The sample with the most bytes; equal to `labkit.spmd.memory.kinds.tracked_peak`."""
         return self.samples[self.peak_at]
 
 

@@ -33,7 +33,7 @@ class Copy:
 
 
 class Transfer(Protocol):
-    """The bus that `labkit.spmd.offload.ActivationOffload` needs. No method waits on the CPU."""
+    """The bus that `labkit.spmd.offload.context.ActivationOffload` needs. No method waits on the CPU."""
 
     #: Whether the copies are the tensors themselves: writing to a tensor later then changes its copy.
     is_alias: bool

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from labkit.spmd.records import PARTS, MemoryParts
+from labkit.spmd.shards.records import PARTS, MemoryParts
 
 __all__ = [
     "PARTS",

@@ -18,9 +18,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from labkit.errors import LabkitError
-from labkit.spmd.layouts import MeshRecord
-from labkit.spmd.sharding import Blocks, shard_model
-from labkit.spmd.tensor_parallel import check_plan
+from labkit.spmd.shards.layouts import MeshRecord
+from labkit.spmd.shards.sharding import Blocks, shard_model
+from labkit.spmd.shards.tensor_parallel import check_plan
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from labkit.spmd.model import ModelConfig, Transformer, rotary_tables
+from labkit.spmd.model.transformer import ModelConfig, Transformer, rotary_tables
 
 
 def build_model(config: ModelConfig | None = None, *, seed: int = 0, device: torch.device | str | None = None) -> Transformer:

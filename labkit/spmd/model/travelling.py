@@ -127,11 +127,11 @@ def _train_and_save(run: CourseRun, draft: Path, device_type: str) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
 
-    from labkit.spmd.initialize import build_model
-    from labkit.spmd.model import Block
-    from labkit.spmd.sharding import shard_model
-    from labkit.spmd.text import BatchSampler
-    from labkit.spmd.training import train
+    from labkit.spmd.model.initialize import build_model
+    from labkit.spmd.model.text import BatchSampler
+    from labkit.spmd.model.training import train
+    from labkit.spmd.model.transformer import Block
+    from labkit.spmd.shards.sharding import shard_model
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device(device_type)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labkit.spmd.collectives import CollectiveMode
-from labkit.spmd.events import (
+from labkit.spmd.trace.collectives import CollectiveMode
+from labkit.spmd.trace.events import (
     RESHARD,
     ROOT,
     UNSHARD,
@@ -27,13 +27,13 @@ from labkit.spmd.events import (
     Phase,
     Trace,
 )
-from labkit.spmd.fsdp_events import Group, groups_of, kept_bytes, observed, shard_bytes, whole_bytes
+from labkit.spmd.trace.fsdp_events import Group, groups_of, kept_bytes, observed, shard_bytes, whole_bytes
 
 
 class Recording:
     """The events that `record_events` has recorded so far; `trace` returns them as a `Trace`.
 
-    It implements `labkit.spmd.fsdp_events.Observer`; those methods are for the adapter.
+    It implements `labkit.spmd.trace.fsdp_events.Observer`; those methods are for the adapter.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed._composable import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from labkit.spmd.offload import ActivationOffload
-from labkit.spmd.offload_plan import BlockCost, Bus, Choice, Plan
-from labkit.spmd.offload_transfer import Copy, CountingTransfer, Transfer, transfer_for
+from labkit.spmd.offload.context import ActivationOffload
+from labkit.spmd.offload.plan import BlockCost, Bus, Choice, Plan
+from labkit.spmd.offload.transfer import Copy, CountingTransfer, Transfer, transfer_for
 
 _PIECES = 8
 

@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from labkit.spmd.offload_moves import Move, OffloadCounts, OffloadError, View
-from labkit.spmd.offload_transfer import Transfer, transfer_for
+from labkit.spmd.offload.moves import Move, OffloadCounts, OffloadError, View
+from labkit.spmd.offload.transfer import Transfer, transfer_for
 
 MIB = 1 << 20
 # A fake tensor has no data, and planning treats it like a plain tensor. Other subclasses hold more than one storage.

@@ -8,11 +8,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from labkit.spmd.offload_transfer import Copy
+from labkit.spmd.offload.transfer import Copy
 
 
 class SlowBus:
-    """A `labkit.spmd.offload_transfer.Transfer` between two parts of the CPU's memory, with a bandwidth of your choice.
+    """A `labkit.spmd.offload.transfer.Transfer` between two parts of the CPU's memory, with a bandwidth of your choice.
 
     For each direction, one thread waits as long as a bus of that bandwidth would take, and then copies. Waiting costs no
     processor time, so computation and copies overlap as on a GPU. The memory of a tensor that has left is really freed.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from labkit.spmd.offload import ActivationOffload
+from labkit.spmd.offload.context import ActivationOffload
 
 
 class SavedStorages:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from labkit.checkpoint.shards import box_of
-from labkit.spmd.records import Chunk, ShardRecord
-from labkit.spmd.tree import leaves, path_text
+from labkit.spmd.shards.records import Chunk, ShardRecord
+from labkit.spmd.shards.tree import leaves, path_text
 
 
 def shard_table(state: nn.Module | Mapping[str, Any]) -> list[ShardRecord]:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from labkit.spmd.memory import held_memory, measured_peak
-from labkit.spmd.offload_measure import measure_blocks
-from labkit.spmd.offload_plan import DEFAULT_IN_FLIGHT, BlockCost, Choice
+from labkit.spmd.memory.kinds import held_memory, measured_peak
+from labkit.spmd.offload.measure import measure_blocks
+from labkit.spmd.offload.plan import DEFAULT_IN_FLIGHT, BlockCost, Choice
 
 PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "in flight", "temporary")
 
@@ -72,7 +72,7 @@ def predict_peak(
         sizes: The model and its batch.
         choices: The choice for each block's activations, one per block.
         sharding: Ranks and dtypes.
-        max_in_flight_bytes: As for `labkit.spmd.offload.ActivationOffload`.
+        max_in_flight_bytes: As for `labkit.spmd.offload.context.ActivationOffload`.
 
     Raises:
         ValueError: The number of choices is not the number of blocks.
@@ -130,7 +130,7 @@ def measure_sizes(
 
     Args:
         model: The model, after at least one step, so that the optimizer has its state.
-        blocks: All blocks that are to be sharded separately, as for `labkit.spmd.offload_measure.measure_blocks`.
+        blocks: All blocks that are to be sharded separately, as for `labkit.spmd.offload.measure.measure_blocks`.
         optimizer: The optimizer of the model.
         step: Forward, backward, optimizer step, and gradients reset to None. It is called four times.
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from labkit.spmd.records import Difference, Parity
-from labkit.spmd.tree import Path, leaves, path_text
+from labkit.spmd.shards.records import Difference, Parity
+from labkit.spmd.shards.tree import Path, leaves, path_text
 
 State = nn.Module | Mapping[str, Any]
 

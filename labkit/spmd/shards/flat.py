@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from labkit.spmd.records import FlatShare
+from labkit.spmd.shards.records import FlatShare
 
 _WRAPPER = "_fsdp_wrapped_module."
 

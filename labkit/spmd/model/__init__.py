@@ -1,0 +1,1 @@
+"""The course's model, its text, its training loop and its checkpoint."""

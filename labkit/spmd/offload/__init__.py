@@ -1,0 +1,1 @@
+"""Offload of activations to host memory, its measurements and its plan."""

@@ -1,0 +1,1 @@
+"""The runtime of a script made from a notebook, under torchrun."""

@@ -1,0 +1,1 @@
+"""Sharding of a model, and descriptions of the shards that a rank holds."""

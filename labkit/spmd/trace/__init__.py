@@ -1,0 +1,1 @@
+"""Records of what the runtimes of FSDP and of collectives do."""
