@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-FORKSERVER = "labkit.worker.forkserver"
+FORKSERVER = "labkit.worker.start.forkserver"
 # What has to be gone within two seconds has tests of its own. Here others may keep the cores busy.
 SETTLE_S = 10.0
 # The fork server outlives pools on purpose. The test that happens to start it keeps the kernel's ends of its channels

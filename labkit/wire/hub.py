@@ -1,6 +1,6 @@
 """The link between the controller and the machines of an attached pool: one encrypted TCP port, one connection for each machine.
 
-On each machine an agent (:mod:`labkit.worker.agent`) sits between this connection and the ranks, which speak to it as the ranks of
+On each machine an agent (:mod:`labkit.worker.machine.agent`) sits between this connection and the ranks, which speak to it as the ranks of
 a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and a rank's own end is
 the same everywhere.
 

@@ -229,7 +229,7 @@ class Inspection(Record):
     Attributes:
         rank: The rank.
         request_id: The number of the request.
-        report: The rank's current activity; see :mod:`labkit.worker.introspection`.
+        report: The rank's current activity; see :mod:`labkit.worker.run.introspection`.
     """
 
     rank: int

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from labkit.errors import LabkitError
 from labkit.wire.key_file import KeyFile
-from labkit.worker.agent import Agent
-from labkit.worker.place import SCHEDULER_VARIABLES, claimed_place
+from labkit.worker.groups.place import SCHEDULER_VARIABLES, claimed_place
+from labkit.worker.machine.agent import Agent
 
 
 def main() -> int:

@@ -89,7 +89,7 @@ def test_host_memory_is_read_when_the_queue_comes_to_it_and_not_when_the_step_is
     """What the gate rests on."""
     found = pool.run_cell(
         "import torch\n"
-        "from labkit.worker.step_gate import StepGate\n"
+        "from labkit.worker.steps.step_gate import StepGate\n"
         "parameter = torch.nn.Parameter(torch.ones(3, device=device))\n"
         "parameter.grad = torch.ones_like(parameter)\n"
         "optimizer, gate = torch.optim.Adam([parameter], fused=True), StepGate(device)\n"

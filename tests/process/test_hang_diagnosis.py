@@ -273,7 +273,7 @@ def test_time_limit_carries_the_diagnosis(pool: WorkerPool) -> None:
 
 def test_rank_that_cannot_be_looked_at_is_interrupted_all_the_same(pool: WorkerPool, screen: Screen) -> None:
     pool.run_cell(
-        "from labkit.worker import introspection\n"
+        "from labkit.worker.run import introspection\n"
         "look = introspection.report\n"
         "def fails(state): raise RuntimeError('no look')\n"
         "if rank == 1: introspection.report = fails"

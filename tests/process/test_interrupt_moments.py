@@ -162,7 +162,9 @@ def test_twenty_interrupts_in_a_row_leave_two_threads_each_and_no_descriptors(po
     before = holdings()
     for i in range(20):
         interrupt(str(i))
-    groups = len(value(pool, "from labkit.worker import backends\n[backends.group_name(group) for group in backends.groups()]")[0])
+    groups = len(
+        value(pool, "from labkit.worker.groups import backends\n[backends.group_name(group) for group in backends.groups()]")[0]
+    )
     for rank, (threads, descriptors) in holdings().items():
         assert threads <= before[rank][0] + 20 * 2 * groups
         assert descriptors <= before[rank][1] + 2

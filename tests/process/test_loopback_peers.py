@@ -175,7 +175,7 @@ def test_s14_listeners_that_a_cell_opens_while_groups_are_made_stay_reachable(po
 
 def test_s14_without_the_kernel_s_answers_its_tables_are_read(pool: WorkerPool) -> None:
     """The kernel may have no socket diagnosis."""
-    pool.run_cell(f"{SUM}\nfrom labkit.worker import socket_ends\nask, socket_ends.ask = socket_ends.ask, lambda *_: None")
+    pool.run_cell(f"{SUM}\nfrom labkit.worker.groups import socket_ends\nask, socket_ends.ask = socket_ends.ask, lambda *_: None")
     made = "group = dist.new_group([0, 1])\ndist.all_reduce(ones, group=group)\nfloat(ones)"
     assert pool.run_cell(made, want_value=True, timeout_s=60).same() == 4.0  # type: ignore[union-attr]
     pool.run_cell("socket_ends.ask = ask")

@@ -15,9 +15,9 @@ import pytest
 from labkit.wire.messages import GroupSpec
 from labkit.wire.node_messages import KillRank, OpenWorld, StartRank
 from labkit.wire.transport import Keys
-from labkit.worker import agent as module
-from labkit.worker.agent import Agent
-from labkit.worker.place import Place
+from labkit.worker.groups.place import Place
+from labkit.worker.machine import agent as module
+from labkit.worker.machine.agent import Agent
 
 GROUP = GroupSpec("tcp://127.0.0.1:1/name", 0, 1)
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from labkit.worker import backends, cut, self_test
+from labkit.worker.groups import backends, cut
+from labkit.worker.mend import self_test
 
 
 @pytest.fixture(autouse=True)

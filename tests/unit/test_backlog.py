@@ -7,7 +7,7 @@ from typing import Any
 
 from labkit.wire.messages import Output, Result, Stream
 from labkit.wire.node_messages import FromRank
-from labkit.worker.backlog import LIMIT_BYTES, Backlog
+from labkit.worker.machine.backlog import LIMIT_BYTES, Backlog
 
 
 def add(backlog: Backlog, message: Output | Result) -> None:

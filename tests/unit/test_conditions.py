@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.worker.conditions import Condition, GroupCondition, StepCondition
-from labkit.worker.judgement import judge
+from labkit.worker.groups.conditions import Condition, GroupCondition, StepCondition
+from labkit.worker.groups.judgement import judge
 
 WORLD = GroupCondition((0, 1), (7,))
 STEP = StepCondition("optimizer (Adam, for model)", "Adam[4]", 3, under_way=False, shared=True, rates=(0.1,))

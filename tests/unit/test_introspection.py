@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from labkit.worker import introspection
+from labkit.worker.run import introspection
 
 
 def state(run_id: int | None = 3) -> Any:

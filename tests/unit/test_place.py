@@ -12,8 +12,8 @@ from labkit.controller.node import Node, place_for
 from labkit.errors import InvalidPoolError
 from labkit.wire.node_messages import Arrived
 from labkit.wire.versions import versions
-from labkit.worker import place
-from labkit.worker.place import Place, claimed_place, gloo_device, store_host
+from labkit.worker.groups import place
+from labkit.worker.groups.place import Place, claimed_place, gloo_device, store_host
 
 Address = namedtuple("Address", "family address")
 

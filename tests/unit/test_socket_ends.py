@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from labkit.worker import socket_ends
+from labkit.worker.groups import socket_ends
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
 

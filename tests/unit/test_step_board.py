@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit.worker import step_board
-from labkit.worker.step_board import StepBoard
+from labkit.worker.steps import step_board
+from labkit.worker.steps.step_board import StepBoard
 
 RUN = 7
 

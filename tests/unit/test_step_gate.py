@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from labkit.worker.optimizer_steps import StepRecord
-from labkit.worker.recovery import Recovery
-from labkit.worker.step_gate import StepGate
+from labkit.worker.mend.optimizer_steps import StepRecord
+from labkit.worker.mend.recovery import Recovery
+from labkit.worker.steps.step_gate import StepGate
 
 CPU = torch.device("cpu")
 Make = Callable[[nn.Module], Optimizer]

@@ -10,7 +10,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.worker.thread_modes import ThreadModes
+from labkit.worker.mend.thread_modes import ThreadModes
 
 
 class _Functions(TorchFunctionMode):

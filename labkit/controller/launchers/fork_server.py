@@ -38,7 +38,7 @@ class ForkServer:
         environ.setdefault("OMP_NUM_THREADS", "1")
         # Start a new session: the notebook's interrupt button signals the kernel's process group, and must not reach the server.
         self._process = subprocess.Popen(
-            own_python("-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())),
+            own_python("-m", "labkit.worker.start.forkserver", "--fd", str(theirs.fileno())),
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

@@ -25,7 +25,7 @@ class _Running:
 
 
 class SpawnLauncher:
-    """A launcher that starts workers with ``python -m labkit.worker.spawned``."""
+    """A launcher that starts workers with ``python -m labkit.worker.start.spawned``."""
 
     name = "spawn"
 
@@ -42,7 +42,7 @@ class SpawnLauncher:
         lifeline_read, lifeline_write = os.pipe()
         kept_file = tempfile.TemporaryFile()  # noqa: SIM115
         kept_file.truncate(Kept.SIZE_BYTES)
-        command = own_python("-m", "labkit.worker.spawned", "--spec-fd", str(spec_read), "--kept-fd", str(kept_file.fileno()))
+        command = own_python("-m", "labkit.worker.start.spawned", "--spec-fd", str(spec_read), "--kept-fd", str(kept_file.fileno()))
         command += ["--lifeline-fd", str(lifeline_read), "--read-fds", *map(str, read_fds)]
         process = subprocess.Popen(
             command,

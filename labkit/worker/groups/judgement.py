@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from labkit.ranks import format_ranks
-from labkit.worker.conditions import Condition, GroupCondition, StepCondition
+from labkit.worker.groups.conditions import Condition, GroupCondition, StepCondition
 
 # The largest number of parameters that a note names.
 NAMED = 4
@@ -18,7 +18,7 @@ NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """An optimizer that must not take further steps; see :meth:`labkit.worker.optimizer_steps.OptimizerSteps.refuse`."""
+    """An optimizer that must not take further steps; see :meth:`labkit.worker.mend.optimizer_steps.OptimizerSteps.refuse`."""
 
     ranks: tuple[int, ...]
     position: int

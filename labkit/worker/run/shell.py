@@ -18,9 +18,9 @@ from traitlets.config import Config
 
 from labkit.tracebacks import format_error
 from labkit.wire.messages import Display
-from labkit.worker.capture import Emit
-from labkit.worker.display import RankDisplayHook, RankDisplayPublisher
-from labkit.worker.widgets import WidgetTexts
+from labkit.worker.run.capture import Emit
+from labkit.worker.run.display import RankDisplayHook, RankDisplayPublisher
+from labkit.worker.run.widgets import WidgetTexts
 
 _CONFIG = Config(
     {

@@ -1,4 +1,4 @@
-"""A worker in its own process, started without the fork server: ``python -m labkit.worker.spawned --spec-fd N``."""
+"""A worker in its own process, started without the fork server: ``python -m labkit.worker.start.spawned --spec-fd N``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import threading
 
 from labkit.wire.pipes import Kept
 from labkit.wire.spec import WorkerSpec
-from labkit.worker.environment import enter
+from labkit.worker.start.environment import enter
 
 
 def watch_lifeline(fd: int) -> None:
@@ -35,7 +35,7 @@ def main() -> None:
     with os.fdopen(args.spec_fd, "rb") as file:
         spec: WorkerSpec = pickle.load(file)
     enter(spec)
-    from labkit.worker.loop import main as serve
+    from labkit.worker.run.loop import main as serve
 
     kept = Kept(args.kept_fd)
     os.close(args.kept_fd)

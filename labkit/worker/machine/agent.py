@@ -54,9 +54,9 @@ from labkit.wire.payload import Packed, to_frames, to_memory
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import ControllerWire, Keys
 from labkit.wire.versions import versions
-from labkit.worker import store
-from labkit.worker.backlog import Backlog
-from labkit.worker.place import LOOPBACK, Place, address_towards, gloo_device, host_of, store_host
+from labkit.worker.groups.place import LOOPBACK, Place, address_towards, gloo_device, host_of, store_host
+from labkit.worker.machine.backlog import Backlog
+from labkit.worker.start import store
 
 LOOK_MS = 250
 _END_S = 5.0
@@ -364,7 +364,7 @@ class Agent:
 def _start_fork_server() -> tuple[Connection, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(
-        own_python("-m", "labkit.worker.forkserver", "--fd", str(theirs.fileno())),
+        own_python("-m", "labkit.worker.start.forkserver", "--fd", str(theirs.fileno())),
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,

@@ -8,8 +8,8 @@ from IPython.core.displayhook import DisplayHook
 from IPython.core.displaypub import DisplayPublisher
 
 from labkit.wire.messages import Display
-from labkit.worker.capture import Emit
-from labkit.worker.widgets import WidgetTexts
+from labkit.worker.run.capture import Emit
+from labkit.worker.run.widgets import WidgetTexts
 
 
 class RankDisplayPublisher(DisplayPublisher):

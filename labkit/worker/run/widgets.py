@@ -15,7 +15,7 @@ import comm
 from comm.base_comm import BaseComm
 
 from labkit.wire.messages import Display
-from labkit.worker.capture import Emit
+from labkit.worker.run.capture import Emit
 
 VIEW = "application/vnd.jupyter.widget-view+json"
 EVERY_S = 0.2

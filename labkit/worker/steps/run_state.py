@@ -9,9 +9,9 @@ import threading
 import time
 from types import FrameType
 
-from labkit.worker import cut
-from labkit.worker.orphans import Orphans
-from labkit.worker.step_board import StepBoard
+from labkit.worker.groups import cut
+from labkit.worker.steps.orphans import Orphans
+from labkit.worker.steps.step_board import StepBoard
 
 # An optimizer's step is allowed to finish, because half a step cannot be undone. The controller repeats its signal every 0.25 s, so
 # an interrupt is delivered within HOLD_S plus one repetition, and the cell still ends within 2 s.

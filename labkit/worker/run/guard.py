@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.ranks import name_ranks
 from labkit.tracebacks import is_library
-from labkit.worker import backends
+from labkit.worker.groups import backends
 
 # The operators' names that differ from the functions that readers call.
 _NAMES = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}

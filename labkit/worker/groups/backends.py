@@ -9,7 +9,7 @@ BackendType number. The numbers have 8 bits; torch itself uses those below FIRST
 each replacement leaves two idle gloo threads and no descriptors. (All replacements share the transport's thread.) The remains of
 NCCL backends have not been measured.
 
-:func:`labkit.worker.self_test.groups` checks every assumption made here, with each supported torch.
+:func:`labkit.worker.mend.self_test.groups` checks every assumption made here, with each supported torch.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
-from labkit.worker import loopback_peers
+from labkit.worker.groups import loopback_peers
 
 _native: Any = _distributed_c10d  # its stubs leave out some names used here
 
@@ -59,7 +59,7 @@ _CUT_OFF = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "NCCL communicator encountered error set by ProcessGroupNCCL",
-    os.strerror(errno.ELOOP),  # a FileStore, see labkit.worker.cut.cut_store
+    os.strerror(errno.ELOOP),  # a FileStore, see labkit.worker.groups.cut.cut_store
     "Connection was likely closed",  # a TCPStore
 )
 

@@ -6,7 +6,7 @@ never touches the sharded parameters themselves, so they are bit for bit those o
 
 Torch offers this for FSDP2 only, and only since 2.13 (``FSDPModule.reset_iter_state``). That call first waits for pending
 collectives, which would raise after an abort, and it keeps unsharded gradients. The manual steps here are valid for 2.11 to 2.13;
-the public call follows if it exists. :mod:`labkit.worker.self_test` checks the assumptions.
+the public call follows if it exists. :mod:`labkit.worker.mend.self_test` checks the assumptions.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ import zmq
 from labkit.wire.messages import Abort, Aborted, Inspect, Inspection, Interrupt, Release, ToControl
 from labkit.wire.payload import Packed
 from labkit.wire.transport import WorkerWire
-from labkit.worker import introspection
-from labkit.worker.process_group import ProcessGroups
-from labkit.worker.run_state import RunState
+from labkit.worker.groups.process_group import ProcessGroups
+from labkit.worker.run import introspection
+from labkit.worker.steps.run_state import RunState
 
 
 class ControlThread:

@@ -23,13 +23,14 @@ import torch
 from torch.autograd import _get_sequence_nr
 
 from labkit.wire.messages import Begun, GroupSpec
-from labkit.worker import backends, fsdp_private, wrappers
-from labkit.worker.conditions import Condition, GroupCondition, StepCondition
-from labkit.worker.judgement import judge
-from labkit.worker.optimizer_steps import OptimizerSteps, StepRecord, parameters_of
-from labkit.worker.process_group import ProcessGroups
-from labkit.worker.run_state import RunState
-from labkit.worker.thread_modes import ThreadModes
+from labkit.worker.groups import backends
+from labkit.worker.groups.conditions import Condition, GroupCondition, StepCondition
+from labkit.worker.groups.judgement import judge
+from labkit.worker.groups.process_group import ProcessGroups
+from labkit.worker.mend import fsdp_private, wrappers
+from labkit.worker.mend.optimizer_steps import OptimizerSteps, StepRecord, parameters_of
+from labkit.worker.mend.thread_modes import ThreadModes
+from labkit.worker.steps.run_state import RunState
 
 
 class Recovery:

@@ -14,15 +14,16 @@ from labkit.wire.payload import Packed, pack, unpack
 from labkit.wire.pipes import Kept
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import WorkerWire
-from labkit.worker import backends, guard
-from labkit.worker import shell as rank_shell
-from labkit.worker.capture import Capture
-from labkit.worker.control import ControlThread
-from labkit.worker.namespace import LentNames, lend_namespace
-from labkit.worker.process_group import ProcessGroups
-from labkit.worker.recovery import Recovery
-from labkit.worker.run_state import RunState
-from labkit.worker.step_board import StepBoard
+from labkit.worker.groups import backends
+from labkit.worker.groups.process_group import ProcessGroups
+from labkit.worker.mend.recovery import Recovery
+from labkit.worker.run import guard
+from labkit.worker.run import shell as rank_shell
+from labkit.worker.run.capture import Capture
+from labkit.worker.run.control import ControlThread
+from labkit.worker.run.namespace import LentNames, lend_namespace
+from labkit.worker.steps.run_state import RunState
+from labkit.worker.steps.step_board import StepBoard
 
 # At the start a rank may end because another one has left. Wait for that one's error first: it is the cause, and is named.
 VICTIM_WAITS_S = 1.0

@@ -46,7 +46,7 @@ from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from labkit.errors import StrangerError
-from labkit.worker import socket_ends
+from labkit.worker.groups import socket_ends
 
 _native: Any = _distributed_c10d  # its stubs leave out what is used here
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # the socket module has no names for these

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from labkit.worker import backends
-from labkit.worker import fsdp_private as private
+from labkit.worker.groups import backends
+from labkit.worker.mend import fsdp_private as private
 
 
 @dataclass

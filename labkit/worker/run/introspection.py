@@ -18,9 +18,9 @@ from typing import Any
 from labkit.progress import running
 from labkit.tracebacks import is_library
 from labkit.wire.messages import Collective, RankReport, TaskReport
-from labkit.worker import backends, loopback_peers, new_groups
-from labkit.worker.process_group import DEFAULT_GROUP, ProcessGroups
-from labkit.worker.run_state import RunState
+from labkit.worker.groups import backends, loopback_peers, new_groups
+from labkit.worker.groups.process_group import DEFAULT_GROUP, ProcessGroups
+from labkit.worker.steps.run_state import RunState
 
 LAST_COLLECTIVES = 20
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -28,12 +28,12 @@ class StepCondition:
 
     Attributes:
         label: A description, for example ``opt (Adam, for model)``.
-        signature: See :func:`labkit.worker.optimizer_steps.signature_of`.
+        signature: See :func:`labkit.worker.mend.optimizer_steps.signature_of`.
         completed: Steps completed in this run.
         under_way: Whether a step was interrupted half way.
         shared: Whether its parameters belong to a sharded or replicated model, so that all ranks have to take the same steps.
         rates: The learning rate of each of its groups.
-        skipped: Steps that were launched and changed nothing; see :mod:`labkit.worker.step_gate`.
+        skipped: Steps that were launched and changed nothing; see :mod:`labkit.worker.steps.step_gate`.
     """
 
     label: str
@@ -64,7 +64,7 @@ class Condition:
         group_count: Torch's counter for the names of new groups.
         steps: The run's optimizers in the order of their first steps.
         in_flight: Signatures of the models whose forward or backward the run was in when it was cut; see
-            :func:`labkit.worker.wrappers.models`.
+            :func:`labkit.worker.mend.wrappers.models`.
         gradients: By a model's signature: its name, and a text that identifies which of its parameters have a gradient (empty if
             none has).
         prints: By a key that identifies a model and its ranks: its name, and for each parameter a text that is equal on ranks that

@@ -28,10 +28,10 @@ from typing import Any
 
 from labkit.wire.pipes import Kept, make_pipes, redirect, take_rest
 from labkit.wire.spec import WorkerSpec
-from labkit.worker import store
-from labkit.worker.environment import INLINE_FIGURES, draw_anew, enter
-from labkit.worker.lifeline import adopt_orphans, child_pids, die_with_parent, ending_with_controller, kill_group
-from labkit.worker.oom_kills import OomKills
+from labkit.worker.start import store
+from labkit.worker.start.environment import INLINE_FIGURES, draw_anew, enter
+from labkit.worker.start.lifeline import adopt_orphans, child_pids, die_with_parent, ending_with_controller, kill_group
+from labkit.worker.start.oom_kills import OomKills
 
 # Modules that every worker needs; forking waits for them.
 FIRST_IMPORTS = (
@@ -41,7 +41,7 @@ FIRST_IMPORTS = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch._dynamo",  # an optimizer's first step imports it, on every rank
-    "labkit.worker.loop",
+    "labkit.worker.run.loop",
     # A worker's shell imports these when it is made; they take a quarter of its start.
     "IPython.core.completer",
     "IPython.core.completerlib",
@@ -244,7 +244,7 @@ class Server:
 def _serve_rank(spec: WorkerSpec, read_fds: tuple[int, int], kept: Kept) -> None:
     enter(spec)
     draw_anew()
-    from labkit.worker.loop import main
+    from labkit.worker.run.loop import main
 
     main(spec, read_fds, kept)
 
@@ -274,7 +274,7 @@ def count_gpus(environ: dict[str, str]) -> int:
 
 
 def main() -> None:
-    """Run the fork server: ``python -m labkit.worker.forkserver --fd N``."""
+    """Run the fork server: ``python -m labkit.worker.start.forkserver --fd N``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
     connection = Connection(parser.parse_args().fd)

@@ -2,7 +2,7 @@
 
 Gradients can be thrown away and parameters gathered again, but a step is an update in place: once it has begun on one rank, the
 earlier parameters are gone. Two measures keep this from going unnoticed. SIGINT waits until the step is over (see
-:meth:`labkit.worker.run_state.RunState.hold`). And if ranks have nevertheless taken different numbers of steps, or half a step, the
+:meth:`labkit.worker.steps.run_state.RunState.hold`). And if ranks have nevertheless taken different numbers of steps, or half a step, the
 optimizer refuses further steps until a checkpoint has been loaded into it.
 
 The hooks are torch's own, for all optimizers (torch.optim.optimizer.register_optimizer_step_pre_hook, since 2.0). Each costs about
@@ -22,8 +22,8 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from labkit.worker.run_state import RunState
-from labkit.worker.step_gate import StepGate
+from labkit.worker.steps.run_state import RunState
+from labkit.worker.steps.step_gate import StepGate
 
 # torch.distributed.checkpoint.state_dict creates an empty optimizer's state by a step with zero gradients and zero learning rate
 # before it loads into it.
@@ -38,7 +38,7 @@ class StepRecord:
         optimizer: A weak reference to it.
         signature: Identifies an optimizer across ranks: class name and number of parameters per group.
         completed: Steps completed in this run, including skipped ones.
-        skipped: Steps that were launched and changed nothing, as far as they are counted; see :mod:`labkit.worker.step_gate`.
+        skipped: Steps that were launched and changed nothing, as far as they are counted; see :mod:`labkit.worker.steps.step_gate`.
         under_way: Whether a step has begun to change parameters and has not ended.
     """
 

@@ -1,0 +1,1 @@
+"""The process groups of a rank: forming, watching, aborting and renewing them."""

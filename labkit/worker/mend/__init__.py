@@ -1,0 +1,1 @@
+"""Repair of a rank after a run was cut off."""
