@@ -248,8 +248,8 @@ def launch(
     For SCHEDULER shell, the command to run on each machine, by ssh for example; for slurm, a script for sbatch; for kubernetes,
     a manifest for kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
     """
-    from labkit.controller.launch_text import Launch
-    from labkit.controller.plan import is_endpoint
+    from labkit.controller.machines.launch_text import Launch
+    from labkit.controller.start.plan import is_endpoint
 
     if not connect.startswith("tcp://") or not is_endpoint(connect.removeprefix("tcp://")):
         raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")

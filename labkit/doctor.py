@@ -266,7 +266,7 @@ def _pool(world_size: int, device: Literal["cpu", "cuda"]) -> Finding:
 
 def _trust() -> Iterator[Finding]:
     """State what no examination of a machine can find out: who can reach it."""
-    from labkit.controller.launch_text import TRUST
+    from labkit.controller.machines.launch_text import TRUST
 
     yield Finding("trust between ranks", TRUST)
 

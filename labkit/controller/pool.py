@@ -9,16 +9,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from labkit.controller import plan, sending
-from labkit.controller.attach import AttachedSite, Meeting, ShownCommand, earlier_site, local_site, own_address
 from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool, starting
-from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.interrupts import held_sigint
-from labkit.controller.members import Members
-from labkit.controller.node import NodeStatus
-from labkit.controller.output import Screen, present_screen
-from labkit.controller.runner import Runner
-from labkit.controller.world import LocalSite, Site
+from labkit.controller.hang.diagnosis import Diagnosis
+from labkit.controller.machines.attach import AttachedSite, Meeting, ShownCommand, earlier_site, local_site, own_address
+from labkit.controller.machines.node import NodeStatus
+from labkit.controller.run.interrupts import held_sigint
+from labkit.controller.run.members import Members
+from labkit.controller.run.output import Screen, present_screen
+from labkit.controller.run.run import sending
+from labkit.controller.run.runner import Runner
+from labkit.controller.start import plan
+from labkit.controller.start.world import LocalSite, Site
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, raises_here
 from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
 from labkit.wire.key_file import KeyFile

@@ -143,7 +143,7 @@ class AreYouThere(Record):
 
 @dataclass(frozen=True, slots=True)
 class Exited(Record):
-    """A process that was started has ended. Fields as in :class:`labkit.controller.launchers.launcher.WorkerExit`."""
+    """A process that was started has ended. Fields as in :class:`labkit.controller.start.launchers.launcher.WorkerExit`."""
 
     handle: int
     exitcode: int

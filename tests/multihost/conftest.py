@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit.controller import attach
-from labkit.controller.launch_text import Launch
+from labkit.controller.machines import attach
+from labkit.controller.machines.launch_text import Launch
 from tests.multihost.hosts import Host, can_make_hosts, make_bridge, remove_bridge
 
 HERE = Path(__file__).parent

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from labkit.controller.launch_text import Launch
+from labkit.controller.machines.launch_text import Launch
 from tests.process.patience import until
 
 # The notebook's own host is the machine that runs the tests; its address on the bridge is .1, and host 0 is .10. Tests that run at

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from labkit import PoolStateError, RunTimeoutError, WorkerDiedError, WorkerPool
-from labkit.controller import attach
-from labkit.controller.launch_text import Launch
+from labkit.controller.machines import attach
+from labkit.controller.machines.launch_text import Launch
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile, write_private
 from labkit.wire.transport import Keys

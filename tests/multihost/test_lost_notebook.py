@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from labkit import PoolStateError, RunTimeoutError, WorkerPool
-from labkit.controller.launch_text import Launch
+from labkit.controller.machines.launch_text import Launch
 from labkit.errors import InvalidPoolError
 from tests.matrix import matrix
 from tests.multihost.hosts import NETWORK, Host

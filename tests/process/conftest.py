@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from labkit import WorkerPool
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 
 # It takes the buffer from C's stdout as well, and with it a reason why text may be late.
 os.environ.pop("PYTHONUNBUFFERED", None)

@@ -15,7 +15,7 @@ import threading
 from pathlib import Path
 
 from labkit import PoolStateError, WorkerPool, current_pool
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 
 CHILDREN = """
 import ctypes, os, subprocess, sys, time, torch, torch.distributed as dist

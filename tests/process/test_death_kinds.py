@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from labkit import PoolStateError, RankFailedError, WorkerDiedError, WorkerPool
-from labkit.controller.deaths import LastWords
+from labkit.controller.start.deaths import LastWords
 from labkit.errors import RankFailure
 from labkit.wire.messages import StreamName
 from tests.process.patience import DEATH_S, LOAD, lives, process, survivors, until
@@ -201,8 +201,8 @@ def test_output_that_was_on_its_way_is_not_lost_with_the_rank(
     screen, exits = SlowScreen(), []
     unsent = LastWords.unsent
     monkeypatch.setattr(LastWords, "unsent", lambda self, rank, event: (exits.append(event), unsent(self, rank, event))[1])
-    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda places: screen)
-    monkeypatch.setattr("labkit.controller.rank_output.LIMIT_CHARS", 10**9)
+    monkeypatch.setattr("labkit.controller.run.runner.present_screen", lambda places: screen)
+    monkeypatch.setattr("labkit.controller.run.rank_output.LIMIT_CHARS", 10**9)
     victim, progress = process(pool.pids[1]), tmp_path / "lines"
     progress.write_text("0")
     stands: deque[str] = deque(maxlen=200)  # looks in two seconds

@@ -12,11 +12,11 @@ import psutil
 import pytest
 
 from labkit import PoolStateError, WorkerPool, current_pool
-from labkit.controller.launchers import fork_server
-from labkit.controller.launchers.fork_server import ForkServer
-from labkit.controller.launchers.launcher import OnExit
-from labkit.controller.members import Members
-from labkit.controller.world import LocalWorld
+from labkit.controller.run.members import Members
+from labkit.controller.start.launchers import fork_server
+from labkit.controller.start.launchers.fork_server import ForkServer
+from labkit.controller.start.launchers.launcher import OnExit
+from labkit.controller.start.world import LocalWorld
 from labkit.errors import WorkerStartError
 from labkit.wire.spec import WorkerSpec
 from tests.process.patience import DEATH_S, LOAD, until

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from labkit import RunInterrupted, RunTimeoutError, WorkerPool
-from labkit.controller import watch
-from labkit.controller.diagnosis import Diagnosis
+from labkit.controller.hang import watch
+from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.wire.messages import StreamName
 from tests.process.patience import LOAD, until
 
@@ -46,7 +46,7 @@ class Screen:
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     screen = Screen()
-    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda places: screen)
+    monkeypatch.setattr("labkit.controller.run.runner.present_screen", lambda places: screen)
     return screen
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from labkit import RunInterrupted, WorkerPool
-from labkit.controller.runner import Runner
+from labkit.controller.run.runner import Runner
 from tests.process import interrupt_scenarios as scenarios
 from tests.process.interrupts import ARRIVES_WITHIN_S, ENDS_WITHIN_S, interrupt_when, signs_of
 

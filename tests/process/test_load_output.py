@@ -16,8 +16,8 @@ import psutil
 import pytest
 
 from labkit import WorkerPool
-from labkit.controller import rank_output as output
-from labkit.controller.launchers import fork_server
+from labkit.controller.run.run import rank_output as output
+from labkit.controller.start.launchers import fork_server
 from labkit.wire.messages import StreamName
 from tests.process.patience import LOAD, until
 
@@ -58,7 +58,7 @@ class Screen:
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
     screen = Screen()
-    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda places: screen)
+    monkeypatch.setattr("labkit.controller.run.runner.present_screen", lambda places: screen)
     return screen
 
 

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from labkit import PoolStateError, WorkerDiedError, WorkerPool
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 from labkit.errors import WorkerStartError
 from tests.process.patience import DEATH_S, lives, process, survivors, until
 

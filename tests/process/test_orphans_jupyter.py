@@ -13,7 +13,7 @@ import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
 
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 from tests.process.patience import ORPHANS_S, survivors, until
 
 pytestmark = [
@@ -24,7 +24,7 @@ pytestmark = [
 START = """
 %load_ext labkit
 import json, labkit
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 pool = labkit.WorkerPool(2, device="cpu")
 pool.push(marks=marks)
 print(json.dumps([pool._members._world._directory, fork_server.shared().pid, *pool.pids.values()]))

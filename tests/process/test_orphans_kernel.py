@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 from tests.process.patience import ORPHANS_S, survivors, until
 
 pytestmark = [

@@ -33,7 +33,7 @@ PROGRAMS = {
     "spawn": "import os\nos.environ['LABKIT_START'] = 'spawn'\n" + POOL.format(options=""),
     "agents": POOL.format(options=", launcher='agents'"),
     "plan": PLAN,
-    "GPUs counted": "from labkit.controller.launchers.spawn import SpawnLauncher\nprint(SpawnLauncher().count_gpus() + 1)",
+    "GPUs counted": "from labkit.controller.start.launchers.spawn import SpawnLauncher\nprint(SpawnLauncher().count_gpus() + 1)",
 }
 
 

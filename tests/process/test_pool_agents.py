@@ -18,12 +18,13 @@ import torch
 
 import labkit
 from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
-from labkit.controller import attach, plan
-from labkit.controller.attach import AttachedSite, Meeting
-from labkit.controller.launch_text import Launch
-from labkit.controller.launchers.agents import LocalAgents
-from labkit.controller.members import Members
-from labkit.controller.node import Node
+from labkit.controller.machines import attach
+from labkit.controller.machines.agents import LocalAgents
+from labkit.controller.machines.attach import AttachedSite, Meeting
+from labkit.controller.machines.launch_text import Launch
+from labkit.controller.machines.node import Node
+from labkit.controller.run.members import Members
+from labkit.controller.start import plan
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys

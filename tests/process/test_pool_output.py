@@ -9,7 +9,7 @@ import pytest
 
 from labkit import RankFailedError, WorkerDiedError, WorkerPool
 from labkit.controller import run as run_module
-from labkit.controller.runner import Runner
+from labkit.controller.run.runner import Runner
 from labkit.wire.messages import Failed, Output, Result, StreamName
 
 Lines = list[tuple[int | None, str, str]]
@@ -42,7 +42,7 @@ class Recorder:
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder = Recorder()
-    monkeypatch.setattr("labkit.controller.runner.present_screen", lambda places: recorder)
+    monkeypatch.setattr("labkit.controller.run.runner.present_screen", lambda places: recorder)
     return recorder
 
 

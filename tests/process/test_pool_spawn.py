@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from labkit import RankFailedError, WorkerDiedError, WorkerPool
-from labkit.controller.launchers.spawn import SpawnLauncher
+from labkit.controller.start.launchers.spawn import SpawnLauncher
 
 
 @pytest.fixture(scope="module")

@@ -99,7 +99,7 @@ def test_what_ranks_say_of_a_long_task_is_shown_together(kernel: Kernel) -> None
 
 def test_a_start_is_named_while_the_pool_is_being_made(monkeypatch: pytest.MonkeyPatch) -> None:
     from labkit import WorkerPool
-    from labkit.controller.members import Members
+    from labkit.controller.run.members import Members
 
     seen: list[Stage | None] = []
     original = Members.start

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from labkit import RankFailedError, RunInterrupted, RunTimeoutError, WorkerDiedError, WorkerPool
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 from tests.process.patience import DEATH_S, until
 
 MIB = 2**20

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from labkit import RunInterrupted, WorkerPool
-from labkit.controller import watch
+from labkit.controller.hang import watch
 from labkit.errors import RunReport
 from tests.process.interrupts import ARRIVES_WITHIN_S
 from tests.process.stop_scenarios import PREPARE, RIGHT, WRONG

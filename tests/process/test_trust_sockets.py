@@ -25,7 +25,7 @@ import zmq
 import zmq.utils.monitor
 
 from labkit import WorkerPool
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 from labkit.wire.hub import Hub, HubLink
 from labkit.wire.node_messages import NodeFailed
 from labkit.wire.transport import Endpoint, Keys

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.controller import run as module
-from labkit.controller.deaths import LastWords
-from labkit.controller.launchers.launcher import WorkerExit
-from labkit.controller.run import Run, RunWait
+from labkit.controller.run.run import Run, RunWait
+from labkit.controller.start.deaths import LastWords
+from labkit.controller.start.launchers.launcher import WorkerExit
 from labkit.errors import RankFailure
 from labkit.wire.messages import Failed, FromWorker, Output, Result, Stream, ToControl
 from labkit.wire.pipes import KEPT_BYTES, Kept, Rest, make_pipes, take_rest

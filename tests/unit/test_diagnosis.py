@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.verdict import judge
+from labkit.controller.hang.diagnosis import Diagnosis
+from labkit.controller.hang.verdict import judge
 from labkit.wire.messages import Collective, RankReport
 
 PAIRS = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}

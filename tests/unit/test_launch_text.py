@@ -19,10 +19,10 @@ from click.testing import CliRunner
 
 from labkit import WorkerPool, doctor
 from labkit.cli import main
-from labkit.controller.launch_text import TRUST, Launch
-from labkit.controller.launchers.agents import LocalAgents
-from labkit.controller.node import Node
-from labkit.controller.tables import arrival_html, arrival_text
+from labkit.controller.machines.agents import LocalAgents
+from labkit.controller.machines.launch_text import TRUST, Launch
+from labkit.controller.machines.node import Node
+from labkit.controller.machines.tables import arrival_html, arrival_text
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys

@@ -8,7 +8,7 @@ from collections import namedtuple
 import psutil
 import pytest
 
-from labkit.controller.node import Node, place_for
+from labkit.controller.machines.node import Node, place_for
 from labkit.errors import InvalidPoolError
 from labkit.wire.node_messages import Arrived
 from labkit.wire.versions import versions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from labkit.controller.diagnosis import Diagnosis, RankState
+from labkit.controller.hang.diagnosis import Diagnosis, RankState
 from labkit.controller.pool import WorkerPool
 from labkit.notebook.drawing.style import rank_style, text_table
 
@@ -28,7 +28,7 @@ class RankStatus:
         rank: The rank.
         pid: Its process id.
         device: ``cpu``, or ``cuda:1`` for its own GPU.
-        state: A state of `labkit.controller.diagnosis.RankState`; ``idle`` between runs.
+        state: A state of `labkit.controller.hang.diagnosis.RankState`; ``idle`` between runs.
         memory_bytes: The memory that would be freed if only this process ended; None if it is dead or on another machine.
         gpu_bytes: Its memory on its GPU; None on the CPU and if the driver does not report it.
         runs: Its place in a cell and its collective, if any; empty if it runs nothing.

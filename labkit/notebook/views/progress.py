@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from labkit.controller.current import num_starting, open_pool
-from labkit.controller.launchers import fork_server
+from labkit.controller.start.launchers import fork_server
 from labkit.notebook.views.live import Place, person_watches
 from labkit.progress import SHOWN_AFTER_S, Task, running
 from labkit.ranks import name_ranks

@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from labkit.controller.diagnosis import Diagnosis, Kind, RankState, State, recorded, sizes_of
-from labkit.controller.proof import is_in, is_point_to_point, members, needs, same_number
+from labkit.controller.hang.diagnosis import Diagnosis, Kind, RankState, State, recorded, sizes_of
+from labkit.controller.hang.proof import is_in, is_point_to_point, members, needs, same_number
 from labkit.ranks import name_ranks
 from labkit.wire.messages import Collective, RankReport
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from labkit.controller.launchers.launcher import OnExit
+from labkit.controller.start.launchers.launcher import OnExit
 from labkit.wire.node_messages import Arrived
 from labkit.wire.versions import versions
 

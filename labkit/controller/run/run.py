@@ -18,8 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.watch import ANSWER_S, Watch
+from labkit.controller.hang.diagnosis import Diagnosis
+from labkit.controller.hang.watch import ANSWER_S, Watch
 from labkit.errors import LeftOpen, RankFailure
 from labkit.wire.messages import (
     Abort,

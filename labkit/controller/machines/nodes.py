@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from labkit.controller.launchers.launcher import OnExit, WorkerExit
-from labkit.controller.node import Node, NodeStatus, place_for
+from labkit.controller.machines.node import Node, NodeStatus, place_for
+from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
 from labkit.ranks import name_ranks
 from labkit.wire.hub import Hub

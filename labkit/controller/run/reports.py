@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.controller.run import Run
+from labkit.controller.run.run import Run
 from labkit.errors import (
     OpenCollectiveError,
     RankFailedError,

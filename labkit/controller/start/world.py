@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from labkit.controller import plan as plan_module
-from labkit.controller.launchers.fork_server import ForkServer
-from labkit.controller.launchers.launcher import Launcher, OnExit
-from labkit.controller.plan import PoolPlan
+from labkit.controller.start import plan as plan_module
+from labkit.controller.start.launchers.fork_server import ForkServer
+from labkit.controller.start.launchers.launcher import Launcher, OnExit
+from labkit.controller.start.plan import PoolPlan
 from labkit.wire.messages import FromWorker, GroupSpec, ToControl, ToMain
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import Channel, ControllerWire, Keys

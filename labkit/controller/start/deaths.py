@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections import defaultdict, deque
 
-from labkit.controller.launchers.launcher import WorkerExit
+from labkit.controller.start.launchers.launcher import WorkerExit
 from labkit.wire.messages import Output, Stream, StreamName
 from labkit.wire.pipes import Rest
 

@@ -10,7 +10,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 
-from labkit.controller.launchers.launcher import OnExit, WorkerExit
+from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
 from labkit.own_python import import_path, own_python
 from labkit.wire.pipes import Kept, make_pipes, take_rest
 from labkit.wire.spec import WorkerSpec

@@ -12,8 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from labkit.controller.launch_text import Launch
-from labkit.controller.nodes import Nodes
+from labkit.controller.machines.launch_text import Launch
+from labkit.controller.machines.nodes import Nodes
 from labkit.errors import WorkerStartError
 from labkit.own_python import import_path
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.controller.diagnosis import RankState
+from labkit.controller.hang.diagnosis import RankState
 from labkit.wire.messages import Collective
 
 

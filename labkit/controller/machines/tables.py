@@ -6,8 +6,8 @@ import html
 from collections.abc import Sequence
 from dataclasses import replace
 
-from labkit.controller.launch_text import TRUST, Launch
-from labkit.controller.node import Node
+from labkit.controller.machines.launch_text import TRUST, Launch
+from labkit.controller.machines.node import Node
 
 _CELL = 'style="text-align:left;padding:2px 14px 2px 0"'
 

@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from labkit.controller.launch_text import Launch
-from labkit.controller.launchers.agents import LocalAgents
-from labkit.controller.nodes import Nodes
-from labkit.controller.nodes_world import NodesWorld
-from labkit.controller.output import present_screen
-from labkit.controller.plan import PoolPlan
-from labkit.controller.tables import arrival_html, arrival_text
+from labkit.controller.machines.agents import LocalAgents
+from labkit.controller.machines.launch_text import Launch
+from labkit.controller.machines.nodes import Nodes
+from labkit.controller.machines.nodes_world import NodesWorld
+from labkit.controller.machines.tables import arrival_html, arrival_text
+from labkit.controller.run.output import present_screen
+from labkit.controller.start.plan import PoolPlan
 from labkit.errors import InvalidPoolError
 from labkit.wire.key_file import KeyFile, read_private, write_private
 from labkit.wire.transport import Keys
@@ -102,7 +102,7 @@ class AttachedSite:
         return self._nodes
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
-        """Listen, call the agents and wait for them; see :class:`labkit.controller.world.Site`.
+        """Listen, call the agents and wait for them; see :class:`labkit.controller.start.world.Site`.
 
         Raises:
             PoolStateError: The machines had connected, and one of them is out of reach now.
@@ -149,7 +149,7 @@ class AttachedSite:
         self.nodes.workers_per_node = workers_per_node
 
     def open_world(self, plan: PoolPlan) -> NodesWorld:
-        """Prepare every machine for a new world; see :class:`labkit.controller.world.Site`."""
+        """Prepare every machine for a new world; see :class:`labkit.controller.start.world.Site`."""
         return self.world(plan, self.nodes.open_world())
 
     def world(self, plan: PoolPlan, name: str) -> NodesWorld:
@@ -158,7 +158,7 @@ class AttachedSite:
 
     @property
     def gone(self) -> bool:
-        """True if the agents that were called have ended; see :class:`labkit.controller.world.Site`."""
+        """True if the agents that were called have ended; see :class:`labkit.controller.start.world.Site`."""
         return self._nodes is not None and self._caller.gone
 
     def leave(self) -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from labkit.controller.launchers.launcher import OnExit
-from labkit.controller.nodes import Nodes
-from labkit.controller.plan import PoolPlan
-from labkit.controller.world import ENVIRONMENT
+from labkit.controller.machines.nodes import Nodes
+from labkit.controller.start.launchers.launcher import OnExit
+from labkit.controller.start.plan import PoolPlan
+from labkit.controller.start.world import ENVIRONMENT
 from labkit.errors import PoolStateError
 from labkit.wire.messages import GroupSpec
 from labkit.wire.node_messages import OpenStore, StartRank
@@ -16,7 +16,7 @@ STORE_WITHIN_S = 30.0
 
 
 class NodesWorld:
-    """The ranks of one world; see :class:`labkit.controller.world.World`.
+    """The ranks of one world; see :class:`labkit.controller.start.world.World`.
 
     Args:
         plan: The pool to start.
@@ -33,7 +33,7 @@ class NodesWorld:
         self.wire = nodes
 
     def start(self, rank: int, group: GroupSpec, on_exit: OnExit, *, joining: bool) -> int:
-        """Start the process of one rank; see :class:`labkit.controller.world.World`."""
+        """Start the process of one rank; see :class:`labkit.controller.start.world.World`."""
         per_node = self._nodes.workers_per_node
         handle = self._nodes.next_handle()
         message = StartRank(handle, rank, rank % per_node, per_node, self._plan.device, group, joining, ENVIRONMENT)
@@ -49,7 +49,7 @@ class NodesWorld:
         self._nodes.adopt(node_rank, handle, on_exit)
 
     def kill(self, handle: int) -> None:
-        """Kill a process; see :class:`labkit.controller.world.World`."""
+        """Kill a process; see :class:`labkit.controller.start.world.World`."""
         self._nodes.kill(handle)
 
     def group(self, generation: int) -> GroupSpec:

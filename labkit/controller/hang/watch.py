@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
-from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.verdict import APART_S, judge
+from labkit.controller.hang.diagnosis import Diagnosis
+from labkit.controller.hang.verdict import APART_S, judge
 from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
 
 # A run that lasts this long is looked at once a second. Two successive looks that find the same hang report it.

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from labkit.controller.launchers import fork_server
-from labkit.controller.launchers.launcher import Launcher
-from labkit.controller.launchers.spawn import SpawnLauncher
+from labkit.controller.start.launchers import fork_server
+from labkit.controller.start.launchers.launcher import Launcher
+from labkit.controller.start.launchers.spawn import SpawnLauncher
 from labkit.errors import InvalidPoolError, PoolStateError
 
 DEVICES = ("auto", "cpu", "cuda")

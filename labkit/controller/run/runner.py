@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from labkit.controller import leftovers
-from labkit.controller.deaths import LOST
-from labkit.controller.diagnosis import Diagnosis
-from labkit.controller.interrupts import caught_sigint
-from labkit.controller.members import Members
-from labkit.controller.output import Screen, present_screen
-from labkit.controller.rank_output import RankOutput
-from labkit.controller.reports import raise_for
-from labkit.controller.run import Run, RunWait
-from labkit.controller.verdict import judge
+from labkit.controller.hang import leftovers
+from labkit.controller.hang.diagnosis import Diagnosis
+from labkit.controller.hang.verdict import judge
+from labkit.controller.run.interrupts import caught_sigint
+from labkit.controller.run.members import Members
+from labkit.controller.run.output import Screen, present_screen
+from labkit.controller.run.rank_output import RankOutput
+from labkit.controller.run.reports import raise_for
+from labkit.controller.run.run import Run, RunWait
+from labkit.controller.start.deaths import LOST
 from labkit.errors import PoolStateError, WireError
 from labkit.ranks import RankResults, format_ranks, name_ranks
 from labkit.wire.messages import Execute, Failed, Output, RankReport, Release, Result

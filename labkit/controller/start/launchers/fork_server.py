@@ -15,7 +15,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
-from labkit.controller.launchers.launcher import OnExit, WorkerExit
+from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
 from labkit.errors import WorkerStartError
 from labkit.own_python import import_path, own_python
 from labkit.wire.spec import WorkerSpec

@@ -1,0 +1,1 @@
+"""What holds up a run: looks at the ranks, and the judgement of what they report."""

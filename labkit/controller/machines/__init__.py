@@ -1,0 +1,1 @@
+"""The machines of an attached pool and their agents."""

@@ -1,0 +1,1 @@
+"""One run on the ranks: send it, wait, show its output, repair, report."""
