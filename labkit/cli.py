@@ -20,7 +20,7 @@ from labkit.errors import LabkitError, printable
 from labkit.version import __version__
 
 if TYPE_CHECKING:
-    from labkit.course.execution import NotebookResult
+    from labkit.course.running.execution import NotebookResult
 
 INTERRUPTED_EXIT_CODE = 130
 _ERROR_LINES = 40
@@ -35,7 +35,7 @@ ELSEWHERE = {
     "plan": ("labkit.plan.cli:plan", "Plan a training job on up to 16,384 ranks: bytes on a rank, traffic of a step, checkpoint."),
     "handouts": ("labkit.course.handouts.cli:handouts", "Make handouts of notebooks, for students and for the instructor."),
     "new": ("labkit.course.starter:new", "Write NOTEBOOK, a small lab to change into one of your own."),
-    "nbgrader": ("labkit.course.nbgrader:nbgrader", "Write notebooks as assignments of nbgrader."),
+    "nbgrader": ("labkit.course.handouts.nbgrader:nbgrader", "Write notebooks as assignments of nbgrader."),
 }
 
 
@@ -113,11 +113,11 @@ def run(
     a file or a parameter does not exist or something is in the way, 130 after Ctrl-C or SIGTERM.
     """
     try:
-        from labkit.course import junit as reports
         from labkit.course.files import shown
-        from labkit.course.progress import Progress
-        from labkit.course.runner import run_notebooks
-        from labkit.course.summary import require_place, write_summary
+        from labkit.course.running import junit as reports
+        from labkit.course.running.progress import Progress
+        from labkit.course.running.runner import run_notebooks
+        from labkit.course.running.summary import require_place, write_summary
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Running notebooks needs the lab extra: pip install 'torch-labkit[lab]'") from None
 

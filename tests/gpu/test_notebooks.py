@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.course.runner import run_notebooks
+from labkit.course.running.runner import run_notebooks
 from tests.notebooks.conventions import NOTEBOOKS, ROOT
 
 pytestmark = pytest.mark.timeout(340)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import labkit
-from labkit.course import lab01
+from labkit.course.labs import lab01
 from labkit.spmd.model.initialize import build_model
 from tests.notebooks.test_lab01_exercises import exercise
 from tests.process.s0_scenarios import LOAD_PATHS, UNEVEN, LoadPath, plain_parameters_drift, round_trip, train_mixed

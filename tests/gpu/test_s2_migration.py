@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import labkit
-from labkit.course import lab03
+from labkit.course.labs import lab03
 from tests.notebooks.test_lab03_exercises import IMPORTS, exercise
 from tests.process.s2_scenarios import SIZES, Form, both_state_dicts, full_on_rank_0, load_in_fsdp2, train_fsdp1_and_save
 

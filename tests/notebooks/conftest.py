@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from labkit.course.execution import NotebookResult
-from labkit.course.runner import run_notebooks
+from labkit.course.running.execution import NotebookResult
+from labkit.course.running.runner import run_notebooks
 from tests.notebooks.conventions import ROOT
 
 # The slowest takes about a minute on two free cores.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 import labkit
-from labkit.course import lab00
+from labkit.course.labs import lab00
 from labkit.errors import ExerciseError
 from tests.notebooks.exercises import exercise_cell
 

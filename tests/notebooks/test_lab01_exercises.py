@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import labkit
-from labkit.course import lab01
+from labkit.course.labs import lab01
 from labkit.errors import ExerciseError
 from tests.notebooks.exercises import exercise_cell
 

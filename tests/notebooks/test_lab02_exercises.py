@@ -15,7 +15,7 @@ import pytest
 from IPython.core.inputtransformer2 import TransformerManager
 
 import labkit
-from labkit.course import lab02
+from labkit.course.labs import lab02
 from labkit.errors import ExerciseError
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell, with_mistake

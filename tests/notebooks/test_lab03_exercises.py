@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import labkit
-from labkit.course import lab03
+from labkit.course.labs import lab03
 from labkit.errors import ExerciseError
 from tests.matrix import matrix
 from tests.notebooks import exercises

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import labkit
-from labkit.course import lab04
-from labkit.course.lab04.steps import StepCase, recorded_step
-from labkit.course.lab04.wrapping import live_peak
+from labkit.course.labs import lab04
+from labkit.course.labs.lab04.steps import StepCase, recorded_step
+from labkit.course.labs.lab04.wrapping import live_peak
 from labkit.errors import ExerciseError
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell, with_mistake
@@ -291,8 +291,8 @@ def test_the_first_step_of_a_model_has_the_events_of_the_second(pool: labkit.Wor
 
 
 def two_steps() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    from labkit.course.lab04.rows import sharded_row
-    from labkit.course.lab04.steps import take_step
+    from labkit.course.labs.lab04.rows import sharded_row
+    from labkit.course.labs.lab04.steps import take_step
     from labkit.spmd import record_events
 
     case = StepCase(3, True)
@@ -320,7 +320,7 @@ def test_a_row_of_layers_has_the_events_of_a_transformer(pool: labkit.WorkerPool
 def both_models(case: StepCase) -> list[tuple[tuple[str, ...], dict[str, int]]]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    from labkit.course.lab04 import steps
+    from labkit.course.labs.lab04 import steps
     from labkit.spmd import Block, ModelConfig, build_model, next_token_loss, record_events, shard_model
 
     config = ModelConfig(dim=16, num_layers=case.num_blocks, num_heads=2, hidden_dim=24, max_seq_len=16)
@@ -347,7 +347,7 @@ def test_the_notebook_s_wrapping_passes_and_is_measured(pool: labkit.WorkerPool)
 
 
 def test_the_rule_for_the_peak_is_the_one_that_the_runtime_keeps(pool: labkit.WorkerPool) -> None:
-    from labkit.course.lab04.wrapping import WIDTH, _measure
+    from labkit.course.labs.lab04.wrapping import WIDTH, _measure
 
     widths = [8, 4, 12, 4]
     for lengths in ([1, 1, 1, 1], [2, 2], [4], [1, 3]):
@@ -626,7 +626,7 @@ def test_a_judge_that_looks_at_one_part_or_at_sums_is_refused_with_two_ranks(
 
 def apart(kind: str) -> float:
     """The largest difference of a weight from the reference, as a part of its tensor's largest."""
-    from labkit.course.lab04.trainings import trained
+    from labkit.course.labs.lab04.trainings import trained
 
     right, other = trained(["reference"])["reference"]["weights"], trained([kind])[kind]["weights"]
     return max(float((other[name] - right[name]).abs().max() / right[name].abs().max()) for name in right)
@@ -653,7 +653,7 @@ def test_a_second_attempt_trains_nothing(pool: labkit.WorkerPool) -> None:
 
 
 def trainings_of_a_second_attempt() -> int:
-    from labkit.course.lab04 import judge, trainings
+    from labkit.course.labs.lab04 import judge, trainings
 
     calls = []
     train = trainings._train
@@ -666,7 +666,7 @@ def trainings_of_a_second_attempt() -> int:
 
 
 def forget() -> None:
-    from labkit.course.lab04 import trainings
+    from labkit.course.labs.lab04 import trainings
 
     trainings._kept.clear()
 

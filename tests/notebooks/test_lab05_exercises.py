@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import labkit
-from labkit.course import lab05
+from labkit.course.labs import lab05
 from labkit.errors import ExerciseError, RankFailedError
 from labkit.spmd.shards.layouts import Split
 from tests.matrix import matrix
@@ -614,7 +614,7 @@ def test_what_raises_is_told_with_its_line_and_can_be_called_again(pool: labkit.
         lab05.check_grad_norm(pool)
     assert "in the line 'return grads[0].norm() + missing'" in str(caught.value)
     with pytest.raises(RankFailedError, match="NameError"):
-        pool.run_cell("from labkit.course.lab05 import norm_model\ngrad_norm(norm_model())")
+        pool.run_cell("from labkit.course.labs.lab05 import norm_model\ngrad_norm(norm_model())")
 
 
 PER_MESH = """by_mesh = {}

@@ -13,8 +13,8 @@ import torch
 
 import labkit
 from labkit.checkpoint import Reader, migrate, open_checkpoint, verify
-from labkit.course import lab06
-from labkit.course.lab06.cases import _without_witness
+from labkit.course.labs import lab06
+from labkit.course.labs.lab06.cases import _without_witness
 from labkit.errors import ExerciseError
 from labkit.spmd import build_model
 from tests.notebooks.exercises import defined_by, exercise_cell

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed.checkpoint import FileSystemReader
 
 import labkit
-from labkit.course import lab07
-from labkit.course.lab07.between import _cases
+from labkit.course.labs import lab07
+from labkit.course.labs.lab07.between import _cases
 from labkit.errors import ExerciseError
 from labkit.plan.traffic import traffic_of
 from labkit.spmd.shards.layouts import MeshRecord

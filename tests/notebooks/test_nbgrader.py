@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from labkit.cli import main
-from labkit.course.nbgrader import AssignmentError, assignment_of
+from labkit.course.handouts.nbgrader import AssignmentError, assignment_of
 from tests.notebooks.conventions import NOTEBOOKS
 
 NOBODY = 65534

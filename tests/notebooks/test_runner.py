@@ -23,11 +23,11 @@ from click.testing import CliRunner, Result
 from nbformat.v4 import new_markdown_cell
 
 from labkit.cli import main
-from labkit.course import outputs
 from labkit.course.files import NotebookError
 from labkit.course.parameters import known_parameters
-from labkit.course.runner import run_notebooks
-from labkit.course.summary import write_summary
+from labkit.course.running import outputs
+from labkit.course.running.runner import run_notebooks
+from labkit.course.running.summary import write_summary
 from tests.conftest import MakeNotebook
 from tests.matrix import matrix
 

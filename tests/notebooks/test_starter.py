@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from labkit.cli import main
-from labkit.course.runner import run_notebooks
+from labkit.course.running.runner import run_notebooks
 from tests.notebooks import conventions
 
 WRONG = {

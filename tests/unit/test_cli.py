@@ -17,9 +17,9 @@ from click.testing import CliRunner, Result
 
 from labkit import machine
 from labkit.cli import ELSEWHERE, main, parse_value
-from labkit.course import runner
 from labkit.course.parameters import UnknownParameterError
-from labkit.course.runner import run_notebooks
+from labkit.course.running import runner
+from labkit.course.running.runner import run_notebooks
 from tests.conftest import MakeNotebook
 
 

@@ -20,7 +20,7 @@ from labkit.course.handouts.place import Place
 from labkit.course.handouts.print_page import make_print_page, write_pdf
 from labkit.course.handouts.solutions import Secrets, require_paired_markers
 from labkit.course.handouts.student import student_copy
-from labkit.course.runner import OnCell, OnResult, run_notebooks
+from labkit.course.running.runner import OnCell, OnResult, run_notebooks
 
 AUDIENCES: tuple[Audience, ...] = ("student", "instructor")
 RUN_TIMEOUT_S = 600.0
@@ -69,7 +69,7 @@ def make_handouts(
         timeout_s: Seconds that a run of one notebook may take.
         chromium: Chromium's path; None searches for it.
         on_page: Called with a notebook's name and an audience before their copy is made.
-        on_cell: See `labkit.course.runner.run_notebooks`, for notebooks that are run first.
+        on_cell: See `labkit.course.running.runner.run_notebooks`, for notebooks that are run first.
         on_result: The same.
 
     Raises:

@@ -39,7 +39,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     """
     try:
         from labkit.course.handouts.build import make_handouts
-        from labkit.course.progress import Progress
+        from labkit.course.running.progress import Progress
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Handouts need the lab extra: pip install 'torch-labkit[lab]'") from None
 

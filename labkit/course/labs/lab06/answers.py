@@ -1,0 +1,283 @@
+"""The checks that compare the learner's findings with the planted faults."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Collection, Iterable
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from labkit.checkpoint import Checkpoint, Chunk, Reader, ValueEntry, open_checkpoint, verify
+from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.lab06.cases import Cases
+from labkit.errors import CheckpointError, ExerciseError
+
+
+def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
+    """Exercise 1: which file is too short, and by how many bytes.
+
+    Args:
+        cases: The planted cases.
+        file: The file's name in ``cases.short``.
+        missing_bytes: The number of bytes that it lacks according to the index.
+
+    Returns:
+        A sentence with the numbers.
+
+    Raises:
+        ExerciseError: The answer is another file, or another number.
+    """
+    _require_file(cases.short, file)
+    size_bytes = (cases.short / file).stat().st_size
+    if file != cases._short_file:
+        hint = "The index says where the last piece of each file ends: at its start plus its length."
+        refuse(f"{file} has all of its {size_bytes:,} bytes.", "the file that ends too early.", hint)
+    if not isinstance(missing_bytes, Real):
+        refuse(f"missing_bytes is {reprlib.repr(missing_bytes)}, {_kind(missing_bytes)} and no number.", "an int.")
+    missing = _needed_bytes(cases.short, file) - size_bytes
+    if missing_bytes != missing:
+        hint = hint_for(
+            missing_bytes,
+            [
+                (lambda number: number == size_bytes, "This is what the file has. What should it have?"),
+                (lambda number: number == size_bytes + missing, "This is what it should have. How much of that is there?"),
+            ],
+            "The index says for each chunk where it starts and how long it is.",
+        )
+        refuse(f"{missing_bytes} bytes are said to be missing.", "what the index needs, less what the file has.", hint)
+    return f"Solved: {file} has {size_bytes:,} bytes and lacks {missing:,}."
+
+
+def _require_file(folder: Path, file: Any) -> None:
+    names = sorted(path.name for path in folder.glob("*.distcp"))
+    if isinstance(file, str) and file in names:
+        return
+    hint = hint_for(
+        file,
+        [
+            (lambda given: given is None, "The answer is not set yet."),
+            (lambda given: isinstance(given, list | tuple | set | frozenset | dict), "It is one file: give the name alone."),
+            (
+                lambda given: isinstance(given, str | Path) and str(given) == ".metadata",
+                "The index is in order. Which data file?",
+            ),
+            (lambda given: isinstance(given, str | Path) and Path(given).name in names, "Give its name as a text, not its path."),
+            (lambda given: not isinstance(given, str), f"A name is a text, and this is {_kind(file)}."),
+        ],
+    )
+    refuse(f"{reprlib.repr(file)} is no file of {folder.name}.", f"one of {', '.join(names)}.", hint)
+
+
+def _kind(answer: object) -> str:
+    name = "text" if isinstance(answer, str) else type(answer).__name__
+    return f"a{'n' if name[0].lower() in 'aeiou' else ''} {name}"
+
+
+def _needed_bytes(folder: Path, file: str) -> int:
+    """Return the length that a file must have according to the index."""
+    checkpoint = open_checkpoint(folder)
+    pieces: list[Chunk | ValueEntry] = [chunk for entry in checkpoint.tensors.values() for chunk in entry.chunks]
+    pieces += checkpoint.values.values()
+    return max(piece.start + piece.length for piece in pieces if piece.file == file)
+
+
+def check_not_finite(cases: Cases, names: Collection[str]) -> str:
+    """Exercise 2: which tensors of ``cases.not_finite`` hold NaN or inf.
+
+    Args:
+        cases: The planted cases.
+        names: The tensors' names in the checkpoint.
+
+    Returns:
+        A sentence with the names.
+
+    Raises:
+        ExerciseError: A tensor is missing in the answer, or there is one too many.
+    """
+    given = _texts(names)
+    if given != cases._not_finite:
+        missed, extra = cases._not_finite - given, given - cases._not_finite
+        hint = hint_for(
+            given,
+            [
+                (lambda found: not found, "verify looks for NaN and inf only when asked: finite=True."),
+                (lambda found: bool(extra) and not missed, "These and others. Which of yours are finite in every element?"),
+                (lambda found: {f"optimizer.state.{name}" for name in found} == cases._not_finite, _PREFIX),
+                (lambda found: bool({name.removeprefix("model.") for name in found} & _parameters(cases._not_finite)), _MOMENT),
+                (lambda found: bool(missed), "NaN is not the only number that is not finite, and the model is not all there is."),
+            ],
+        )
+        refuse(f"{len(given)} named, {len(given & cases._not_finite)} of them right.", f"{len(cases._not_finite)} tensors.", hint)
+    return f"Solved: {' and '.join(sorted(given))}."
+
+
+_PREFIX = "Name them as checkpoint.tensors does, with 'optimizer.state.' in front."
+_MOMENT = "The parameter is finite. It is one of its moments that is not: name that tensor, as the checkpoint does."
+
+
+def _parameters(moments: Iterable[str]) -> set[str]:
+    return {name.removeprefix("optimizer.state.").rpartition(".")[0] for name in moments}
+
+
+def check_lost_state(cases: Cases, names: Collection[str]) -> str:
+    """Exercise 3: which parameters of ``cases.lost_state`` have no optimizer state.
+
+    Args:
+        cases: The planted cases.
+        names: The parameters' names, as in ``model.named_parameters()``.
+
+    Returns:
+        A sentence with the number.
+
+    Raises:
+        ExerciseError: A parameter is missing in the answer, or there is one too many.
+    """
+    given = _texts(names)
+    if given != cases._lost_state:
+        right = given & cases._lost_state
+        hint = hint_for(
+            given,
+            [
+                (
+                    lambda found: any(name.startswith("optimizer.") for name in found),
+                    "Name the parameters, without 'optimizer.state.' in front.",
+                ),
+                (lambda found: any(name.startswith("model.") for name in found), "Name them as the model does, without 'model.'."),
+                (lambda found: bool(_modules_among(found, _all_parameters(cases))), _MODULE),
+                (lambda found: bool(found - _all_parameters(cases)), _NO_PARAMETER),
+                (lambda found: bool(found - cases._lost_state), "Some of these have their moments: look for their exp_avg."),
+                (lambda found: len(found) > 0, "There are more. Whole blocks are frozen together."),
+            ],
+            "verify says no-state for each.",
+        )
+        refuse(f"{len(given)} named, {len(right)} of them right.", f"{len(cases._lost_state)} parameters.", hint)
+    block = next(iter(given)).split(".")[1]
+    return f"Solved: all {len(given)} parameters of block {block} would start again from zero moments."
+
+
+_MODULE = "A block is no parameter. Name each of its parameters, as model.named_parameters() does."
+_NO_PARAMETER = "Not all of these are parameters. The head is the embedding under another name, and a rotary table is a buffer."
+
+
+def _all_parameters(cases: Cases) -> set[str]:
+    return _parameters(name for name in _tensor_names(cases.good) if name.endswith(".exp_avg"))
+
+
+def _modules_among(names: Iterable[str], parameters: Collection[str]) -> set[str]:
+    return {name for name in names if any(parameter.startswith(f"{name}.") for parameter in parameters)}
+
+
+def check_stale_file(cases: Cases, file: Any) -> str:
+    """Exercise 4: which file of ``cases.stale`` is from an earlier step.
+
+    Args:
+        cases: The planted cases.
+        file: Its name.
+
+    Returns:
+        A sentence with the name.
+
+    Raises:
+        ExerciseError: The answer is another file.
+    """
+    _require_file(cases.stale, file)
+    if file != cases._stale_file:
+        refuse(
+            f"{file} holds the same as at the save that the index describes.",
+            "the file that does not.",
+            "Compare each chunk with the export. A chunk knows its file.",
+        )
+    return f"Solved: {file} is from an earlier step, and no other."
+
+
+def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
+    """Exercise 5: a DCP checkpoint made of ``cases.wrapped`` that the model loads, bit for bit the good one.
+
+    Args:
+        cases: The planted cases.
+        repaired: Its path.
+        model: The model that has to find its names in it.
+
+    Returns:
+        A sentence with the number of compared tensors.
+
+    Raises:
+        ExerciseError: Nothing is there, it is not a DCP checkpoint or not made of the case, names are missing, or bits differ.
+    """
+    path = _repaired_path(cases, repaired)
+    checkpoint = _opened_dcp(path)
+    report = verify(path, model=model, against=cases.good)
+    # Names with a wrapper in them are only a warning: verify ignores the wrapper, but the model does not.
+    faults = [finding for finding in report.findings if finding.severity == "error" or finding.code == "wrapped-name"]
+    if faults:
+        kinds = sorted({finding.code for finding in report.findings})
+        hint = hint_for(
+            kinds,
+            [
+                (
+                    lambda found: "wrapped-name" in found,
+                    "Names still carry the wrapper's, those of the optimizer's state included.",
+                ),
+                (lambda found: "other-bits" in found, "The names are right and the numbers are not. Was it made of the case?"),
+                (lambda found: "no-state" in found, "The optimizer's state belongs to it."),
+            ],
+            faults[0].line(),
+        )
+        refuse(f"verify finds {len(faults)} faults: {', '.join(kinds)}.", "none.", hint)
+    compared = report.checked["compared tensors"]
+    moments = sum(name.startswith("optimizer.") for name in _tensor_names(path))
+    if not moments:
+        refuse("It holds no optimizer state.", "weights and moments.", "What of the case was left out on the way?")
+    _require_made_of(cases.wrapped, checkpoint)
+    return f"Solved: {compared} tensors under the model's own names, {moments} of them moments, equal bit for bit."
+
+
+def _repaired_path(cases: Cases, repaired: Any) -> Path:
+    if not isinstance(repaired, str | Path):
+        hint = "migrate returns what it wrote. repaired is where it wrote to." if repaired is not None else ""
+        refuse(f"repaired is {_kind(repaired)} and no path.", "the path of the new checkpoint.", hint)
+    path = Path(repaired)
+    if path.resolve() in (cases.good.resolve(), cases.wrapped.resolve()):
+        refuse(f"{path.name} is one of the given checkpoints.", "a new folder, made of the case.")
+    if not path.exists():
+        raise ExerciseError(f"there is nothing at {path} yet. Run the exercise's cell first.")
+    return path
+
+
+def _opened_dcp(path: Path) -> Checkpoint:
+    try:
+        checkpoint = open_checkpoint(path)
+    except CheckpointError as error:
+        refuse(f"{path.name} does not open: {error}", "a folder that dcp.load reads.")
+    if checkpoint.kind != "dcp":
+        hint = {"safetensors": "Safetensors hold the model only; DCP holds both."}.get(
+            checkpoint.kind, "migrate goes by the destination's suffix: without one it writes DCP's folder."
+        )
+        refuse(f"dcp.load does not read {path.name}.", "a folder with DCP's .metadata in it.", hint)
+    return checkpoint
+
+
+def _require_made_of(case: Path, checkpoint: Checkpoint) -> None:
+    """Require the values that only the case has: they belong neither to the model nor to the optimizer."""
+    original = open_checkpoint(case)
+    with Reader(original) as given, Reader(checkpoint) as made:
+        for name, entry in original.values.items():
+            if entry.section == "other" and (name not in checkpoint.values or made.value(name) != given.value(name)):
+                refuse(
+                    f"The tensors are right, and it lacks the case's {name!r}, {given.value(name)!r}.",
+                    "everything that the case holds.",
+                    "Was it made of the case, and not of the good checkpoint?",
+                )
+
+
+def _tensor_names(path: Path) -> list[str]:
+    return list(open_checkpoint(path).tensors)
+
+
+def _texts(names: Collection[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        raise ExerciseError(f"one text is no set of names. Write {{{names!r}}}.")
+    if not isinstance(names, Iterable):
+        raise ExerciseError(f"{names!r} is no set of names.")
+    return frozenset(map(str, names))

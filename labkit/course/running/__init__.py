@@ -1,0 +1,1 @@
+"""Execution of notebooks without a browser."""
