@@ -111,8 +111,9 @@ def _verified_means_verified(request: pytest.FixtureRequest) -> Iterator[None]:
     if "checkpoint" not in request.path.name and "migration" not in request.path.name:
         yield
         return
-    from labkit.checkpoint import engine, migration, resharding, verify
-    from labkit.checkpoint.findings import CURED
+    from labkit.checkpoint import verify
+    from labkit.checkpoint.convert import engine, migration, resharding
+    from labkit.checkpoint.verify.findings import CURED
 
     def run(*args: Any, **options: Any) -> engine.Result:
         result = engine.run(*args, **options)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from labkit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from labkit.checkpoint.catalog import open_checkpoint
-    from labkit.checkpoint.engine import Result
+    from labkit.checkpoint.convert.engine import Result
+    from labkit.checkpoint.convert.migration import migrate
+    from labkit.checkpoint.convert.resharding import reshard
+    from labkit.checkpoint.data.read import Reader
     from labkit.checkpoint.errors import (
         AmbiguousCheckpointError,
         CheckpointError,
@@ -30,19 +32,17 @@ if TYPE_CHECKING:
         UnsavableStateError,
         VerificationError,
     )
-    from labkit.checkpoint.findings import Finding, Report
-    from labkit.checkpoint.loading import LoadReport, load
-    from labkit.checkpoint.migration import migrate
-    from labkit.checkpoint.model import Checkpoint, Chunk, TensorEntry, ValueEntry
-    from labkit.checkpoint.modules import module_state
-    from labkit.checkpoint.names import canonical_fqn
-    from labkit.checkpoint.optimizers import optimizer_state
-    from labkit.checkpoint.read import Reader
-    from labkit.checkpoint.resharding import reshard
-    from labkit.checkpoint.saving import PendingSave, save, save_async
-    from labkit.checkpoint.state import PerRank, Rng
-    from labkit.checkpoint.table import show
-    from labkit.checkpoint.verification import verify
+    from labkit.checkpoint.formats.catalog import open_checkpoint
+    from labkit.checkpoint.index.model import Checkpoint, Chunk, TensorEntry, ValueEntry
+    from labkit.checkpoint.index.names import canonical_fqn
+    from labkit.checkpoint.show.table import show
+    from labkit.checkpoint.state.modules import module_state
+    from labkit.checkpoint.state.optimizers import optimizer_state
+    from labkit.checkpoint.state.state import PerRank, Rng
+    from labkit.checkpoint.store.loading import LoadReport, load
+    from labkit.checkpoint.store.saving import PendingSave, save, save_async
+    from labkit.checkpoint.verify.findings import Finding, Report
+    from labkit.checkpoint.verify.verification import verify
 
 # Modules must not share a name with the functions they export: importing the module would shadow the function.
 _HOME = {

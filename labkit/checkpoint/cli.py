@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from labkit.checkpoint.findings import CODES
+from labkit.checkpoint.verify.findings import CODES
 from labkit.errors import CheckpointError, printable
 from labkit.machine import ends_lines
 
 # Commands import what they need when they run, so that help texts appear at once and reading does not import the writers.
 if TYPE_CHECKING:
-    from labkit.checkpoint.engine import Result
-    from labkit.checkpoint.findings import Report
-    from labkit.checkpoint.several_optimizers import Order
+    from labkit.checkpoint.convert.engine import Result
+    from labkit.checkpoint.convert.several_optimizers import Order
+    from labkit.checkpoint.verify.findings import Report
 
 INTERRUPTED_EXIT_CODE = 130
 RARE_COLLECTIONS = (100_000, 20, 20)  # gc.set_threshold
@@ -108,15 +108,15 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as 'model.layers.0.*' choose tensors and
     values by name.
     """
-    from labkit.checkpoint.large_index.readers import reading_ahead
+    from labkit.checkpoint.formats.large_index.readers import reading_ahead
 
     # A large index is read while torch is imported.
     with _errors_told(), reading_ahead(path):
         from rich.console import Console
 
-        from labkit.checkpoint.catalog import open_checkpoint
-        from labkit.checkpoint.describe import describe
-        from labkit.checkpoint.table import DEFAULT_ROWS, render
+        from labkit.checkpoint.formats.catalog import open_checkpoint
+        from labkit.checkpoint.show.describe import describe
+        from labkit.checkpoint.show.table import DEFAULT_ROWS, render
 
         found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
         if as_json:
@@ -146,7 +146,7 @@ def verify_command(
     One line a finding: where, what is wrong, and what a load would do about it. The exit code is 0 without errors, 1 with; with
     --strict, 1 with warnings too.
     """
-    from labkit.checkpoint.verification import verify
+    from labkit.checkpoint.verify.verification import verify
 
     with _errors_told():
         report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)
@@ -232,9 +232,9 @@ def migrate_command(
     SOURCE is only read. DESTINATION appears complete and verified (verify finds no error in it), or not at all. A run that was
     killed leaves DESTINATION.partial; the same command removes that and starts over.
     """
+    from labkit.checkpoint.convert.migration import migrate
+    from labkit.checkpoint.convert.rename import read_rules
     from labkit.checkpoint.dtypes import parse_dtypes
-    from labkit.checkpoint.migration import migrate
-    from labkit.checkpoint.rename import read_rules
 
     def work() -> Result:
         return migrate(
@@ -288,7 +288,7 @@ def reshard_command(
     SOURCE is only read. DESTINATION is a DCP directory, which appears complete and verified, or not at all. A run that was killed
     leaves DESTINATION.partial; the same command removes that and starts over.
     """
-    from labkit.checkpoint.resharding import parse_rule, reshard
+    from labkit.checkpoint.convert.resharding import parse_rule, reshard
     from labkit.spmd.shards.layouts import parse_mesh
 
     if (ranks is None) == (mesh is None):
@@ -324,7 +324,7 @@ def _errors_told() -> Iterator[None]:
 
 def _read_orders(texts: Sequence[str]) -> Order | None:
     """Read files with names: one for the optimizer, or one for each of several, as OPTIMIZER=FILE."""
-    from labkit.checkpoint.rename import read_names
+    from labkit.checkpoint.convert.rename import read_names
 
     whole = [text for text in texts if Path(text).exists() or "=" not in text]
     if whole and len(texts) > 1:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner, Metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from labkit.checkpoint.layout import Box
+from labkit.checkpoint.index.layout import Box
 from labkit.plan import private
 from labkit.plan.layout import Layout
 from labkit.plan.records import CheckpointPlan, TrainingJob

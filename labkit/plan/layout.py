@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from labkit.checkpoint.layout import Box, Placement, local_box
-from labkit.checkpoint.shards import placement_of
+from labkit.checkpoint.index.layout import Box, Placement, local_box
+from labkit.checkpoint.state.shards import placement_of
 from labkit.spmd.shards.layouts import MeshRecord
 
 Int64s = npt.NDArray[np.int64]

@@ -31,8 +31,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from labkit.checkpoint.layout import ShardDim
-from labkit.checkpoint.shards import placement_of
+from labkit.checkpoint.index.layout import ShardDim
+from labkit.checkpoint.state.shards import placement_of
 
 __all__ = [
     "FakeTensor",

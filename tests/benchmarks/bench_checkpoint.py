@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 
 from labkit.checkpoint import migrate, reshard
 from labkit.checkpoint.cli import RARE_COLLECTIONS
-from labkit.checkpoint.manifest import hash_file
+from labkit.checkpoint.index.manifest import hash_file
 from tests.benchmarks.checkpoint_index import write_index
 from tests.unit.test_checkpoint_many_tensors import MANY, many
 

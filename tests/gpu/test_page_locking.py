@@ -13,7 +13,7 @@ def test_memory_is_locked_and_unlocked_with_its_tensor(pool: WorkerPool) -> None
     def work() -> tuple[list[bool], bool]:
         import torch
 
-        from labkit.checkpoint.page_locking import lock, locked_memory
+        from labkit.checkpoint.store.page_locking import lock, locked_memory
 
         pinned = []
         for _ in range(3):
@@ -36,7 +36,7 @@ def test_what_cannot_be_locked_is_pinned_by_torch_and_the_next_kernel_does_not_f
 
         import torch
 
-        from labkit.checkpoint import page_locking
+        from labkit.checkpoint.store import page_locking
 
         locked = page_locking.locked_memory(1 << 20)
         again = page_locking.lock(locked)  # the driver refuses what is locked already

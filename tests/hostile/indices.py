@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from labkit.checkpoint import manifest
+from labkit.checkpoint.index import manifest
 from tests.hostile.attacks import NAMES, NUMBERS, ODD, attack, sound_archive, sound_dcp, sound_safetensors, spoilt
 
 OUTSIDE = ("/etc/passwd", "../x", "a/../../x", "/dev/zero", "..", ".", "", "\0", "\ud800", "sub/x", "x" * 300, "x/" * 3000)

@@ -18,9 +18,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from labkit import checkpoint
-from labkit.checkpoint import Reader, manifest, migrate, open_checkpoint, reshard, verify
+from labkit.checkpoint import Reader, migrate, open_checkpoint, reshard, verify
+from labkit.checkpoint.data.read import same_bits
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from labkit.checkpoint.read import same_bits
+from labkit.checkpoint.index import manifest
 from tests.matrix import matrix
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
@@ -131,7 +132,7 @@ def test_a_killed_migration_leaves_nothing_or_everything_and_a_rerun_finishes(
 
 KILLED = """
 import itertools, os, shutil, signal, sys
-import labkit.checkpoint.dcp_directory  # else each child imports DCP
+import labkit.checkpoint.write.dcp_directory  # else each child imports DCP
 from labkit.checkpoint import migrate, verify
 
 name = sys.argv[1]
@@ -190,7 +191,7 @@ def test_a_kill_at_any_system_call_leaves_nothing_or_everything_and_a_rerun_fini
 # script, the tests inherit that SIGINT is ignored, and Python leaves it so.
 SLOWLY = """
 import signal, time
-from labkit.checkpoint import engine
+from labkit.checkpoint.convert import engine
 from labkit.cli import main
 
 def read_back(*args, real=engine.read_back):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from labkit.checkpoint import open_checkpoint
-from labkit.checkpoint.large_index import readers, reading
+from labkit.checkpoint.formats.large_index import readers, reading
 from tests.benchmarks.checkpoint_index import write_index
 from tests.process.patience import ORPHANS_S, process, survivors, until
 
@@ -213,7 +213,7 @@ def test_nothing_reads_ahead_what_is_no_index(tmp_path: Path, started: list[subp
 def test_what_starts_the_processes_needs_no_numpy_and_they_need_no_torch() -> None:
     heavy = "print(*({'numpy', 'torch', 'rich', 'psutil'} & sys.modules.keys()))"
     for module, needs in (("readers", {"psutil"}), ("child", set()), ("share", {"numpy"})):
-        code = f"import sys, labkit.checkpoint.large_index.{module}\n{heavy}"
+        code = f"import sys, labkit.checkpoint.formats.large_index.{module}\n{heavy}"
         done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
         assert set(done.stdout.split()) == needs, module
 
@@ -221,7 +221,7 @@ def test_what_starts_the_processes_needs_no_numpy_and_they_need_no_torch() -> No
 # The command, which says which processes read. Those that are stopped keep the others and the command waiting for ever.
 SHOW = """
 import os, signal, sys
-from labkit.checkpoint.large_index import readers, reading
+from labkit.checkpoint.formats.large_index import readers, reading
 from labkit.cli import main
 
 STOPPED = int(sys.argv.pop())

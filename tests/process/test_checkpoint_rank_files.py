@@ -14,8 +14,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import StateDictType
 
 from labkit.checkpoint import Reader, open_checkpoint, verify
+from labkit.checkpoint.data.read import same_bits
 from labkit.checkpoint.errors import IncompleteCheckpointError, UnsupportedTensorError
-from labkit.checkpoint.read import same_bits
 from tests.process.checkpoint_models import Net, fsdp1, fsdp2, plain_state, two_d
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 

@@ -17,8 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
-from labkit.checkpoint import PerRank, manifest
+from labkit.checkpoint import PerRank
 from labkit.checkpoint.errors import RankDivergenceError, UnsavableStateError
+from labkit.checkpoint.index import manifest
 from tests.process.checkpoint_models import Net, adam, fsdp2, train
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 

@@ -17,8 +17,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel
 
 from labkit import checkpoint
-from labkit.checkpoint import PerRank, Reader, manifest, open_checkpoint
+from labkit.checkpoint import PerRank, Reader, open_checkpoint
 from labkit.checkpoint.errors import CheckpointWriteError, FQNMismatchError, RankDivergenceError
+from labkit.checkpoint.index import manifest
 from tests.matrix import matrix
 from tests.process.checkpoint_models import Net, adam, fsdp1, fsdp2, train, two_d
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
@@ -218,7 +219,7 @@ def failing_rank(rank: int, folder: str, threads: int) -> tuple[str, list[int]]:
     checkpoint.save(folder, {"a": torch.ones(2)}, 1)
     model = fsdp2(Net())
     if rank == 1:
-        from labkit.checkpoint import dcp_writer
+        from labkit.checkpoint.write import dcp_writer
 
         def fail(*_: Any) -> int:
             raise OSError(28, "No space left on device")

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 
 from labkit import checkpoint
-from labkit.checkpoint import manifest
+from labkit.checkpoint.index import manifest
 
 
 class Two(nn.Module):

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
 from labkit import checkpoint
-from labkit.checkpoint import manifest
 from labkit.checkpoint.errors import (
     CheckpointWriteError,
     CorruptCheckpointError,
@@ -26,6 +25,7 @@ from labkit.checkpoint.errors import (
     FQNMismatchError,
     RankDivergenceError,
 )
+from labkit.checkpoint.index import manifest
 from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F401
 
 
@@ -57,7 +57,7 @@ def full_disk(patch: pytest.MonkeyPatch, room: int) -> None:
             yield FullDisk(stream, room) if str(path).endswith(".distcp") else stream
 
     patch.setattr(FileSystem, "create_stream", create)
-    from labkit.checkpoint import dcp_writer
+    from labkit.checkpoint.write import dcp_writer
 
     opened = dcp_writer.HashedFile.__init__
 

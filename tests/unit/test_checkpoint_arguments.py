@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
-from labkit.checkpoint.rename import Rule, read_names, read_rules
+from labkit.checkpoint.convert.rename import Rule, read_names, read_rules
 from labkit.cli import main
 from labkit.lookup import FunctionNotFoundError, find_function
 
@@ -308,5 +308,5 @@ def test_s12_memory_that_runs_out_is_one_message(place: Path, monkeypatch: pytes
     def refused(*_: Any, **__: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("labkit.checkpoint.catalog.read_torch", refused)
+    monkeypatch.setattr("labkit.checkpoint.formats.catalog.read_torch", refused)
     assert_refused(place, monkeypatch, ("show", "full.pt"), ("verify", "full.pt"), ("migrate", "full.pt", "out"), code=1)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from labkit.checkpoint.model import Checkpoint, Chunk, ChunkTable, TensorEntry
+from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, TensorEntry
 from labkit.notebook.views import checkpoint_browser as module
 from labkit.notebook.views.checkpoint_browser import CheckpointTree, Node, box_of, browse, tree_of
 from labkit.notebook.views.explore import ControlError

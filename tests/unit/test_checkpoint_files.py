@@ -31,9 +31,9 @@ from labkit.checkpoint import (
     verify,
     zip_writer,
 )
+from labkit.checkpoint.data.hashed_file import HashedFile
 from labkit.checkpoint.errors import CheckpointError, CheckpointWriteError
-from labkit.checkpoint.hashed_file import HashedFile
-from labkit.checkpoint.zip_writer import StoredZip
+from labkit.checkpoint.write.zip_writer import StoredZip
 
 BLOCK = direct_io.BLOCK_BYTES
 WAYS = ["direct", "refused at once", "refused while writing"]

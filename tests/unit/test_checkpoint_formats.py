@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from labkit.checkpoint import Reader, canonical_fqn, open_checkpoint
+from labkit.checkpoint.data.read import same_bits
 from labkit.checkpoint.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     FQNMismatchError,
     IncompleteCheckpointError,
 )
-from labkit.checkpoint.names import canonical_names, match_names, wrappers_in
-from labkit.checkpoint.read import same_bits
+from labkit.checkpoint.index.names import canonical_names, match_names, wrappers_in
 
 DTYPES = [
     torch.float64,

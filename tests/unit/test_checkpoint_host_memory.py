@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from labkit import checkpoint
-from labkit.checkpoint import saving
-from labkit.checkpoint.host_memory import HostMemory
-from labkit.checkpoint.plain_tensors import to_cpu
+from labkit.checkpoint.files.plain_tensors import to_cpu
+from labkit.checkpoint.store import saving
+from labkit.checkpoint.store.host_memory import HostMemory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool, torch.complex64, torch.uint8]
 

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from labkit.checkpoint import Reader, open_checkpoint, verify
 from labkit.checkpoint.errors import CheckpointFormatError
-from labkit.checkpoint.torch_format import read_torch
+from labkit.checkpoint.formats.torch_format import read_torch
 from tests.unit.zip_archives import archive_of, records_of
 
 Change = Callable[[bytearray], None]

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.checkpoint import Reader, open_checkpoint, safe_pickle, verify
-from labkit.checkpoint.allow_list import RECORD_NAMES
-from labkit.checkpoint.describe import describe
+from labkit.checkpoint import Reader, open_checkpoint, verify
 from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError, UnsafeCheckpointError
+from labkit.checkpoint.pickles import safe_pickle
+from labkit.checkpoint.pickles.allow_list import RECORD_NAMES
+from labkit.checkpoint.show.describe import describe
 from tests.unit.hostile_pickles import (
     assemble,
     call,

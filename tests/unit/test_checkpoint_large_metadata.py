@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from labkit.checkpoint import Checkpoint, open_checkpoint
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
-from labkit.checkpoint.large_index import readers, reading
-from labkit.checkpoint.large_index.names import Names
+from labkit.checkpoint.formats.large_index import readers, reading
+from labkit.checkpoint.formats.large_index.names import Names
 from tests.benchmarks.checkpoint_index import small_index, write_index
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from labkit.checkpoint import Reader, migrate, open_checkpoint, reshard, verify
+from labkit.checkpoint.convert.rename import Rule
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError, RankDivergenceError
-from labkit.checkpoint.rename import Rule
 
 ONE = torch.ones(2, 2)
 

@@ -19,8 +19,9 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from labkit.checkpoint import engine, manifest, migrate, open_checkpoint, reshard, staging_leftovers, verify
+from labkit.checkpoint import migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.convert import engine
 from labkit.checkpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -28,7 +29,9 @@ from labkit.checkpoint.errors import (
     CheckpointWriteError,
     IncompleteCheckpointError,
 )
-from labkit.checkpoint.staging_area import StagingArea
+from labkit.checkpoint.files import staging_leftovers
+from labkit.checkpoint.index import manifest
+from labkit.checkpoint.write.staging_area import StagingArea
 
 NOBODY = 65534
 

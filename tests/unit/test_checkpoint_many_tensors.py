@@ -13,7 +13,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from labkit.checkpoint import migrate, open_checkpoint, reshard, table, verify
+from labkit.checkpoint import migrate, open_checkpoint, reshard, verify
+from labkit.checkpoint.show import table
 from tests.matrix import matrix
 
 FEW = 600

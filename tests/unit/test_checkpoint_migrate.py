@@ -20,6 +20,9 @@ from torch import nn
 from labkit import checkpoint
 from labkit.checkpoint import Reader, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.convert.rename import Rule, read_rules
+from labkit.checkpoint.convert.resharding import parse_rule
+from labkit.checkpoint.data.read import same_bits
 from labkit.checkpoint.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,10 +32,7 @@ from labkit.checkpoint.errors import (
     FQNMismatchError,
     IncompleteCheckpointError,
 )
-from labkit.checkpoint.layout import coordinate_of, local_box
-from labkit.checkpoint.read import same_bits
-from labkit.checkpoint.rename import Rule, read_rules
-from labkit.checkpoint.resharding import parse_rule
+from labkit.checkpoint.index.layout import coordinate_of, local_box
 from labkit.spmd.shards.layouts import parse_mesh
 from tests.unit.test_checkpoint_formats import DTYPES, make
 
@@ -422,7 +422,7 @@ def test_any_tensors_survive_any_chain_of_formats_bit_for_bit(
     data=st.data(),
 )
 def test_the_boxes_of_all_ranks_cover_a_tensor_exactly(shape: list[int], mesh: list[int], data: st.DataObject) -> None:
-    from labkit.checkpoint.layout import ShardDim
+    from labkit.checkpoint.index.layout import ShardDim
 
     placements = [data.draw(st.one_of(st.none(), st.builds(ShardDim, st.integers(0, len(shape) - 1), st.booleans()))) for _ in mesh]
     count = torch.zeros(shape, dtype=torch.int64)

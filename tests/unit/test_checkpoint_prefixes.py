@@ -12,8 +12,8 @@ from click.testing import CliRunner
 
 from labkit.checkpoint import migrate, open_checkpoint, verify
 from labkit.checkpoint.cli import checkpoint as command
+from labkit.checkpoint.convert.rename import Rule
 from labkit.checkpoint.errors import FQNMismatchError
-from labkit.checkpoint.rename import Rule
 
 MODEL = """
 import torch

@@ -25,7 +25,7 @@ from labkit.checkpoint.errors import (
     IncompleteCheckpointError,
     RankDivergenceError,
 )
-from labkit.checkpoint.values import digest
+from labkit.checkpoint.pickles.values import digest
 
 ONE = torch.ones(2, 2)
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from labkit.checkpoint import open_checkpoint, safe_pickle, verify
+from labkit.checkpoint import open_checkpoint, verify
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError
-from labkit.checkpoint.pickle_rebuilders import REBUILDERS
-from labkit.checkpoint.pickle_records import Record
+from labkit.checkpoint.pickles import safe_pickle
+from labkit.checkpoint.pickles.pickle_rebuilders import REBUILDERS
+from labkit.checkpoint.pickles.pickle_records import Record
 
 
 class Attack:

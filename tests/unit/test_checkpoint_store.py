@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from labkit import checkpoint
-from labkit.checkpoint import PerRank, Rng, manifest
+from labkit.checkpoint import PerRank, Rng
 from labkit.checkpoint.errors import (
     CheckpointExistsError,
     CheckpointMismatchError,
@@ -23,6 +23,7 @@ from labkit.checkpoint.errors import (
     FQNMismatchError,
     IncompleteCheckpointError,
 )
+from labkit.checkpoint.index import manifest
 
 
 def training(seed: int = 0) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def test_a_failing_save_leaves_the_store_as_it_was(tmp_path: Path, monkeypatch: 
 
     for threads in (1, 3):
         with monkeypatch.context() as patch:
-            patch.setattr("labkit.checkpoint.dcp_writer.HashedFile.write", fail)
+            patch.setattr("labkit.checkpoint.write.dcp_writer.HashedFile.write", fail)
             with pytest.raises(CheckpointWriteError, match="No space left"):
                 checkpoint.save(tmp_path, {"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4)}, 2, threads=threads)
     assert manifest.complete_steps(tmp_path) == [1]
@@ -308,7 +309,7 @@ def test_the_error_of_an_asynchronous_save_is_raised_by_wait_and_else_by_the_nex
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("labkit.checkpoint.dcp_writer.HashedFile.write", fail)
+        patch.setattr("labkit.checkpoint.write.dcp_writer.HashedFile.write", fail)
         pending = checkpoint.save_async(tmp_path, {"a": torch.ones(2)}, 1)
         with pytest.raises(CheckpointWriteError, match="No space left"):
             pending.wait(30)

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from labkit import checkpoint
-from labkit.checkpoint import manifest, migrate, saving
+from labkit.checkpoint import migrate
 from labkit.checkpoint.errors import CheckpointExistsError, CheckpointWriteError
-from labkit.checkpoint.store_folder import StoreFolder
+from labkit.checkpoint.index import manifest
+from labkit.checkpoint.store import saving
+from labkit.checkpoint.store.store_folder import StoreFolder
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")

@@ -25,9 +25,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from labkit import checkpoint
-from labkit.checkpoint import PerRank, manifest
+from labkit.checkpoint import PerRank
 from labkit.checkpoint.errors import CheckpointMismatchError, CheckpointWriteError, FQNMismatchError, UnsavableStateError
-from labkit.checkpoint.values import MAX_DEPTH, digest, snapshot
+from labkit.checkpoint.index import manifest
+from labkit.checkpoint.pickles.values import MAX_DEPTH, digest, snapshot
 
 
 def same(left: Any, right: Any) -> bool:

@@ -14,8 +14,8 @@ from safetensors.torch import load_model, save_file
 from torch import nn
 
 from labkit.checkpoint import Checkpoint, migrate, open_checkpoint, reshard, verify
-from labkit.checkpoint.describe import ties
 from labkit.checkpoint.errors import CheckpointMismatchError
+from labkit.checkpoint.show.describe import ties
 
 TIE = [["model.embed.weight", "model.head.weight"]]
 

@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from labkit import checkpoint
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from labkit.checkpoint.findings import Report
-from labkit.checkpoint.verification import verify
-from labkit.checkpoint.verify_data import each
+from labkit.checkpoint.verify.findings import Report
+from labkit.checkpoint.verify.verification import verify
+from labkit.checkpoint.verify.verify_data import each
 
 
 class Net(nn.Module):

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from labkit.checkpoint import load, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointError
-from labkit.checkpoint.large_index import reading
+from labkit.checkpoint.formats.large_index import reading
 
 OWN_FIELDS = 5
 

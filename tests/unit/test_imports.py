@@ -98,11 +98,11 @@ try:
     run("verify", "model.pt")
 except SystemExit as end:
     assert end.code == 0
-assert "labkit.checkpoint.writers" not in sys.modules
+assert "labkit.checkpoint.write.writers" not in sys.modules
 run("migrate", "model.pt", "model.safetensors")
 """
     modules = _after(code, tmp_path)["modules"]
-    unneeded = {"torch.distributed.checkpoint", "sympy", "labkit.checkpoint.saving", "labkit.controller.pool"}
+    unneeded = {"torch.distributed.checkpoint", "sympy", "labkit.checkpoint.store.saving", "labkit.controller.pool"}
     assert unneeded.intersection(modules) == set()
 
 
@@ -110,7 +110,7 @@ def test_a_name_of_labkit_checkpoint_is_the_function_whatever_was_imported_befor
     code = """
 import labkit.checkpoint
 assert set(labkit.checkpoint.__all__) <= set(dir(labkit.checkpoint))
-import labkit.checkpoint.cli, labkit.checkpoint.verification, labkit.checkpoint.migration
+import labkit.checkpoint.cli, labkit.checkpoint.verify.verification, labkit.checkpoint.convert.migration
 for name in ("show", "verify", "migrate", "reshard", "load", "save"):
     assert callable(getattr(labkit.checkpoint, name)), name
 from labkit.checkpoint import *

@@ -15,10 +15,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
-from labkit.checkpoint import Reader, load, manifest, migrate, open_checkpoint, reshard, verify
+from labkit.checkpoint import Reader, load, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.errors import CheckpointFormatError, CorruptCheckpointError, IncompleteCheckpointError
-from labkit.checkpoint.manifest import FileSum, Manifest
-from labkit.checkpoint.safetensors_format import DTYPES
+from labkit.checkpoint.formats.safetensors_format import DTYPES
+from labkit.checkpoint.index import manifest
+from labkit.checkpoint.index.manifest import FileSum, Manifest
 
 Header = dict[str, Any] | bytes
 

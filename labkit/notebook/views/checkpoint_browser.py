@@ -17,7 +17,7 @@ from labkit.notebook.drawing.style import rank_style, text_table
 from labkit.notebook.pictures.bars import scale_for
 from labkit.notebook.views.explore import FreeText, explore
 
-# Classes of labkit.checkpoint.model, which imports torch. This module does not import torch, not even for types.
+# Classes of labkit.checkpoint.index.model, which imports torch. This module does not import torch, not even for types.
 Checkpoint: TypeAlias = Any
 TensorEntry: TypeAlias = Any
 Chunk: TypeAlias = Any

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from labkit.checkpoint.shards import box_of
+from labkit.checkpoint.state.shards import box_of
 from labkit.spmd.shards.records import Chunk, ShardRecord
 from labkit.spmd.shards.tree import leaves, path_text
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from labkit.checkpoint.layout import split
+from labkit.checkpoint.index.layout import split
 from labkit.errors import LabkitError
 
 FindingKind = Literal["unmatched", "uneven", "heads", "tied", "twice"]

@@ -1,0 +1,1 @@
+"""What is to be written: tensors with the sources of their values, and values."""

@@ -1,0 +1,132 @@
+"""Take what is to be copied out of a checkpoint: first what is left out goes, then the copies in rank files are compared."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+
+from labkit.checkpoint.contents.contents import Contents, OutTensor, OutValue, left_out, top_level
+from labkit.checkpoint.contents.deepspeed import refuse_partitions
+from labkit.checkpoint.contents.sources import EntrySource
+from labkit.checkpoint.data.rank_copies import Copies, roots_of_each_rank
+from labkit.checkpoint.errors import FQNMismatchError, IncompleteCheckpointError
+from labkit.checkpoint.index.model import Checkpoint, Path_
+from labkit.checkpoint.wording import listed, quoted
+
+
+def contents_of(
+    checkpoint: Checkpoint, *, copies: Copies = "refuse", only: Sequence[str] = (), drop: Sequence[str] = ()
+) -> Contents:
+    """Return a checkpoint's contents as they are, without those that are left out.
+
+    What differs from rank file to rank file is keyed by rank (``rng.rank_0...``) where it belongs to neither model nor
+    optimizer, as :class:`labkit.checkpoint.PerRank` does.
+
+    Args:
+        checkpoint: An opened checkpoint.
+        copies: What to do when the copies of a model's or optimizer's tensor in several rank files differ (buffers that
+            are not synchronised): refuse, or take the first rank's.
+        only: Top-level keys to keep, ``.`` for the tensors that lie in no dict; everything where none is given.
+        drop: Patterns of keys to leave out, as they are stored or keyed by rank.
+
+    Raises:
+        IncompleteCheckpointError: A file of the checkpoint is missing.
+        FQNMismatchError: It has no such top-level key.
+        RankDivergenceError: Such copies differ and ``copies`` is ``refuse``, or what is called alike in rank files is no copy.
+
+    Ranks: local. Reads the copies of replicated tensors.
+    """
+    for name in checkpoint.files:
+        if not (checkpoint.root / name).is_file():
+            raise IncompleteCheckpointError(
+                checkpoint.root / name,
+                "the checkpoint names this file, and it is missing",
+            )
+    contents = Contents(checkpoint)
+    contents.tensors = [OutTensor(entry.path, EntrySource(entry), entry.section) for entry in checkpoint.tensors.values()]
+    contents.values = [OutValue(value.path, value.section, entry=value) for value in checkpoint.values.values()]
+    every = [item.key for item in contents.items]
+    _keep_only(contents, only)
+    _drop(contents, drop)
+    part = _part(checkpoint, contents)
+    refuse_partitions(checkpoint, part)
+    _key_by_rank(contents, roots_of_each_rank(part, copies, contents.notes))
+    every += [item.key for item in contents.items]
+    _drop(contents, drop)
+    contents.idle_drops = [pattern for pattern in drop if not fnmatch.filter(every, pattern)]
+    return contents
+
+
+def near_key(contents: Contents, pattern: str) -> str:
+    """Return the question which key of the checkpoint a pattern means; nothing where none is near."""
+    keys = [*contents.checkpoint.tensors, *contents.checkpoint.values]
+    heads = [f"{key.split('.', 1)[0]}.*" for key in keys if "." in key]
+    near = get_close_matches(pattern, dict.fromkeys([*heads, *keys]), 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _part(checkpoint: Checkpoint, contents: Contents) -> Checkpoint:
+    keys = {item.key for item in contents.items}
+    return replace(
+        checkpoint,
+        tensors={key: entry for key, entry in checkpoint.tensors.items() if key in keys},
+        values={key: value for key, value in checkpoint.values.items() if key in keys},
+    )
+
+
+def _keep_only(contents: Contents, only: Sequence[str]) -> None:
+    if not only:
+        return
+    heads = sorted({top_level(item) for item in contents.items})
+    strange = [name for name in only if name not in heads]
+    if strange:
+        near = {name: get_close_matches(name, heads, 1) for name in strange}
+        keys = listed([quoted(head) for head in heads], most=12)
+        raise FQNMismatchError(
+            contents.checkpoint.path,
+            missing=[name + (f" (did you mean {near[name][0]}?)" if near[name] else "") for name in strange],
+            advice=f"Its top-level keys are {keys}; '.' stands for the tensors that lie in no dict.",
+        )
+    left = left_out(item for item in contents.items if top_level(item) not in only)
+    contents.tensors = [item for item in contents.tensors if top_level(item) in only]
+    contents.values = [item for item in contents.values if top_level(item) in only]
+    if left:
+        contents.notes.append(f"left out, since it is not in only: {left}")
+
+
+def _drop(contents: Contents, patterns: Sequence[str]) -> None:
+    def kept(key: str) -> bool:
+        return not any(fnmatch.fnmatchcase(key, pattern) for pattern in patterns)
+
+    contents.tensors = [item for item in contents.tensors if kept(item.key)]
+    contents.values = [item for item in contents.values if kept(item.key)]
+
+
+def _key_by_rank(contents: Contents, roots: set[str]) -> None:
+    """Put what each rank has its own of, under these top-level keys, under the ranks' numbers."""
+    tensors: list[OutTensor] = []
+    for item in contents.tensors:
+        assert isinstance(item.source, EntrySource)
+        entry = item.source.entry
+        if str(item.path[0]) not in roots:
+            tensors.append(item)
+            continue
+        for table in (entry.chunks, *entry.replicas):
+            rank = contents.checkpoint.ranks[table.files[0]]
+            tensors.append(OutTensor(_ranked(entry.path, rank), EntrySource(entry, table), entry.section))
+    values: list[OutValue] = []
+    for value in contents.values:
+        assert value.entry is not None
+        if str(value.path[0]) not in roots or not value.entry.replicas:
+            values.append(value)
+            continue
+        for rank, inline in sorted(value.entry.replicas.items()):
+            copy = replace(value.entry, inline=inline, replicas={})
+            values.append(OutValue(_ranked(value.path, rank), value.section, entry=copy))
+    contents.tensors, contents.values = tensors, values
+
+
+def _ranked(path: Path_, rank: int) -> Path_:
+    return (path[0], f"rank_{rank}", *path[1:])

@@ -1,0 +1,1 @@
+"""Rewriting a checkpoint: into another format, under other names, or for another number of ranks."""

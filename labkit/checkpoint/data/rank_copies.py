@@ -1,0 +1,166 @@
+"""Compare what the files of several ranks hold under one name.
+
+| it is | what becomes of it |
+| --- | --- |
+| equal in all files | it is taken once |
+| neither the model's nor the optimizer's, and differs | it is keyed by rank |
+| of another shape or dtype in another file | refused: no copy |
+| optimizer state, that differs, where the files have few of the model's tensors in common | refused: each file is a \
+stage of the model, and has an optimizer of its own |
+| else the model's or optimizer's, and differs | refused, or the first rank's is taken and the number of such tensors told |
+
+Where half of the matrices differ, or more, they may be shards of larger tensors, which say nothing of their place. So the way on is
+not named alone that takes the first rank's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from labkit.checkpoint.data.read import Reader, same_bits
+from labkit.checkpoint.errors import CheckpointError, RankDivergenceError
+from labkit.checkpoint.index.model import Checkpoint, TensorEntry, ValueEntry
+from labkit.checkpoint.index.sections import is_moment_piece, optimizer_roots
+from labkit.checkpoint.pickles import safe_pickle
+from labkit.checkpoint.pickles.values import digest
+from labkit.checkpoint.wording import counted, listed
+from labkit.ranks import format_ranks
+
+Copies = Literal["refuse", "first"]
+
+_MOST_NAMES = 8
+_SHARDS = (
+    "If they are shards of larger tensors (tensor parallel), none of them is a copy, and no file says along which dim they were "
+    "cut: labkit cannot join them. Let the program that cut them join them, or save them as DTensors."
+)
+
+
+def roots_of_each_rank(checkpoint: Checkpoint, copies: Copies, notes: list[str]) -> set[str]:
+    """Return the top-level keys under which each rank has its own, by the table of this module.
+
+    Args:
+        checkpoint: A checkpoint, without what is left out.
+        copies: Whether the first rank's is taken of copies that differ.
+        notes: Takes sentences about what was decided.
+
+    Raises:
+        RankDivergenceError: What the files hold is no copy, or copies differ and ``copies`` is ``refuse``.
+
+    Ranks: local. Reads the copies.
+    """
+    roots: set[str] = set()
+    tensors: dict[str, str] = {}
+    values: dict[str, str] = {}
+    forms = _other_forms(checkpoint)
+    with Reader(checkpoint, checksums=True) as reader:
+        for entry in checkpoint.tensors.values():
+            compared = entry.replicas and entry.key not in forms and not is_moment_piece(entry)
+            if compared and not copies_agree(reader, entry):
+                if entry.section == "other":
+                    roots.add(str(entry.path[0]))
+                else:
+                    tensors[entry.key] = _camps(reader, entry)
+    for value in checkpoint.values.values():
+        plain = {rank: _comparable(inline) for rank, inline in value.replicas.items()}
+        if len(set(plain.values())) > 1:
+            if value.section == "other":
+                roots.add(str(value.path[0]))
+            else:
+                values[value.key] = f"differs between the files of ranks {format_ranks(sorted(plain))}"
+    _refuse_stages(checkpoint, forms.keys() | tensors.keys() | values.keys())
+    if forms:
+        raise RankDivergenceError(
+            checkpoint.path,
+            [f"{key} is {text}" for key, text in forms.items()],
+            advice="They are no copies: they are shards of one tensor, or of several, and no file says where they lie in it, as "
+            "DTensors would; or the files are not of one save. labkit does not put them together: save them as DTensors, or join "
+            "them in the program that cut them. What is left out with drop=[...] (--drop) stops nothing.",
+        )
+    if tensors or values:
+        _tell(checkpoint, tensors, values, copies, notes)
+    notes.extend(f"{root} differs between the rank files and is keyed by rank" for root in sorted(roots))
+    return roots
+
+
+def _tell(checkpoint: Checkpoint, tensors: dict[str, str], values: dict[str, str], copies: Copies, notes: list[str]) -> None:
+    """Refuse copies that differ, or note how many the first rank's is taken of."""
+    compared = [entry for entry in checkpoint.tensors.values() if entry.replicas and entry.section != "other"]
+    matrices = [entry.key for entry in compared if len(entry.shape) > 1] or [entry.key for entry in compared if entry.shape]
+    many = len(matrices) <= 2 * len(tensors.keys() & set(matrices)) and bool(tensors)
+    numbers = [f"{len(tensors):,} of the {counted(len(compared), 'tensor')}"] * bool(tensors)
+    numbers += [counted(len(values), "value")] * bool(values)
+    what = f"{' and '.join(numbers)} that several rank files hold differ between them"
+    if copies == "refuse":
+        first = "labkit checkpoint migrate --copies first (copies='first') takes the first rank's"
+        raise RankDivergenceError(
+            checkpoint.path,
+            [what, *(f"{key}: {text}" for key, text in (tensors | values).items())],
+            advice=f"{_SHARDS} If the ranks have drifted apart, find out since when, and use a checkpoint from before; if one "
+            f"rank's are as good as another's, {first}."
+            if many
+            else f"If they are meant to be equal, {first}.",
+        )
+    warning = ". If they are shards of larger tensors, the result holds a part of each only" if many else ""
+    notes.append(f"{what}, and the first rank's are taken: {listed([*tensors, *values], most=_MOST_NAMES)}{warning}")
+
+
+def _refuse_stages(checkpoint: Checkpoint, differing: set[str]) -> None:
+    """Raise :class:`RankDivergenceError` where optimizer state differs, and each file has other parameters of the model."""
+    entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
+    own = [entry.key for entry in checkpoint.tensors.values() if is_moment_piece(entry) and entry.replicas]
+    found = [entry.key for entry in entries if entry.section == "optimizer" and entry.key in {*differing, *own}]
+    model = [entry for entry in checkpoint.tensors.values() if entry.section == "model"]
+    files = {file for entry in model for file in entry.chunks.files}
+    common = sum(bool(entry.replicas) or len(entry.chunks) != 1 for entry in model)
+    if not found or len(files) < 2 or 2 * common >= len(model):
+        return
+    roots = [".".join(map(str, root)) for root in sorted(optimizer_roots(entries), key=str)]
+    drops = " ".join(f"--drop '{root}.*'" if root else "--drop 'state.*' --drop 'param_groups.*'" for root in roots)
+    raise RankDivergenceError(
+        checkpoint.path,
+        [f"{key} is state of another parameter in each file" for key in found],
+        advice="Each file has other parameters of the model, as a pipeline's stages do, and an optimizer of its own. The model is "
+        f"put together without the optimizers: {drops}. To keep an optimizer's state, migrate each file by itself; labkit does not "
+        "join the results.",
+    )
+
+
+def _other_forms(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the tensors that have another shape or dtype in another rank's file, with these."""
+    found = {key: text for key, text in checkpoint.conflicts.items() if key in checkpoint.tensors}
+    for entry in checkpoint.tensors.values():
+        if entry.section == "other" or is_moment_piece(entry) or len(entry.chunks) != 1:
+            continue
+        for table in entry.replicas:
+            if len(table) == 1 and tuple(table[0].sizes) != entry.chunks[0].sizes:
+                shapes = ["x".join(map(str, one.sizes)) for one in (entry.chunks[0], table[0])]
+                found[entry.key] = f"{shapes[0]} in {entry.chunks.files[0]} and {shapes[1]} in {table.files[0]}"
+                break
+    return found
+
+
+def _camps(reader: Reader, entry: TensorEntry) -> str:
+    """Return which file differs from the first, in words."""
+    other = next(
+        table
+        for table in entry.replicas
+        for chunk in table
+        if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table))
+    )
+    return f"{entry.chunks.files[0]} and {other.files[0]} hold different values"
+
+
+def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
+    """Return whether the copies of a tensor in further rank files have the same bits as the first."""
+    for table in entry.replicas:
+        for chunk in table:
+            if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table)):
+                return False
+    return True
+
+
+def _comparable(value: Any) -> bytes:
+    try:
+        return digest(safe_pickle.plain(value, "a value"))
+    except (CheckpointError, TypeError, LookupError):  # what no save would write, such as a date in a file of another making
+        return repr(value).encode()

@@ -1,0 +1,1 @@
+"""Access to files that may be hostile, damaged, or too large for the page cache."""

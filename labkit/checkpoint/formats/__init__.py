@@ -1,0 +1,1 @@
+"""Reading of each format's index, and the decision which format a path has."""

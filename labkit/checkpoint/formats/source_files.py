@@ -1,0 +1,73 @@
+"""Check that the files of a source do not change while they are read.
+
+Device, inode, size and both times (of the content and of the inode) of each file are noted before the index is read. Every
+descriptor that reads data is compared with them when it is opened, and every file once more after the last read. Any difference is
+refused, even if only the times differ: safetensors have no checksum, so nothing else shows that a file was half overwritten.
+
+Changes that this does not detect:
+
+- A write that keeps the size, within one step of the file system's clock after the file was noted. On Linux 6.18 (ext4 and
+  tmpfs) each of 2,000 writes right after the times were read was detected. Before Linux 6.13 a step is a tick of the kernel's
+  timer.
+- Stores through a shared memory map, which the kernel records when it writes a page back and not when they happen.
+- Changes on network file systems that answer with times from a cache.
+- Changes behind links to directories inside a source: their targets are noted only after the index was read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError
+from labkit.checkpoint.formats.parts import is_pattern, matching_files
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """The properties of a file by which a change is detected."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """Return the state in a result of ``stat``."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def states_of(source: Path) -> dict[Path, FileState]:
+    """Return the state of every file in a directory and below, of a pattern's files, or of a file and its neighbours."""
+    found = {}
+    for path in _candidates(source):
+        with suppress(OSError):
+            found[path] = FileState.of(path.stat())
+    return found
+
+
+def _candidates(source: Path) -> Iterator[Path]:
+    if source.is_dir():
+        for folder, _, names in os.walk(source):
+            yield from (Path(folder, name) for name in names)
+    elif source.exists():
+        yield from source.parent.iterdir()
+    elif is_pattern(source):
+        with suppress(CheckpointError):  # opening the checkpoint raises it again
+            root, names, _ = matching_files(source)
+            yield from (root / name for name in names)
+
+
+def changed(path: Path) -> CheckpointFormatError:
+    """Return the error for a file that changed while it was read."""
+    return CheckpointFormatError(
+        path,
+        "it was changed while it was read (its size, times or inode are others than before). Run the command again when nothing "
+        "writes there any more.",
+    )

@@ -1,0 +1,1 @@
+"""A checkpoint's index in memory: entries, names, boxes, sections, the manifest."""

@@ -1,0 +1,1 @@
+"""Reading of pickles without running anything that they name."""

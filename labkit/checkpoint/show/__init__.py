@@ -1,0 +1,1 @@
+"""Views of a checkpoint: as data for programs, as a table, and as a picture."""

@@ -1,0 +1,1 @@
+"""A training state taken apart into flat leaves, and put back."""

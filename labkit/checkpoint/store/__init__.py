@@ -1,0 +1,1 @@
+"""Saving a training state as steps in a folder, and loading one back."""

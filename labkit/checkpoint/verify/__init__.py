@@ -1,0 +1,1 @@
+"""Checks of a checkpoint, and the findings that they report."""

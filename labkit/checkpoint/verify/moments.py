@@ -1,0 +1,88 @@
+"""Find pieces of optimizer state that do not have their parameter's shape, as they must.
+
+| a piece | must have its parameter's shape |
+| --- | --- |
+| one that torch's elementwise optimizers keep (:data:`MOMENTS`), of a parameter that has only such and counters | yes |
+| a counter (:data:`COUNTERS`) | no |
+| any other: factored moments (Adafactor's ``row_var``), preconditioners, and what stands beside them, such as low-rank moments \
+beside a projector | nobody knows, so none is accused |
+
+While numbers become names there is one more sign: where pieces of any other name have the very shapes of the parameters, and in
+another order, the order is wrong. Names are compared without wrappers. Where several models have the name, the shape of one of
+them is enough.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from labkit.checkpoint.index.names import match_names
+
+#: Adam and its kin; Adamax; RMSprop, Adadelta; Adagrad; SGD, Muon; ASGD; Rprop; Adafactor, for vectors.
+MOMENTS = frozenset(
+    {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "square_avg", "grad_avg", "acc_delta"}
+    | {"sum", "momentum_buffer", "ax", "prev", "step_size", "variance"}
+)
+COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+
+Shape = tuple[int, ...]
+#: Names of parameters to their shapes, for each model that the state may be of.
+Models = Sequence[Mapping[str, Shape]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of an optimizer's state.
+
+    Attributes:
+        key: Its name in the checkpoint.
+        parameter: The parameter's name.
+        name: What it is called beside the parameter's other pieces.
+        shape: Its shape.
+    """
+
+    key: str
+    parameter: str
+    name: str
+    shape: Shape
+
+
+def misshapen(
+    pieces: Iterable[Piece], beside: Mapping[str, Iterable[str]], models: Models, *, permuted: bool = False
+) -> list[tuple[Piece, Shape]]:
+    """Return the pieces that have another shape than they must, each with the shape of its parameter.
+
+    Args:
+        pieces: The tensors of one optimizer's state, by names.
+        beside: Parameter to the names of all pieces that it has, those that are no tensors too.
+        models: The models that the state may be of. A parameter that none of them has is not judged.
+        permuted: Whether numbers have just become names, so that shapes in another order show that they are wrong.
+    """
+    pieces = list(pieces)
+    wanted = _shapes(dict.fromkeys(piece.parameter for piece in pieces), models)
+    elementwise = {parameter for parameter in wanted if (MOMENTS | COUNTERS).issuperset(beside[parameter])}
+    judged = {piece.key for piece in pieces if piece.name in MOMENTS and piece.parameter in elementwise}
+    if permuted:
+        others: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            if piece.name not in COUNTERS and piece.parameter in wanted:
+                others.setdefault(piece.name, []).append(piece)
+        for same in others.values():
+            if Counter(piece.shape for piece in same) == Counter(wanted[piece.parameter][0] for piece in same):
+                judged.update(piece.key for piece in same)
+    return [
+        (piece, wanted[piece.parameter][0])
+        for piece in pieces
+        if piece.key in judged and piece.parameter in wanted and piece.shape not in wanted[piece.parameter]
+    ]
+
+
+def _shapes(parameters: Iterable[str], models: Models) -> dict[str, list[Shape]]:
+    names = list(parameters)
+    found: dict[str, list[Shape]] = {}
+    for model in models:
+        for name, partner in match_names(names, model).items():
+            found.setdefault(name, []).append(model[partner])
+    return found

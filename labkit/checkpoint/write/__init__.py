@@ -1,0 +1,1 @@
+"""Writing of files: in each format, beside the destination, complete before it appears."""
