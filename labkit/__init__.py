@@ -26,38 +26,17 @@ if TYPE_CHECKING:
     from labkit.notebook.expect import expect_error
     from labkit.ranks import RankResults
 
-# Loaded on first use, because the command line's tools need no pool.
-_HOME = {
-    "LabkitError": "errors",
-    "OpenCollectiveError": "errors",
-    "PoolStateError": "errors",
-    "RankFailedError": "errors",
-    "RankResults": "ranks",
-    "RunInterrupted": "errors",
-    "RunTimeoutError": "errors",
-    "WorkerDiedError": "errors",
-    "WorkerPool": "controller.pool",
-    "current_pool": "controller.current",
-    "expect_error": "notebook.expect",
-}
-
-__all__ = [
-    "LabkitError",
-    "OpenCollectiveError",
-    "PoolStateError",
-    "RankFailedError",
-    "RankResults",
-    "RunInterrupted",
-    "RunTimeoutError",
-    "WorkerDiedError",
-    "WorkerPool",
-    "__version__",
-    "current_pool",
-    "expect_error",
-    "load_ipython_extension",
-]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "controller.current": "current_pool",
+        "controller.pool": "WorkerPool",
+        "errors": ("LabkitError OpenCollectiveError PoolStateError RankFailedError RunInterrupted RunTimeoutError WorkerDiedError"),
+        "notebook.expect": "expect_error",
+        "ranks": "RankResults",
+    },
+)
+__all__ += ["__version__", "load_ipython_extension"]
 
 
 def load_ipython_extension(shell: Any) -> None:

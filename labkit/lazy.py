@@ -7,13 +7,16 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 
 
-def lazy_names(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the ``__getattr__`` and ``__dir__`` of a package (PEP 562).
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
+    """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
+
+    A module must not have the name of what its package exports: once imported, it would take the name's place.
 
     Args:
         package: Its ``__name__``.
-        home: For each name, the submodule that defines it.
+        homes: For each module, relative to the package, the names that it defines, with spaces between them.
     """
+    home = {name: module for module, names in homes.items() for name in names.split()}
 
     def get(name: str) -> object:
         if name not in home:
@@ -23,4 +26,4 @@ def lazy_names(package: str, home: Mapping[str, str]) -> tuple[Callable[[str], o
     def names() -> list[str]:
         return sorted({*vars(sys.modules[package]), *home})
 
-    return get, names
+    return get, names, sorted(home)

@@ -112,8 +112,8 @@ def _verified_means_verified(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
         return
     from labkit.checkpoint import verify
+    from labkit.checkpoint.checks.findings import CURED
     from labkit.checkpoint.convert import engine, migration, resharding
-    from labkit.checkpoint.verify.findings import CURED
 
     def run(*args: Any, **options: Any) -> engine.Result:
         result = engine.run(*args, **options)

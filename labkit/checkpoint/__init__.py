@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING
 from labkit.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from labkit.checkpoint.checks.findings import Finding, Report
+    from labkit.checkpoint.checks.verification import verify
     from labkit.checkpoint.convert.engine import Result
     from labkit.checkpoint.convert.migration import migrate
+    from labkit.checkpoint.convert.rename import read_rules
     from labkit.checkpoint.convert.resharding import reshard
     from labkit.checkpoint.data.read import Reader
     from labkit.checkpoint.errors import (
@@ -35,96 +38,37 @@ if TYPE_CHECKING:
     from labkit.checkpoint.formats.catalog import open_checkpoint
     from labkit.checkpoint.index.model import Checkpoint, Chunk, TensorEntry, ValueEntry
     from labkit.checkpoint.index.names import canonical_fqn
-    from labkit.checkpoint.show.table import show
     from labkit.checkpoint.state.modules import module_state
     from labkit.checkpoint.state.optimizers import optimizer_state
     from labkit.checkpoint.state.state import PerRank, Rng
     from labkit.checkpoint.store.loading import LoadReport, load
     from labkit.checkpoint.store.saving import PendingSave, save, save_async
-    from labkit.checkpoint.verify.findings import Finding, Report
-    from labkit.checkpoint.verify.verification import verify
+    from labkit.checkpoint.views.table import show
 
-# Modules must not share a name with the functions they export: importing the module would shadow the function.
-_HOME = {
-    "AmbiguousCheckpointError": "errors",
-    "Checkpoint": "model",
-    "CheckpointError": "errors",
-    "CheckpointExistsError": "errors",
-    "CheckpointFormatError": "errors",
-    "CheckpointMismatchError": "errors",
-    "CheckpointNotFoundError": "errors",
-    "CheckpointWriteError": "errors",
-    "Chunk": "model",
-    "CorruptCheckpointError": "errors",
-    "DtypeNarrowingError": "errors",
-    "FQNMismatchError": "errors",
-    "Finding": "findings",
-    "IncompleteCheckpointError": "errors",
-    "LoadReport": "loading",
-    "PendingSave": "saving",
-    "PerRank": "state",
-    "RankDivergenceError": "errors",
-    "Reader": "read",
-    "Report": "findings",
-    "Result": "engine",
-    "Rng": "state",
-    "TensorEntry": "model",
-    "UnsafeCheckpointError": "errors",
-    "UnsavableStateError": "errors",
-    "ValueEntry": "model",
-    "VerificationError": "errors",
-    "canonical_fqn": "names",
-    "load": "loading",
-    "migrate": "migration",
-    "module_state": "modules",
-    "open_checkpoint": "catalog",
-    "optimizer_state": "optimizers",
-    "reshard": "resharding",
-    "save": "saving",
-    "save_async": "saving",
-    "show": "table",
-    "verify": "verification",
-}
-
-__all__ = [
-    "AmbiguousCheckpointError",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointExistsError",
-    "CheckpointFormatError",
-    "CheckpointMismatchError",
-    "CheckpointNotFoundError",
-    "CheckpointWriteError",
-    "Chunk",
-    "CorruptCheckpointError",
-    "DtypeNarrowingError",
-    "FQNMismatchError",
-    "Finding",
-    "IncompleteCheckpointError",
-    "LoadReport",
-    "PendingSave",
-    "PerRank",
-    "RankDivergenceError",
-    "Reader",
-    "Report",
-    "Result",
-    "Rng",
-    "TensorEntry",
-    "UnsafeCheckpointError",
-    "UnsavableStateError",
-    "ValueEntry",
-    "VerificationError",
-    "canonical_fqn",
-    "load",
-    "migrate",
-    "module_state",
-    "open_checkpoint",
-    "optimizer_state",
-    "reshard",
-    "save",
-    "save_async",
-    "show",
-    "verify",
-]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "checks.findings": "Finding Report",
+        "checks.verification": "verify",
+        "convert.engine": "Result",
+        "convert.migration": "migrate",
+        "convert.rename": "read_rules",
+        "convert.resharding": "reshard",
+        "data.read": "Reader",
+        "errors": (
+            "AmbiguousCheckpointError CheckpointError CheckpointExistsError CheckpointFormatError "
+            "CheckpointMismatchError CheckpointNotFoundError CheckpointWriteError CorruptCheckpointError "
+            "DtypeNarrowingError FQNMismatchError IncompleteCheckpointError RankDivergenceError "
+            "UnsafeCheckpointError UnsavableStateError VerificationError"
+        ),
+        "formats.catalog": "open_checkpoint",
+        "index.model": "Checkpoint Chunk TensorEntry ValueEntry",
+        "index.names": "canonical_fqn",
+        "state.modules": "module_state",
+        "state.optimizers": "optimizer_state",
+        "state.state": "PerRank Rng",
+        "store.loading": "LoadReport load",
+        "store.saving": "PendingSave save save_async",
+        "views.table": "show",
+    },
+)

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from labkit.checkpoint.verify.findings import CODES
+from labkit.checkpoint.checks.findings import CODES
 from labkit.errors import CheckpointError, printable
 from labkit.machine import ends_lines
 
 # Commands import what they need when they run, so that help texts appear at once and reading does not import the writers.
 if TYPE_CHECKING:
+    from labkit.checkpoint.checks.findings import Report
     from labkit.checkpoint.convert.engine import Result
     from labkit.checkpoint.convert.several_optimizers import Order
-    from labkit.checkpoint.verify.findings import Report
 
 INTERRUPTED_EXIT_CODE = 130
 RARE_COLLECTIONS = (100_000, 20, 20)  # gc.set_threshold
@@ -115,8 +115,8 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
         from rich.console import Console
 
         from labkit.checkpoint.formats.catalog import open_checkpoint
-        from labkit.checkpoint.show.describe import describe
-        from labkit.checkpoint.show.table import DEFAULT_ROWS, render
+        from labkit.checkpoint.views.describe import describe
+        from labkit.checkpoint.views.table import DEFAULT_ROWS, render
 
         found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
         if as_json:
@@ -146,7 +146,7 @@ def verify_command(
     One line a finding: where, what is wrong, and what a load would do about it. The exit code is 0 without errors, 1 with; with
     --strict, 1 with warnings too.
     """
-    from labkit.checkpoint.verify.verification import verify
+    from labkit.checkpoint.checks.verification import verify
 
     with _errors_told():
         report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)

@@ -1,7 +1,7 @@
 """Conversion of a notebook into one script for torchrun: its ``%%spmd`` cells as plain code, the rest run by rank 0.
 
-The script runs on `labkit.spmd.script.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks, the first
-one would end the script.
+The script runs on `labkit.spmd.script.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks, the
+first one would end the script.
 """
 
 from __future__ import annotations

@@ -6,7 +6,20 @@ process group and on tensors without data. Importing this package does not impor
 
 from __future__ import annotations
 
-from labkit.plan.process import make_plan
-from labkit.plan.records import CheckpointPlan, JobError, Plan, RankPlan, Traffic, TrainingJob
+from typing import TYPE_CHECKING
 
-__all__ = ["CheckpointPlan", "JobError", "Plan", "RankPlan", "Traffic", "TrainingJob", "make_plan"]
+from labkit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from labkit.plan.process import make_plan
+    from labkit.plan.records import CheckpointPlan, JobError, Plan, RankPlan, Traffic, TrainingJob
+    from labkit.plan.traffic import traffic_of
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "process": "make_plan",
+        "records": "CheckpointPlan JobError Plan RankPlan Traffic TrainingJob",
+        "traffic": "traffic_of",
+    },
+)

@@ -22,44 +22,18 @@ if TYPE_CHECKING:
     from labkit.spmd.trace.collectives import count_collectives
     from labkit.spmd.trace.recorder import record_events
 
-_HOME = {
-    "ActivationOffload": "offload",
-    "Block": "model",
-    "BatchSampler": "text",
-    "ModelConfig": "model",
-    "Transformer": "model",
-    "build_model": "initialize",
-    "check_optimizer": "sharding",
-    "compare": "parity",
-    "count_collectives": "collectives",
-    "english_text": "text",
-    "init_weights": "initialize",
-    "next_token_loss": "model",
-    "record_events": "trace",
-    "require_equal": "parity",
-    "shard_model": "sharding",
-    "shard_table": "shards",
-    "train": "training",
-}
-
-__all__ = [
-    "ActivationOffload",
-    "BatchSampler",
-    "Block",
-    "ModelConfig",
-    "Transformer",
-    "build_model",
-    "check_optimizer",
-    "compare",
-    "count_collectives",
-    "english_text",
-    "init_weights",
-    "next_token_loss",
-    "record_events",
-    "require_equal",
-    "shard_model",
-    "shard_table",
-    "train",
-]
-
-__getattr__, __dir__ = lazy_names(__name__, _HOME)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "model.initialize": "build_model init_weights",
+        "model.text": "BatchSampler english_text",
+        "model.training": "train",
+        "model.transformer": "Block ModelConfig Transformer next_token_loss",
+        "offload.context": "ActivationOffload",
+        "shards.parity": "compare require_equal",
+        "shards.sharding": "check_optimizer shard_model",
+        "shards.tables": "shard_table",
+        "trace.collectives": "count_collectives",
+        "trace.recorder": "record_events",
+    },
+)

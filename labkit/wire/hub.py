@@ -1,8 +1,8 @@
 """The link between the controller and the machines of an attached pool: one encrypted TCP port, one connection for each machine.
 
-On each machine an agent (:mod:`labkit.worker.machine.agent`) sits between this connection and the ranks, which speak to it as the ranks of
-a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and a rank's own end is
-the same everywhere.
+On each machine an agent (:mod:`labkit.worker.machine.agent`) sits between this connection and the ranks, which speak to it as the
+ranks of a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and a rank's own
+end is the same everywhere.
 
 A message is a pickled tag, the pickled message itself, and frames with its large buffers. Frames travel in pieces, because ZeroMQ's
 heartbeats can only pass between two pieces: a piece that took longer than the heartbeat time-out would end the connection.

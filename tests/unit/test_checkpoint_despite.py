@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import labkit.checkpoint
 from labkit.checkpoint import load, migrate, optimizer_state, reshard, save, verify
+from labkit.checkpoint.checks.findings import CODES, CURED, FINAL, Gate
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointError, UnsafeCheckpointError, VerificationError
-from labkit.checkpoint.verify.findings import CODES, CURED, FINAL, Gate
 from tests.unit.test_checkpoint_verify import edit_metadata, flip_payload
 
 FIRST = "optimizer.state.0.weight"

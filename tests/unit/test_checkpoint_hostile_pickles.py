@@ -26,7 +26,7 @@ from labkit.checkpoint import Reader, open_checkpoint, verify
 from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError, UnsafeCheckpointError
 from labkit.checkpoint.pickles import safe_pickle
 from labkit.checkpoint.pickles.allow_list import RECORD_NAMES
-from labkit.checkpoint.show.describe import describe
+from labkit.checkpoint.views.describe import describe
 from tests.unit.hostile_pickles import (
     assemble,
     call,

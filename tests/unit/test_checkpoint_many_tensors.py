@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from labkit.checkpoint import migrate, open_checkpoint, reshard, verify
-from labkit.checkpoint.show import table
+from labkit.checkpoint.views import table
 from tests.matrix import matrix
 
 FEW = 600

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from labkit.checkpoint import open_checkpoint
-from labkit.checkpoint.show.picture import file_shares
+from labkit.checkpoint.views.picture import file_shares
 
 
 def test_bytes_by_file_and_part(tmp_path: Path) -> None:

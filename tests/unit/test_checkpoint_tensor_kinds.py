@@ -15,7 +15,7 @@ from torch.masked import masked_tensor
 from labkit.checkpoint import Reader, load, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.data.read import same_bits
 from labkit.checkpoint.errors import CheckpointFormatError, CheckpointMismatchError, UnsupportedTensorError
-from labkit.checkpoint.show.describe import describe
+from labkit.checkpoint.views.describe import describe
 from tests.unit.hostile_pickles import assemble, call, line_name, storage, text, torch_file
 
 COMPLEX = torch.tensor([[1 + 2j, 3 - 1j], [0.5j, 2]])

@@ -15,7 +15,7 @@ from torch import nn
 
 from labkit.checkpoint import Checkpoint, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.errors import CheckpointMismatchError
-from labkit.checkpoint.show.describe import ties
+from labkit.checkpoint.views.describe import ties
 
 TIE = [["model.embed.weight", "model.head.weight"]]
 

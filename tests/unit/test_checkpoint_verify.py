@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from labkit import checkpoint
+from labkit.checkpoint.checks.findings import Report
+from labkit.checkpoint.checks.verification import verify
+from labkit.checkpoint.checks.verify_data import each
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError
-from labkit.checkpoint.verify.findings import Report
-from labkit.checkpoint.verify.verification import verify
-from labkit.checkpoint.verify.verify_data import each
 
 
 class Net(nn.Module):

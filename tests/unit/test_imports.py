@@ -110,7 +110,7 @@ def test_a_name_of_labkit_checkpoint_is_the_function_whatever_was_imported_befor
     code = """
 import labkit.checkpoint
 assert set(labkit.checkpoint.__all__) <= set(dir(labkit.checkpoint))
-import labkit.checkpoint.cli, labkit.checkpoint.verify.verification, labkit.checkpoint.convert.migration
+import labkit.checkpoint.cli, labkit.checkpoint.checks.verification, labkit.checkpoint.convert.migration
 for name in ("show", "verify", "migrate", "reshard", "load", "save"):
     assert callable(getattr(labkit.checkpoint, name)), name
 from labkit.checkpoint import *

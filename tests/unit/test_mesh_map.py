@@ -157,7 +157,8 @@ def test_a_file_that_names_no_rank_is_refused() -> None:
 
 def test_drawing_imports_neither_torch_nor_pyplot() -> None:
     code = (
-        "import sys\nfrom labkit.notebook.pictures.mesh_maps import mesh_picture\nfrom labkit.spmd.shards.layouts import MeshRecord\n"
+        "import sys\nfrom labkit.notebook.pictures.mesh_maps import mesh_picture\n"
+        "from labkit.spmd.shards.layouts import MeshRecord\n"
         "mesh_picture(MeshRecord(('dp',), (1,), (0,)))\nprint(sorted({'torch', 'matplotlib.pyplot'} & sys.modules.keys()))"
     )
     run = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)

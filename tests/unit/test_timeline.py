@@ -12,8 +12,8 @@ import pytest
 from labkit.notebook.drawing.lanes import NO_BLOCK, lanes_of
 from labkit.notebook.drawing.style import rank_style
 from labkit.notebook.pictures.timelines import MAX_LANES, timeline
+from labkit.spmd.trace import events as ev
 from labkit.spmd.trace.events import Block, Collective, Event, Phase, Trace, first_difference, short_name
-from labkit.spmd.trace.recorder import events as ev
 
 BLOCKS = (Block("root", 100, 50), Block("layers.0", 1000, 500), Block("layers.1", 1000, 500))
 BYTES = {block.name: block.whole_bytes for block in BLOCKS}

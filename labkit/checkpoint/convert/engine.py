@@ -12,6 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from labkit.checkpoint.checks import verification
+from labkit.checkpoint.checks.findings import Finding, Gate, way_on
 from labkit.checkpoint.contents.sources import origin
 from labkit.checkpoint.data.read import Reader
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, CorruptCheckpointError
@@ -20,8 +22,6 @@ from labkit.checkpoint.index import manifest
 from labkit.checkpoint.index.coverage import coverage
 from labkit.checkpoint.index.manifest import FileSum, Manifest
 from labkit.checkpoint.index.model import Checkpoint
-from labkit.checkpoint.verify import verification
-from labkit.checkpoint.verify.findings import Finding, Gate, way_on
 from labkit.checkpoint.write.staging_area import StagingArea
 from labkit.checkpoint.write.writers import OutFile, Writer, Written
 

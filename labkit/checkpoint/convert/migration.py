@@ -10,6 +10,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from labkit.checkpoint.checks.findings import Gate
+from labkit.checkpoint.checks.verify_against import ModelSource, build_model
 from labkit.checkpoint.contents.contents import Contents, OutTensor, left_out, read_values, top_level
 from labkit.checkpoint.contents.entry_names import DROP_ADVICE
 from labkit.checkpoint.contents.flat import ParameterList
@@ -23,8 +25,6 @@ from labkit.checkpoint.data.rank_copies import Copies
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.formats.dcp_versions import fields_for, form_note
 from labkit.checkpoint.index.sections import name_in, nest_of, nest_text
-from labkit.checkpoint.verify.findings import Gate
-from labkit.checkpoint.verify.verify_against import ModelSource, build_model
 from labkit.checkpoint.wording import quoted
 from labkit.checkpoint.write.writers import OutFile, SafetensorsWriter, Ties, TorchWriter, Writer, whole
 from labkit.progress import task
@@ -72,7 +72,8 @@ def migrate(
             parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them. Where
             several optimizers number their parameters, a dict: ``{"g_optimizer": [...], "d_optimizer": [...]}``.
         rules: Rename rules, from :func:`labkit.checkpoint.convert.rename.read_rules`.
-        parts: Name and path of checkpoints in ``source`` that form one together, see :func:`labkit.checkpoint.formats.catalog.open_parts`.
+        parts: Name and path of checkpoints in ``source`` that form one together, see
+            :func:`labkit.checkpoint.formats.catalog.open_parts`.
         only: Top-level keys to keep, such as ``model``; ``.`` means the tensors that are in no dict.
         drop: Patterns of keys to leave out.
         dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
@@ -80,10 +81,10 @@ def migrate(
         copies: See :func:`labkit.checkpoint.contents.source_contents.contents_of`.
         shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
-        despite: Codes of errors of :func:`labkit.checkpoint.verify` to accept (:data:`labkit.checkpoint.verify.findings.CODES`). Any
-            other error in the entries to copy stops the migration before anything is written, and one in the result stops it
-            before the destination appears. An index by another version of Python or torch is no obstacle: the copy is for
-            those here.
+        despite: Codes of errors of :func:`labkit.checkpoint.verify` to accept (:data:`labkit.checkpoint.checks.findings.CODES`).
+            Any other error in the entries to copy stops the migration before anything is written, and one in the result stops it
+            before the destination appears. An index by another version of Python or torch is no obstacle: the copy is for those
+            here.
         for_torch: The version of torch, such as ``2.13``, that is to read a DCP directory; by default the one here.
 
     Returns:

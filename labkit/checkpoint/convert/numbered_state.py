@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from labkit.checkpoint.checks.moments import Piece, misshapen
 from labkit.checkpoint.contents.contents import Contents, OutTensor, OutValue, read_values
 from labkit.checkpoint.contents.entry_names import DROP_ADVICE, is_group_parameters, map_state_names, split_in, split_state
 from labkit.checkpoint.contents.flat import ParameterList, Stretch, units_of
@@ -17,7 +18,6 @@ from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
 from labkit.checkpoint.index.model import Checkpoint, Path_
 from labkit.checkpoint.index.names import canonical_fqn, canonical_names, match_names, names_without_wrappers
 from labkit.checkpoint.index.sections import is_moment_piece, parameters_of_group
-from labkit.checkpoint.verify.moments import Piece, misshapen
 from labkit.checkpoint.wording import counted
 
 

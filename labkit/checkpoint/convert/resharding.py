@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from labkit.checkpoint.checks.findings import Gate
 from labkit.checkpoint.contents.contents import Contents, OutTensor, OutValue, read_values, refuse_unsupported
 from labkit.checkpoint.contents.entry_names import split_state
 from labkit.checkpoint.contents.source_contents import contents_of
@@ -20,7 +21,6 @@ from labkit.checkpoint.formats.dcp_versions import fields_for, form_note
 from labkit.checkpoint.index.layout import Placement, ShardDim, coordinate_of, local_box
 from labkit.checkpoint.index.model import Checkpoint
 from labkit.checkpoint.index.sections import name_in
-from labkit.checkpoint.verify.findings import Gate
 from labkit.checkpoint.write.dcp_directory import DcpWriter
 from labkit.checkpoint.write.writers import OutFile, Piece, Ties
 from labkit.progress import task

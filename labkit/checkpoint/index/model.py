@@ -333,6 +333,6 @@ class Checkpoint:
         return f"<Checkpoint {self.path}: {self.kind}, {len(self.tensors):,} tensors, {self.size_bytes:,} bytes>"
 
     def _repr_html_(self) -> str:
-        from labkit.checkpoint.show.picture import checkpoint_html
+        from labkit.checkpoint.views.picture import checkpoint_html
 
         return checkpoint_html(self)

@@ -6,8 +6,8 @@ opaque record if the caller still wants to inspect the file. See the warning in 
 ``weights_only=True`` for torch's own restricted reader. That one builds real tensors, and reads neither ``.metadata`` nor FSDP1's
 sharded tensors.
 
-The cost of reading is in proportion to the pickle's length. :mod:`labkit.checkpoint.pickles.pickle_machine` limits the reading itself,
-and this module limits the conversion of the result.
+The cost of reading is in proportion to the pickle's length. :mod:`labkit.checkpoint.pickles.pickle_machine` limits the reading
+itself, and this module limits the conversion of the result.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ The nested dicts and lists of a state determine names and belong to the caller: 
 a collision is refused. A list is split if it contains a tensor or a dict that is split.
 
 The result of an object's ``state_dict`` must be rebuilt from the file. So only str keys are names there, and the order of each
-OrderedDict is saved beside its items. Anything that is not split is one value, stored whole; :mod:`labkit.checkpoint.pickles.values` lists
-the possible values. Tensors of an object are restored as new tensors on the CPU. A sharded tensor is loaded into the tensor that
-the object's ``state_dict`` returns at the time of the load; if that one is not sharded, it is restored whole.
+OrderedDict is saved beside its items. Anything that is not split is one value, stored whole;
+:mod:`labkit.checkpoint.pickles.values` lists the possible values. Tensors of an object are restored as new tensors on the CPU. A
+sharded tensor is loaded into the tensor that the object's ``state_dict`` returns at the time of the load; if that one is not
+sharded, it is restored whole.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ class Captured:
         objects: Key prefix to other objects with ``state_dict`` and ``load_state_dict``.
         sharded: Flat key to the sharded tensors that objects hold.
         per_rank: Key prefixes of :class:`PerRank` values, without the rank.
-        replicas: Flat key to the label under which ranks must hold equal values; see :class:`labkit.checkpoint.state.shards.LocalTensor`.
+        replicas: Flat key to the label under which ranks must hold equal values; see
+            :class:`labkit.checkpoint.state.shards.LocalTensor`.
         problems: Sentences about entries that cannot be saved, or that a load cannot fill.
     """
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from labkit.checkpoint.checks.findings import Gate
+from labkit.checkpoint.checks.verification import check_loaded
 from labkit.checkpoint.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -23,8 +25,6 @@ from labkit.checkpoint.errors import (
 from labkit.checkpoint.index import manifest
 from labkit.checkpoint.store.load_plan import LoadPlan, Problems
 from labkit.checkpoint.store.ranks import Comm
-from labkit.checkpoint.verify.findings import Gate
-from labkit.checkpoint.verify.verification import check_loaded
 from labkit.progress import task
 
 Check = Literal["full", "size", "none"]
@@ -77,8 +77,8 @@ def load(
             ``none`` does neither, and does not look for errors as :func:`labkit.checkpoint.verify` does.
         narrowing: Allow conversions to a dtype that cannot hold every value of the saved one. Values that overflow are
             still refused.
-        despite: Codes of errors of ``verify`` to load in spite of (:data:`labkit.checkpoint.verify.findings.CODES`). Rank 0 checks the
-            index, the moments and the lists of parameters of everything loaded; it does not check for NaN, nor single values.
+        despite: Codes of errors of ``verify`` to load in spite of (:data:`labkit.checkpoint.checks.findings.CODES`). Rank 0 checks
+            the index, the moments and the lists of parameters of everything loaded; it does not check for NaN, nor single values.
             ``unsafe`` has no effect here: pickles that ask for code are never read.
         group: The ranks that load; None for all ranks.
 

@@ -47,9 +47,10 @@ def save(
 ) -> Path:
     """Save a training state as a step of a store.
 
-    A load returns everything that is accepted here, equal and of the same type: :mod:`labkit.checkpoint.pickles.values` lists the values,
-    and :mod:`labkit.checkpoint.state.state` explains how nested dicts and lists become names. Everything else is refused before anything
-    is written. Before the step is published and older steps are removed, each rank reads back what it wrote, as a load would.
+    A load returns everything that is accepted here, equal and of the same type: :mod:`labkit.checkpoint.pickles.values` lists the
+    values, and :mod:`labkit.checkpoint.state.state` explains how nested dicts and lists become names. Everything else is refused
+    before anything is written. Before the step is published and older steps are removed, each rank reads back what it wrote, as a
+    load would.
 
     Args:
         store: A directory that all ranks see; created if needed.

@@ -1,8 +1,8 @@
 """The process that runs one notebook's cells: it starts the kernel, takes the outputs and keeps the executed copy.
 
-`labkit.course.running.execution` starts one such process for each notebook and keeps the deadline from outside, so this process cannot
-delay it. They exchange lines of JSON: the job comes on standard input, and news go to a pipe. When standard input ends, the caller
-has gone, and everything that the notebook has started is killed.
+`labkit.course.running.execution` starts one such process for each notebook and keeps the deadline from outside, so this process
+cannot delay it. They exchange lines of JSON: the job comes on standard input, and news go to a pipe. When standard input ends, the
+caller has gone, and everything that the notebook has started is killed.
 """
 
 from __future__ import annotations

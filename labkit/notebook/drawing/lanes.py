@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from labkit.spmd.trace.recorder import events as ev
+from labkit.spmd.trace import events as ev
 
 if TYPE_CHECKING:
     from labkit.spmd.trace.events import Event, Trace

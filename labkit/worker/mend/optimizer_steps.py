@@ -2,8 +2,8 @@
 
 Gradients can be thrown away and parameters gathered again, but a step is an update in place: once it has begun on one rank, the
 earlier parameters are gone. Two measures keep this from going unnoticed. SIGINT waits until the step is over (see
-:meth:`labkit.worker.steps.run_state.RunState.hold`). And if ranks have nevertheless taken different numbers of steps, or half a step, the
-optimizer refuses further steps until a checkpoint has been loaded into it.
+:meth:`labkit.worker.steps.run_state.RunState.hold`). And if ranks have nevertheless taken different numbers of steps, or half a
+step, the optimizer refuses further steps until a checkpoint has been loaded into it.
 
 The hooks are torch's own, for all optimizers (torch.optim.optimizer.register_optimizer_step_pre_hook, since 2.0). Each costs about
 a microsecond per step.

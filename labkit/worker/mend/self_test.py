@@ -1,8 +1,8 @@
 """Self-tests of labkit's assumptions about torch's private parts, on the installed torch.
 
 labkit supports several releases of torch and repairs process groups and sharded models through attributes that torch does not
-promise to keep (:mod:`labkit.worker.groups.backends`, :mod:`labkit.worker.mend.fsdp_private`). These functions really use each of them in a
-world of torch's fake process group, which needs one process and no other rank. The test suite runs them.
+promise to keep (:mod:`labkit.worker.groups.backends`, :mod:`labkit.worker.mend.fsdp_private`). These functions really use each of
+them in a world of torch's fake process group, which needs one process and no other rank. The test suite runs them.
 
 Ranks: local. Never call them on a rank of a pool: they make a default process group and destroy it.
 """

@@ -1,8 +1,8 @@
 """Reading of a large ``.metadata`` in seconds: most of it by array operations, the rest by the restricted unpickler.
 
 A checkpoint of 10,000 tensors by 1,024 ranks has a ``.metadata`` of 1.5 GB, from which an unpickler makes some hundred million
-objects. :mod:`labkit.checkpoint.formats.large_index.readers` takes out the records that occur once per chunk; the rest is small and is
-unpickled. If anything does not have exactly the expected form, the result is None, and the caller reads the file the slow way.
+objects. :mod:`labkit.checkpoint.formats.large_index.readers` takes out the records that occur once per chunk; the rest is small and
+is unpickled. If anything does not have exactly the expected form, the result is None, and the caller reads the file the slow way.
 """
 
 from __future__ import annotations

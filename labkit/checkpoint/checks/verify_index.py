@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 
+from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.formats.dcp_format import METADATA_FILE
 from labkit.checkpoint.formats.dcp_versions import refusals
@@ -15,7 +16,6 @@ from labkit.checkpoint.index.held import held_in_files
 from labkit.checkpoint.index.manifest import Manifest
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry, unsupported
 from labkit.checkpoint.index.sections import wrappers_of
-from labkit.checkpoint.verify.findings import Report
 from labkit.checkpoint.wording import bytes_text, counted, listed
 from labkit.ranks import format_ranks, name_ranks
 

@@ -12,7 +12,7 @@ from labkit.checkpoint.index.held import Held, missing_files
 from labkit.checkpoint.index.model import Checkpoint, Chunk, Section, TensorEntry
 from labkit.checkpoint.index.sections import wrappers_of
 from labkit.checkpoint.pickles.pickle_records import UnsupportedTensor
-from labkit.checkpoint.show.small_values import SmallValue, short, small_values
+from labkit.checkpoint.views.small_values import SmallValue, short, small_values
 
 SECTIONS: tuple[Section, ...] = ("model", "optimizer", "other")
 

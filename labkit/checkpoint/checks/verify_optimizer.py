@@ -6,15 +6,15 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 
+from labkit.checkpoint.checks.findings import Report
+from labkit.checkpoint.checks.moments import Piece, misshapen
+from labkit.checkpoint.checks.verify_data import each
 from labkit.checkpoint.data.rank_shares import is_flat, model_shapes
 from labkit.checkpoint.data.read import Reader, same_bits
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.index.model import Checkpoint, Path_, TensorEntry, ValueEntry
 from labkit.checkpoint.index.names import match_names
 from labkit.checkpoint.index.sections import optimizer_roots, parameters_of_group, parts
-from labkit.checkpoint.verify.findings import Report
-from labkit.checkpoint.verify.moments import Piece, misshapen
-from labkit.checkpoint.verify.verify_data import each
 from labkit.checkpoint.wording import counted, listed
 
 _MOST_VALUES = 3

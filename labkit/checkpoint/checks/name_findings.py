@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 
+from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.index.model import Checkpoint
 from labkit.checkpoint.index.names import match_names
 from labkit.checkpoint.index.prefixes import PrefixChange, prefix_change
 from labkit.checkpoint.index.sections import model_nests, name_in, nest_of
-from labkit.checkpoint.verify.findings import Report
 from labkit.checkpoint.wording import counted, listed
 
 NOT_THE_SAME = "the two are not the same state"

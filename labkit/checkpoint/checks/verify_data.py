@@ -12,6 +12,8 @@ from typing import TypeVar
 
 import torch
 
+from labkit.checkpoint.checks.findings import Report
+from labkit.checkpoint.checks.verify_index import UNREAD
 from labkit.checkpoint.data.read import Reader, same_bits
 from labkit.checkpoint.errors import CheckpointError, CorruptCheckpointError, UnsafeCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.files.checksums import file_crc
@@ -22,8 +24,6 @@ from labkit.checkpoint.index.manifest import Manifest
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.index.sections import is_moment_piece
 from labkit.checkpoint.pickles.pickle_records import UnsupportedTensor
-from labkit.checkpoint.verify.findings import Report
-from labkit.checkpoint.verify.verify_index import UNREAD
 from labkit.checkpoint.wording import counted
 
 Progress = Callable[[int], None]

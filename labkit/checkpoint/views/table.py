@@ -14,8 +14,8 @@ from labkit.checkpoint.formats.dcp_versions import is_new
 from labkit.checkpoint.index.held import missing_files
 from labkit.checkpoint.index.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.index.sections import wrappers_of
-from labkit.checkpoint.show.describe import SECTIONS, dtype_text, matches, select, ties, totals
-from labkit.checkpoint.show.small_values import SmallValue, small_values
+from labkit.checkpoint.views.describe import SECTIONS, dtype_text, matches, select, ties, totals
+from labkit.checkpoint.views.small_values import SmallValue, small_values
 from labkit.checkpoint.wording import bytes_text, counted
 from labkit.errors import printable
 from labkit.ranks import format_ranks

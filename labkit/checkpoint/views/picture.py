@@ -7,8 +7,8 @@ import html
 from collections.abc import Mapping, Sequence
 
 from labkit.checkpoint.index.model import Checkpoint, Section
-from labkit.checkpoint.show.describe import totals
-from labkit.checkpoint.show.table import KINDS
+from labkit.checkpoint.views.describe import totals
+from labkit.checkpoint.views.table import KINDS
 from labkit.checkpoint.wording import bytes_text, counted
 from labkit.errors import printable
 

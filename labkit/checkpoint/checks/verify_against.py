@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import nn
 
+from labkit.checkpoint.checks.findings import Report
+from labkit.checkpoint.checks.name_findings import NOT_THE_SAME, report_alone, report_misfit
+from labkit.checkpoint.checks.verify_data import Progress, each
 from labkit.checkpoint.contents.flat import ParameterList
 from labkit.checkpoint.contents.sources import EntrySource
 from labkit.checkpoint.contents.ties import equal
@@ -16,9 +19,6 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.index.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.index.names import canonical_names, fqn_of, match_names
 from labkit.checkpoint.index.sections import Nest, model_nests, name_in, nest_of
-from labkit.checkpoint.verify.findings import Report
-from labkit.checkpoint.verify.name_findings import NOT_THE_SAME, report_alone, report_misfit
-from labkit.checkpoint.verify.verify_data import Progress, each
 from labkit.checkpoint.wording import counted, listed
 from labkit.lookup import FunctionNotFoundError, find_function
 

@@ -10,16 +10,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from labkit.checkpoint.checks import verify_against, verify_data, verify_index, verify_optimizer
+from labkit.checkpoint.checks.findings import Gate, Report
+from labkit.checkpoint.checks.verify_against import ModelSource
+from labkit.checkpoint.checks.verify_data import Progress
 from labkit.checkpoint.data.read import Reader
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from labkit.checkpoint.formats.catalog import open_checkpoint, open_parts, read_checkpoint
 from labkit.checkpoint.index.manifest import Manifest
 from labkit.checkpoint.index.model import Checkpoint
 from labkit.checkpoint.pickles.safe_pickle import Unknown
-from labkit.checkpoint.verify import verify_against, verify_data, verify_index, verify_optimizer
-from labkit.checkpoint.verify.findings import Gate, Report
-from labkit.checkpoint.verify.verify_against import ModelSource
-from labkit.checkpoint.verify.verify_data import Progress
 from labkit.progress import task
 
 
