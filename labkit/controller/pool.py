@@ -13,10 +13,10 @@ from labkit.controller.current import open_pool, refuse_second_pool, set_open_po
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.machines.attach import AttachedSite, Meeting, ShownCommand, earlier_site, local_site, own_address
 from labkit.controller.machines.node import NodeStatus
+from labkit.controller.output import Screen, present_screen
 from labkit.controller.run import sending
 from labkit.controller.run.interrupts import held_sigint
 from labkit.controller.run.members import Members
-from labkit.controller.run.output import Screen, present_screen
 from labkit.controller.run.runner import Runner
 from labkit.controller.start import plan
 from labkit.controller.start.world import LocalSite, Site

@@ -9,8 +9,8 @@ import nbformat
 import pytest
 from playwright.sync_api import Browser, Page
 
-from labkit.course.handouts.instructor import instructor_copy
-from labkit.course.handouts.page import make_page
+from labkit.course.handouts.copies.instructor import instructor_copy
+from labkit.course.handouts.pages.page import make_page
 from tests.notebooks.conventions import NOTEBOOKS
 
 

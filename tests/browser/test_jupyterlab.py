@@ -11,7 +11,7 @@ import nbformat
 import psutil
 import pytest
 
-from labkit.course.handouts.cells import is_executed
+from labkit.course.handouts.copies.cells import is_executed
 from tests.browser.conftest import LabServer
 from tests.browser.lab_page import LabPage
 from tests.matrix import matrix

@@ -29,14 +29,14 @@ from labkit import machine
 from labkit.cli import main
 from labkit.course.handouts import build
 from labkit.course.handouts.build import Handouts, make_handouts
-from labkit.course.handouts.cells import is_executed
+from labkit.course.handouts.copies.cells import is_executed
+from labkit.course.handouts.copies.instructor import instructor_copy
+from labkit.course.handouts.copies.mistakes import Mistake, checks_in
+from labkit.course.handouts.copies.solutions import Secrets, require_paired_markers, solution_lines, with_holes
+from labkit.course.handouts.copies.student import student_copy
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
-from labkit.course.handouts.instructor import instructor_copy
-from labkit.course.handouts.mistakes import Mistake, checks_in
-from labkit.course.handouts.page import make_page, prose
-from labkit.course.handouts.print_page import make_print_page
-from labkit.course.handouts.solutions import Secrets, require_paired_markers, solution_lines, with_holes
-from labkit.course.handouts.student import student_copy
+from labkit.course.handouts.pages.page import make_page, prose
+from labkit.course.handouts.pages.print_page import make_print_page
 from tests.conftest import MakeNotebook
 from tests.notebooks.conventions import NOTEBOOKS
 

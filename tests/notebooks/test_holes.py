@@ -12,7 +12,7 @@ import nbformat
 import pytest
 
 import labkit
-from labkit.course.handouts.solutions import with_holes
+from labkit.course.handouts.copies.solutions import with_holes
 from labkit.errors import ExerciseError
 from tests.notebooks.exercises import FOLDER
 

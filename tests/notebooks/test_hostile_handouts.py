@@ -24,10 +24,10 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from labkit import machine
 from labkit.cli import main
 from labkit.course.handouts.build import make_handouts
-from labkit.course.handouts.instructor import instructor_copy
-from labkit.course.handouts.page import Page, make_page
-from labkit.course.handouts.print_page import make_print_page, write_pdf
-from labkit.course.handouts.safe import POLICY, sanitized
+from labkit.course.handouts.copies.instructor import instructor_copy
+from labkit.course.handouts.pages.page import Page, make_page
+from labkit.course.handouts.pages.print_page import make_print_page, write_pdf
+from labkit.course.handouts.pages.safe import POLICY, sanitized
 from tests.notebooks.hostile_notebooks import CHANGED, PAYLOADS, Traps, hostile_notebook, payload
 
 SECRET = "CanaryThatNobodyMayRead"

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool, current_pool
-from labkit.controller.run.output import TerminalScreen
+from labkit.controller.output import TerminalScreen
 from labkit.controller.start.launchers import fork_server
 from labkit.errors import WorkerStartError
 

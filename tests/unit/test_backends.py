@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from labkit.worker.groups import backends, cut
+from labkit.worker.groups import backends
 from labkit.worker.mend import self_test
+from labkit.worker.steps import cut
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.controller.run.output import heading, labelled
+from labkit.controller.output import heading, labelled
 from labkit.controller.run.rank_output import LIMIT_CHARS, RankOutput
 from labkit.controller.run.run import rank_output as module
 from labkit.wire.messages import Display, Stream, StreamName

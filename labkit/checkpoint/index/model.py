@@ -25,10 +25,6 @@ Section = Literal["model", "optimizer", "other"]
 Path_ = tuple[str | int, ...]
 
 
-class IntKey(int):
-    """An int that is a key of a dict. Any other int in a path is a position in a list."""
-
-
 Int64s = npt.NDArray[np.int64]
 
 _WRITER = re.compile(r"^__([0-9]+)_[0-9]+\.distcp$|^shard-([0-9]+)-model")

@@ -117,6 +117,10 @@ class UnsupportedTensor:
         return f"<{self.what}, not supported>"
 
 
+class IntKey(int):
+    """An int that is a key of a dict. Any other int in a path is a position in a list."""
+
+
 class Class:
     """A class that a pickle names. Calling it makes a :class:`Record`; no code of the class itself runs.
 

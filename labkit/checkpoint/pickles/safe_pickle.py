@@ -24,9 +24,8 @@ import numpy as np
 import torch
 
 from labkit.checkpoint.errors import CheckpointFormatError, UnsafeCheckpointError, UnsupportedTensorError
-from labkit.checkpoint.index.model import IntKey
 from labkit.checkpoint.pickles.pickle_budget import FREE_UNITS, UNITS_PER_BYTE
-from labkit.checkpoint.pickles.pickle_records import Class, Record, TensorRef, UnsupportedTensor, is_tensor
+from labkit.checkpoint.pickles.pickle_records import Class, IntKey, Record, TensorRef, UnsupportedTensor, is_tensor
 from labkit.checkpoint.pickles.safe_machine import NumpyArray, NumpyScalar, SafeMachine, encode
 
 Unknown = Literal["refuse", "opaque"]

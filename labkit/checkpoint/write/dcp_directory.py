@@ -27,7 +27,8 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.files.checksums import read_into
 from labkit.checkpoint.formats.dcp_format import METADATA_FILE
 from labkit.checkpoint.index.manifest import FileSum
-from labkit.checkpoint.index.model import IntKey, Path_
+from labkit.checkpoint.index.model import Path_
+from labkit.checkpoint.pickles.pickle_records import IntKey
 from labkit.checkpoint.write.dcp_writer import DCP_VERSION, write_item, write_metadata
 from labkit.checkpoint.write.torch_writer import write_tensor
 from labkit.checkpoint.write.writers import OutFile, Reserve, Ties, Written

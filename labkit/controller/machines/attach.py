@@ -16,7 +16,7 @@ from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.nodes import Nodes
 from labkit.controller.machines.nodes_world import NodesWorld
 from labkit.controller.machines.tables import arrival_html, arrival_text
-from labkit.controller.run.output import present_screen
+from labkit.controller.output import present_screen
 from labkit.controller.start.plan import PoolPlan
 from labkit.errors import InvalidPoolError
 from labkit.wire.key_file import KeyFile, read_private, write_private

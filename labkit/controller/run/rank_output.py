@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from labkit.controller.run.output import Screen, heading, labelled
+from labkit.controller.output import Screen, heading, labelled
 from labkit.ranks import name_ranks
 from labkit.wire.messages import Display, Stream, StreamName
 

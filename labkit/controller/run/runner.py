@@ -12,9 +12,9 @@ from typing import Any, Literal
 from labkit.controller.hang import leftovers
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.verdict import judge
+from labkit.controller.output import Screen, present_screen
 from labkit.controller.run.interrupts import caught_sigint
 from labkit.controller.run.members import Members
-from labkit.controller.run.output import Screen, present_screen
 from labkit.controller.run.rank_output import RankOutput
 from labkit.controller.run.reports import raise_for
 from labkit.controller.run.run import Run, RunWait

@@ -12,14 +12,14 @@ from nbformat import NotebookNode
 from labkit import machine
 from labkit.course.files import papermill_of, read_notebook, shown
 from labkit.course.handouts.bundle import INDEX, Entry, about, write_index, write_zip
-from labkit.course.handouts.cells import is_executed, title, without_dead_links
+from labkit.course.handouts.copies.cells import is_executed, title, without_dead_links
+from labkit.course.handouts.copies.instructor import instructor_copy
+from labkit.course.handouts.copies.solutions import Secrets, require_paired_markers
+from labkit.course.handouts.copies.student import student_copy
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
-from labkit.course.handouts.instructor import instructor_copy
-from labkit.course.handouts.page import Audience, make_page
+from labkit.course.handouts.pages.page import Audience, make_page
+from labkit.course.handouts.pages.print_page import make_print_page, write_pdf
 from labkit.course.handouts.place import Place
-from labkit.course.handouts.print_page import make_print_page, write_pdf
-from labkit.course.handouts.solutions import Secrets, require_paired_markers
-from labkit.course.handouts.student import student_copy
 from labkit.course.running.runner import OnCell, OnResult, run_notebooks
 
 AUDIENCES: tuple[Audience, ...] = ("student", "instructor")

@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 from nbformat import NotebookNode
 
-from labkit.course.handouts.page import KINDS, Audience, embed_fonts, style
-from labkit.course.handouts.safe import POLICY
+from labkit.course.handouts.pages.page import KINDS, Audience, embed_fonts, style
+from labkit.course.handouts.pages.safe import POLICY
 
 INDEX = "index.html"
 # The oldest date that a zip can hold, so that the same handouts give the same zip.

@@ -15,7 +15,7 @@ import nbformat
 from nbformat import NotebookNode
 
 from labkit.course.files import is_sealed, read_notebook, refuse_foreign, replace_file, sealed, shown
-from labkit.course.handouts.cells import tags
+from labkit.course.handouts.copies.cells import tags
 from labkit.errors import LabkitError
 from labkit.places import PlaceError
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from labkit.controller.current import open_pool
-from labkit.controller.run.output import present_screen
+from labkit.controller.output import present_screen
 
 if TYPE_CHECKING:
     from ipywidgets import Widget

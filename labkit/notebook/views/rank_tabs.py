@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from labkit.controller.run.output import Screen, present_screen
+from labkit.controller.output import Screen, present_screen
 from labkit.notebook.views.live import Place, widgets_work
 from labkit.notebook.views.rank_items import Item, RankItems, items_html, tabs_html, tabs_text
 

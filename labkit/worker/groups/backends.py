@@ -59,7 +59,7 @@ _CUT_OFF = (
     "Application timeout caused pair closure",
     "NCCL communicator was aborted",
     "NCCL communicator encountered error set by ProcessGroupNCCL",
-    os.strerror(errno.ELOOP),  # a FileStore, see labkit.worker.groups.cut.cut_store
+    os.strerror(errno.ELOOP),  # a FileStore, see labkit.worker.steps.cut.cut_store
     "Connection was likely closed",  # a TCPStore
 )
 

@@ -17,10 +17,11 @@ from torch._C import _distributed_c10d as _c10d
 
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
-from labkit.worker.groups import backends, cut, loopback_peers, new_groups
+from labkit.worker.groups import backends, loopback_peers, new_groups
 from labkit.worker.groups.conditions import Condition, GroupCondition
 from labkit.worker.groups.judgement import judge
 from labkit.worker.groups.place import INTERFACE, addresses_of
+from labkit.worker.steps import cut
 from labkit.worker.steps.step_gate import StepGate
 
 # torch's name for the default group if it is the first one.

@@ -15,6 +15,7 @@ from dataclasses import replace
 from types import FrameType
 from typing import Any
 
+from labkit import errors
 from labkit.progress import running
 from labkit.tracebacks import is_library
 from labkit.wire.messages import Collective, RankReport, TaskReport
@@ -23,7 +24,7 @@ from labkit.worker.groups.process_group import DEFAULT_GROUP, ProcessGroups
 from labkit.worker.steps.run_state import RunState
 
 LAST_COLLECTIVES = 20
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_PACKAGE = os.path.dirname(errors.__file__)
 _MAKES = (new_groups.__file__, loopback_peers.__file__)
 _FOR_CELLS = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("spmd", "checkpoint", "course"))
 

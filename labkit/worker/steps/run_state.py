@@ -9,7 +9,7 @@ import threading
 import time
 from types import FrameType
 
-from labkit.worker.groups import cut
+from labkit.worker.steps import cut
 from labkit.worker.steps.orphans import Orphans
 from labkit.worker.steps.step_board import StepBoard
 

@@ -181,7 +181,7 @@ def _reply(pipe: Any) -> Any:
 
 
 def _start(numbers: tuple[int, ...], descriptors: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    home = str(Path(__file__).parents[3])
+    home = str(Path(__file__).parents[4])
     # A relative entry may be another folder by now than when this process imported numpy from it.
     folders = [folder for folder in sys.path if Path(folder).is_absolute()]
     command = [sys.executable, "-P", "-c", _START, *map(str, numbers), *folders, *([] if home in folders else [home])]

@@ -20,10 +20,10 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import get_lexer_by_name
 from traitlets.config import Config
 
-from labkit.course.handouts.cells import title
-from labkit.course.handouts.fonts import font_css
-from labkit.course.handouts.formulas import formula
-from labkit.course.handouts.safe import POLICY, picture_data, sanitized
+from labkit.course.handouts.copies.cells import title
+from labkit.course.handouts.pages.fonts import font_css
+from labkit.course.handouts.pages.formulas import formula
+from labkit.course.handouts.pages.safe import POLICY, picture_data, sanitized
 
 Audience = Literal["student", "instructor"]
 KINDS: Mapping[Audience, str] = {"student": "labkit course", "instructor": "labkit course, instructor's copy"}

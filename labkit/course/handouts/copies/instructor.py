@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from nbformat import NotebookNode
 
-from labkit.course.handouts.cells import clean_copy, note, num_predictions, paragraphs, parameters, seconds, tags
-from labkit.course.handouts.mistakes import checks_in
-from labkit.course.handouts.solutions import has_solution
+from labkit.course.handouts.copies.cells import clean_copy, note, num_predictions, paragraphs, parameters, seconds, tags
+from labkit.course.handouts.copies.mistakes import checks_in
+from labkit.course.handouts.copies.solutions import has_solution
 
 NOTE = "instructor"
 WORDS_PER_MINUTE, MINUTES_PER_PREDICTION, MINUTES_PER_STAR = 200, 2, 5

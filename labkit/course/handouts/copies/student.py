@@ -7,8 +7,8 @@ import re
 import nbformat
 from nbformat import NotebookNode
 
-from labkit.course.handouts.cells import clean_copy, is_for_instructor, note, num_predictions, paragraphs, tags
-from labkit.course.handouts.solutions import Secrets, has_solution, with_holes
+from labkit.course.handouts.copies.cells import clean_copy, is_for_instructor, note, num_predictions, paragraphs, tags
+from labkit.course.handouts.copies.solutions import Secrets, has_solution, with_holes
 
 # Outputs of these cells reveal what a student has to find out.
 _SOLVED = {"exercise", "check", "recap"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from bs4 import BeautifulSoup, Tag
 
-from labkit.course.handouts.chromium import print_pdf
-from labkit.course.handouts.page import KINDS, Page, embed_fonts, style
+from labkit.course.handouts.pages.chromium import print_pdf
+from labkit.course.handouts.pages.page import KINDS, Page, embed_fonts, style
 
 # A page holds about 70 lines of output.
 _MAX_LINES, _FIRST_LINES, _LAST_LINES = 56, 30, 12
@@ -52,7 +52,7 @@ def write_pdf(print_page: str, path: Path, chromium: str) -> None:
         chromium: Chromium's path.
 
     Raises:
-        HandoutError: See `labkit.course.handouts.chromium.print_pdf`.
+        HandoutError: See `labkit.course.handouts.pages.chromium.print_pdf`.
     """
     path.write_bytes(print_pdf(print_page, chromium, path.name))
 

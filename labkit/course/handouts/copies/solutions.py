@@ -12,7 +12,7 @@ from typing import Any
 
 from nbformat import NotebookNode
 
-from labkit.course.handouts.cells import is_for_instructor
+from labkit.course.handouts.copies.cells import is_for_instructor
 from labkit.course.handouts.errors import HandoutError
 
 _REGION = re.compile(

@@ -1,0 +1,1 @@
+"""The copies of a notebook for students and for the instructor."""

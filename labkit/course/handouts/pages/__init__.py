@@ -1,0 +1,1 @@
+"""Notebooks as self-contained pages, on screen and on paper."""
