@@ -40,7 +40,7 @@ def pool() -> Iterator[labkit.WorkerPool]:
 
 @pytest.mark.parametrize(("source", "lab", "check"), list(exercises_on_ranks()))
 def test_a_hole_on_the_ranks_is_not_solved_yet(pool: labkit.WorkerPool, source: str, lab: str, check: str) -> None:
-    function = getattr(importlib.import_module(f"labkit.course.{lab}"), check)
+    function = getattr(importlib.import_module(f"labkit.course.labs.{lab}"), check)
     given = {"timeout_s": 20.0, "num_nodes": 1}
     needed = [name for name, parameter in inspect.signature(function).parameters.items() if parameter.default is parameter.empty]
     pool.run_cell(re.sub(r"\A%%spmd.*\n", "", with_holes(source)))

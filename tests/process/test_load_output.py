@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from labkit import WorkerPool
-from labkit.controller.run.run import rank_output as output
+from labkit.controller.run import rank_output as output
 from labkit.controller.start.launchers import fork_server
 from labkit.wire.messages import StreamName
 from tests.process.patience import LOAD, until

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from labkit import RankFailedError, WorkerDiedError, WorkerPool
-from labkit.controller import run as run_module
+from labkit.controller.run import run as run_module
 from labkit.controller.run.runner import Runner
 from labkit.wire.messages import Failed, Output, Result, StreamName
 

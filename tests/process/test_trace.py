@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 import labkit
 from labkit.spmd.model.transformer import Block, next_token_loss
 from labkit.spmd.shards.sharding import shard_model
+from labkit.spmd.trace import fsdp_events, record_events
 from labkit.spmd.trace.events import ALL_GATHER, RESHARD, UNSHARD, WAIT, Trace
-from labkit.spmd.trace.recorder import fsdp_events, record_events
 from tests.matrix import matrix
 from tests.process.s3_scenarios import (
     batches,

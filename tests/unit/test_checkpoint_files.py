@@ -18,21 +18,15 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors.torch import save_file
 
-from labkit.checkpoint import (
-    Reader,
-    direct_io,
-    engine,
-    manifest,
-    migrate,
-    migration,
-    read,
-    reshard,
-    verification,
-    verify,
-    zip_writer,
-)
+from labkit.checkpoint import Reader, migrate, reshard, verify
+from labkit.checkpoint.checks import verification
+from labkit.checkpoint.convert import engine, migration
+from labkit.checkpoint.data import read
 from labkit.checkpoint.data.hashed_file import HashedFile
 from labkit.checkpoint.errors import CheckpointError, CheckpointWriteError
+from labkit.checkpoint.files import direct_io
+from labkit.checkpoint.index import manifest
+from labkit.checkpoint.write import zip_writer
 from labkit.checkpoint.write.zip_writer import StoredZip
 
 BLOCK = direct_io.BLOCK_BYTES

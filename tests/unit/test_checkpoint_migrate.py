@@ -32,7 +32,7 @@ from labkit.checkpoint.errors import (
     FQNMismatchError,
     IncompleteCheckpointError,
 )
-from labkit.checkpoint.index.layout import coordinate_of, local_box
+from labkit.checkpoint.index.layout import ShardDim, coordinate_of, local_box
 from labkit.spmd.shards.layouts import parse_mesh
 from tests.unit.test_checkpoint_formats import DTYPES, make
 
@@ -337,7 +337,7 @@ def test_each_rank_of_the_next_job_reads_one_whole_file(tmp_path: Path) -> None:
         name = f"__{rank}_0.distcp"
         ranges = []
         for key, tensor in tensors.items():
-            box = local_box(tensor.shape, (3,), (rank,), [None if tensor.dim() == 0 else checkpoint.layout.ShardDim(0)])
+            box = local_box(tensor.shape, (3,), (rank,), [None if tensor.dim() == 0 else ShardDim(0)])
             held = [chunk for chunk in found.tensors[key].chunks if (chunk.offsets, chunk.sizes) == box]
             ranges += [(chunk.start, chunk.length) for chunk in held if chunk.file == name]
         ranges.sort()

@@ -98,7 +98,7 @@ def test_the_number_of_jobs_follows_the_machine(
 def test_the_command_without_the_lab_extra_says_how_to_get_it(make_notebook: MakeNotebook, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "papermill", None)
     for name in ("execution", "runner", "summary", "progress"):
-        monkeypatch.delitem(sys.modules, f"labkit.course.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"labkit.course.running.{name}", raising=False)
     result = _labkit("run", make_notebook("good", "1"))
     assert result.exit_code == 1
     assert "pip install 'torch-labkit[lab]'" in result.output

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labkit.controller import run as module
+from labkit.controller.run import run as module
 from labkit.controller.run.run import Run, RunWait
 from labkit.controller.start.deaths import LastWords
 from labkit.controller.start.launchers.launcher import WorkerExit

@@ -93,7 +93,7 @@ def test_a_roofline_without_a_line_or_points_is_refused(
 
 
 def test_the_pictures_load_neither_torch_nor_matplotlib_before_they_draw() -> None:
-    modules = ("memory_bars", "roofline", "memory_timeline", "planner", "checkpoint_browser")
+    modules = ("pictures.bars", "pictures.rooflines", "pictures.memory_timelines", "views.planning", "views.checkpoint_browser")
     imports = ", ".join(f"labkit.notebook.{name}" for name in modules)
     code = f"import sys, {imports}; sys.exit(bool({{'torch', 'matplotlib', 'ipywidgets'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labkit.controller.output import heading, labelled
+from labkit.controller.run import rank_output as module
 from labkit.controller.run.rank_output import LIMIT_CHARS, RankOutput
-from labkit.controller.run.run import rank_output as module
 from labkit.wire.messages import Display, Stream, StreamName
 
 
