@@ -45,7 +45,9 @@ def link_to(hub: Hub, keys: Keys, name: str) -> Iterator[HubLink]:
 
 
 def is_heard(hub: Hub, link: HubLink, name: str) -> bool:
-    return hub.send(name, AreYouThere()) and link.socket.poll(5000) != 0 and link.receive() is not None
+    # The machine may know that it is connected before the hub does.
+    until(lambda: hub.send(name, AreYouThere()), f"{name} can be sent to", 20)
+    return link.socket.poll(20_000) != 0 and link.receive() is not None
 
 
 @contextlib.contextmanager
