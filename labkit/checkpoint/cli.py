@@ -108,10 +108,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as 'model.layers.0.*' choose tensors and
     values by name.
     """
-    from labkit.checkpoint.formats.large_index.readers import reading_ahead
-
-    # A large index is read while torch is imported.
-    with _errors_told(), reading_ahead(path):
+    with _errors_told():
         from rich.console import Console
 
         from labkit.checkpoint.formats.catalog import open_checkpoint

@@ -32,7 +32,7 @@ from tests.unit.test_checkpoint_many_tensors import MANY, many
 GIB = float(os.environ.get("LABKIT_BENCH_GIB", "2"))
 ROUNDS = int(os.environ.get("LABKIT_BENCH_ROUNDS", "5"))
 SMALL = int(os.environ.get("LABKIT_BENCH_SMALL", "50000"))
-TENSORS = int(os.environ.get("LABKIT_BENCH_TENSORS", "10000"))
+TENSORS = int(os.environ.get("LABKIT_BENCH_TENSORS", "1000"))
 RANKS = int(os.environ.get("LABKIT_BENCH_RANKS", "1024"))
 FIXED_BYTES = 192 << 20
 

@@ -21,7 +21,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from labkit.checkpoint import load, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import CheckpointError
-from labkit.checkpoint.formats.large_index import reading
 
 OWN_FIELDS = 5
 
@@ -221,8 +220,3 @@ def test_a_class_that_the_torch_here_lacks_is_an_error(tmp_path: Path, monkeypat
     found, unsafe = verify(rewritten(tmp_path / "source", write)).findings
     assert (found.code, unsafe.code) == ("newer-torch", "unsafe")
     assert "TensorPropertiesV2" in found.what
-
-
-def test_a_large_index_is_told_apart_as_well(newer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "LARGE_BYTES", 0)
-    assert {finding.code for finding in verify(newer).findings} == {"newer-torch"}

@@ -15,16 +15,14 @@ import numpy.typing as npt
 import torch
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
-from labkit.checkpoint.files.plain_files import is_inside, open_regular, read_regular, regular_size
+from labkit.checkpoint.files.plain_files import is_inside, read_regular, regular_size
 from labkit.checkpoint.formats.dcp_versions import METADATA_MODULE, note_form
-from labkit.checkpoint.formats.large_index import reading
-from labkit.checkpoint.formats.large_index.reading import Columns
 from labkit.checkpoint.index.layout import is_shape
 from labkit.checkpoint.index.model import Checkpoint, ChunkTable, Int64s, Path_, TensorEntry, ValueEntry, writer_rank
 from labkit.checkpoint.pickles import safe_pickle
-from labkit.checkpoint.pickles.pickle_machine import Stateful
 from labkit.checkpoint.pickles.pickle_records import Record
 from labkit.checkpoint.pickles.safe_pickle import Unknown
+from labkit.progress import task
 
 METADATA_FILE = ".metadata"
 
@@ -39,23 +37,18 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
     """
     path = root / METADATA_FILE
     try:
-        size = path.stat().st_size
-        columns = _read_columns(path) if size >= reading.LARGE_BYTES else None
-        data = b"" if columns is not None else read_regular(path)
+        data = read_regular(path)
     except FileNotFoundError:
         raise IncompleteCheckpointError(
             root, "it has no .metadata: the save into it did not finish, or .metadata was not copied along"
         ) from None
-    if columns is not None:
-        if columns.opaque and unknown == "refuse":
-            raise UnsafeCheckpointError(path, columns.opaque)
-        return _guarded(path, columns.opaque, lambda: _from_columns(root, path, size, columns))
-    metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
-    if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
-        raise UnsafeCheckpointError(path, opaque) if opaque else CheckpointFormatError(path, "it holds no DCP metadata")
-    checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=opaque)
-    checkpoint.metadata = {"dcp_version": _version(metadata.state), "metadata_bytes": len(data)}
-    return _guarded(path, opaque, lambda: _fill(checkpoint, metadata.state, path))
+    with task("read the index"):
+        metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
+        if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
+            raise UnsafeCheckpointError(path, opaque) if opaque else CheckpointFormatError(path, "it holds no DCP metadata")
+        checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=opaque)
+        checkpoint.metadata = {"dcp_version": _version(metadata.state), "metadata_bytes": len(data)}
+        return _guarded(path, opaque, lambda: _fill(checkpoint, metadata.state, path))
 
 
 def _guarded(path: Path, opaque: tuple[str, ...], work: Callable[[], Checkpoint]) -> Checkpoint:
@@ -65,52 +58,6 @@ def _guarded(path: Path, opaque: tuple[str, ...], work: Callable[[], Checkpoint]
         if opaque:
             raise UnsafeCheckpointError(path, opaque) from None
         raise CheckpointFormatError(path, f"its metadata has an unexpected form ({type(error).__name__}: {error})") from None
-
-
-def _read_columns(path: Path) -> Columns | None:
-    with open_regular(path) as file:
-        return reading.read_large(file, path.stat().st_size)
-
-
-def _from_columns(root: Path, path: Path, size: int, columns: Columns) -> Checkpoint:
-    checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=columns.opaque)
-    checkpoint.metadata = {"dcp_version": _version(columns.state), "metadata_bytes": size}
-    files, state = columns.files, columns.state
-    note_form(checkpoint, state)
-    # The entries outside the columns: the first record of each kind, values, batches of one.
-    rest = {key: info for key, info in (state.get("storage_data") or {}).items() if isinstance(key, Stateful)}
-    storage, extra = _storage_index(rest, path)
-    known = {name: index for index, name in enumerate(files)}
-    for name in [*files, *extra]:
-        known.setdefault(_inside(name, path), len(known))
-    files = list(known)
-    at_offset = {key: (known[extra[file]], start, length) for key, (file, start, length) in storage.items()}
-    for key in state["state_dict_metadata"]:
-        if key not in columns.bounds:
-            file, start, length = at_offset[key, None]
-            checkpoint.values[key] = ValueEntry(key, _path(state.get("planner_data") or {}, key), files[file], start, length)
-    _place_rest(columns, at_offset, path)
-    for key, (begin, end) in columns.bounds.items():
-        described = state["state_dict_metadata"][key].state
-        shape, part = _shape(described["size"]), slice(begin, end)
-        dims = slice(0, len(shape))
-        files_of, starts, lengths = columns.places[part].T
-        boxes = _boxes(columns.offsets[part, dims], columns.sizes[part, dims])
-        table = ChunkTable(*boxes, files_of, starts, lengths, files, archive=True)
-        nested = _path(state.get("planner_data") or {}, key)
-        checkpoint.tensors[key] = TensorEntry(key, nested, shape, _dtype(described["properties"], key, path), table)
-    _note_files(checkpoint, files, path)
-    return checkpoint
-
-
-def _place_rest(columns: Columns, places: Mapping[tuple[str, tuple[int, ...] | None], tuple[int, int, int]], path: Path) -> None:
-    for row in np.flatnonzero(columns.places[:, 0] < 0).tolist():
-        key = next(key for key, (begin, end) in columns.bounds.items() if begin <= row < end)
-        dims = len(columns.state["state_dict_metadata"][key].state["size"])
-        place = places.get((key, tuple(columns.offsets[row, :dims].tolist()))) or places.get((key, None))
-        if place is None:
-            raise IncompleteCheckpointError(path, f"it declares a chunk of {key!r} and does not say where its bytes are")
-        columns.places[row] = place
 
 
 def _note_files(checkpoint: Checkpoint, files: list[str], path: Path) -> None:
