@@ -464,35 +464,41 @@ class WorkerPool:
         """
         chosen = parse_ranks(ranks, self.world_size)
         if self._closed or len(chosen) == self.world_size:
-            if self._closed:
-                refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
-            was_closed = self._closed
-            if not was_closed and self._site.gone:
-                self.close()
-            elif not was_closed:  # else ranks would end although their successors cannot be started
-                with held_sigint() as stop_if_asked:
-                    self._site.prepare(self._start_timeout_s, stop_if_asked)
+            self._restart_all()
+        else:
+            self._replace(chosen)
+
+    def _restart_all(self) -> None:
+        was_closed = self._closed
+        if was_closed:
+            refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
+        elif self._site.gone:
+            self.close()
+        else:  # else ranks would end although their successors cannot be started
             with held_sigint() as stop_if_asked:
-                self._end_ranks()
-                try:
-                    stop_if_asked()
-                    self._start()
-                except BaseException:
-                    if self._closed:
-                        self._site.leave()
-                    raise
-            again = "the pool was closed and is open again; " if was_closed else ""
-            have = "is fresh and has" if self.world_size == 1 else "are fresh and have"
-            text = f"{again}{name_ranks(range(self.world_size))} {have} no variables.\n"
-            present_screen().text("stdout", text[0].upper() + text[1:])
-            return
+                self._site.prepare(self._start_timeout_s, stop_if_asked)
+        with held_sigint() as stop_if_asked:
+            self._end_ranks()
+            try:
+                stop_if_asked()
+                self._start()
+            except BaseException:
+                if self._closed:
+                    self._site.leave()
+                raise
+        again = "the pool was closed and is open again; " if was_closed else ""
+        have = "is fresh and has" if self.world_size == 1 else "are fresh and have"
+        text = f"{again}{name_ranks(range(self.world_size))} {have} no variables.\n"
+        present_screen().text("stdout", text[0].upper() + text[1:])
+
+    def _replace(self, ranks: tuple[int, ...]) -> None:
         self._runner.look_around()
-        left = set(self._runner.dead_ranks) - set(chosen)
+        left = set(self._runner.dead_ranks) - set(ranks)
         if left:
             raise PoolStateError(
-                f"{name_ranks(left)} died as well. Name all dead ranks: pool.restart({sorted(left | set(chosen))})."
+                f"{name_ranks(left)} died as well. Name all dead ranks: pool.restart({sorted(left | set(ranks))})."
             )
-        for note in self._runner.replace(chosen, self._start_timeout_s):
+        for note in self._runner.replace(ranks, self._start_timeout_s):
             present_screen().text("stderr", note + "\n")
 
     @raises_here
