@@ -143,11 +143,13 @@ def run(
     _report(results)
     passed = sum(result.passed for result in results)
     try:
+        summary = write_summary(results, out, values)
         if junit is not None:
             reports.write_report(results, junit)
-        summary = write_summary(results, out, values)
-    except (LabkitError, OSError) as error:
+    except LabkitError as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise click.ClickException(f"{shown(error.filename or out)} cannot be written: {error.strerror}") from None
     click.echo(f"{passed} of {len(results)} notebooks passed. Summary: {shown(summary)}")
     sys.exit(INTERRUPTED_EXIT_CODE if interrupted else int(passed < len(results)))
 
