@@ -24,18 +24,51 @@ from nbformat.v4 import new_markdown_cell
 
 from labkit.cli import main
 from labkit.course import outputs
+from labkit.course.execution import Attempt
 from labkit.course.files import NotebookError
 from labkit.course.parameters import known_parameters
 from labkit.course.runner import run_notebooks
 from labkit.course.summary import write_summary
+from labkit.limits import other_limits
 from tests.conftest import MakeNotebook
 from tests.matrix import matrix
 
 pytestmark = pytest.mark.process
 
 
-# A kernel has to have started by then, on a machine that does other things as well.
-TIMEOUT_S = 20
+# What a notebook is given whose time is to be up. A kernel has to have started by then, on a machine that does other things as
+# well; the time that is left when the notebook is where it has to be, `Clock` skips.
+TIMEOUT_S = 100
+HERE = "open('here', 'w').close()"
+
+
+class Clock:
+    """Time as it passes until a notebook says that it is there; some seconds later its time is up.
+
+    Attributes:
+        goes_on_s: These seconds.
+    """
+
+    def __init__(self, sign: Path) -> None:
+        self._sign, self.goes_on_s = sign, 1.0
+        self._began = time.monotonic()
+        self._there: float | None = None
+
+    def __call__(self) -> float:
+        now = time.monotonic()
+        if self._there is None and self._sign.exists():
+            self._there = now
+        if self._there is None or now < self._there + self.goes_on_s:
+            return now
+        return self._began + TIMEOUT_S + now - (self._there + self.goes_on_s)
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """A clock for the deadline of a notebook that runs HERE."""
+    clock = Clock(tmp_path / "here")
+    monkeypatch.setattr(Attempt, "clock", staticmethod(clock))
+    return clock
 
 
 def _labkit(*arguments: object) -> Result:
@@ -102,20 +135,22 @@ def test_the_summary_page_links_the_copies_and_quotes_the_errors(make_notebook: 
     assert "size = 2" in page.text
 
 
-def test_a_hanging_notebook_is_interrupted_and_shows_where_it_stood(make_notebook: MakeNotebook, tmp_path: Path) -> None:
-    hangs = make_notebook("hangs", "import time\ntime.sleep(1000)")
-    result = _labkit("run", hangs, "--out", "out", "--timeout", TIMEOUT_S)
+@pytest.mark.usefixtures("clock")
+def test_a_hanging_notebook_is_interrupted_and_shows_where_it_stood(make_notebook: MakeNotebook) -> None:
+    hangs = make_notebook("hangs", f"import time; {HERE}\ntime.sleep(1000)")
+    with other_limits(notebook_interrupt_s=20.0):  # a busy machine may take long for a traceback
+        result = _labkit("run", hangs, "--out", "out", "--timeout", TIMEOUT_S)
     assert result.exit_code == 1
     assert "timed out" in result.output
     assert f"did not finish in {TIMEOUT_S} s; it was interrupted" in result.output
     assert "----> 2 time.sleep(1000)" in result.output
 
 
-PRINTING = "import sys\nwhile True:\n    sys.stdout.write({!r} * 1000)"
-STUBBORN = "import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('kept')\ntime.sleep(1000)"
+PRINTING = f"import sys\n{HERE}\nwhile True:\n    sys.stdout.write({{!r}} * 1000)"
+STUBBORN = f"import signal, time\nsignal.signal(signal.SIGINT, signal.SIG_IGN)\nprint('kept')\n{HERE}\ntime.sleep(1000)"
 SPAWNING = (
     "import subprocess, time\nscript = 'trap \"\" INT HUP TERM; while :; do echo printed by a child; done'\n"
-    "print(subprocess.Popen(['sh', '-c', script], start_new_session=True).pid)\ntime.sleep(1000)"
+    f"print(subprocess.Popen(['sh', '-c', script], start_new_session=True).pid)\n{HERE}\ntime.sleep(1000)"
 )
 
 
@@ -128,17 +163,18 @@ SPAWNING = (
             ("lines", PRINTING.format("line\n")),
             ("returns", PRINTING.format("\r")),
             ("backspaces", PRINTING.format("\b")),
-            ("flushes", "while True:\n    print('.', end='', flush=True)"),
-            ("displays", "from IPython.display import HTML, display\nwhile True:\n    display(HTML('<b>x</b>' * 50))"),
-            ("past the notebook", "import os\nwhile True:\n    os.write(1, b'x' * 10_000)"),
+            ("flushes", f"{HERE}\nwhile True:\n    print('.', end='', flush=True)"),
+            ("displays", f"from IPython.display import HTML, display\n{HERE}\nwhile True:\n    display(HTML('<b>x</b>' * 50))"),
+            ("past the notebook", f"import os\n{HERE}\nwhile True:\n    os.write(1, b'x' * 10_000)"),
         ),
         ("a kernel that ignores the interrupt", STUBBORN),
         ("a child that goes on", SPAWNING),
     ],
 )
 def test_s7_a_notebook_has_ended_5_s_after_its_time_whatever_it_prints(
-    make_notebook: MakeNotebook, tmp_path: Path, name: str, cell: str
+    make_notebook: MakeNotebook, tmp_path: Path, clock: Clock, name: str, cell: str
 ) -> None:
+    clock.goes_on_s = 5.0  # enough to print more than is kept
     notebook = make_notebook("prints", "print('before')", cell, "print('never')")
     before = {process.pid for process in psutil.process_iter()}
     result = _labkit("run", notebook, "--out", "out", "--timeout", TIMEOUT_S)
@@ -173,11 +209,12 @@ def _is_of(process: psutil.Process, folder: Path) -> bool:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.usefixtures("clock")
 def test_s7_a_reader_that_is_stuck_does_not_delay_the_deadline_and_the_copy_of_before_is_kept(
     make_notebook: MakeNotebook, tmp_path: Path
 ) -> None:
     # The kernel stops the process that reads its output, as a pattern that holds Python's lock would.
-    stops = "import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\ntime.sleep(1000)"
+    stops = f"import os, signal, time\nos.kill(os.getppid(), signal.SIGSTOP)\n{HERE}\ntime.sleep(1000)"
     notebook = make_notebook("stops", "print('before')", stops, "print('never')")
     (result,) = run_notebooks([notebook], tmp_path / "out", timeout_s=TIMEOUT_S)
     assert result.status == "timed out"

@@ -25,6 +25,7 @@ from labkit.controller.launchers.agents import LocalAgents
 from labkit.controller.members import Members
 from labkit.controller.node import Node
 from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.limits import other_limits
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
 from labkit.worker.__main__ import main as agent_main
@@ -118,9 +119,11 @@ def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
     end_store(pool)
     until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
     node_0(pool).store = former  # as if it did not
+    pool.run_cell("from labkit.limits import LIMITS\nLIMITS.connect_s = 2.0", ranks=0)
     with pytest.raises(PoolStateError, match=r"could not form their groups .*rank 0 keeps its variables"):
         restart_rank_1(pool)
     node_0(pool).store = ""
+    pool.run_cell("LIMITS.connect_s = 20.0", ranks=0)
     pool.restart([1])
     assert pool.pull("kept", ranks=0)[0] == 0
 
@@ -265,7 +268,8 @@ def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
 
 
 def test_a_played_machine_that_has_stopped_is_waited_for_by_nobody_and_ends_with_the_pool() -> None:
-    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+    limits = other_limits(end_s=0.5, agents_end_s=1.0)
+    with limits, WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
         pool.run_cell("kept = rank")
         stopped = [psutil.Process(pool.nodes[1].agent_pid), psutil.Process(pool.pids[1])]
         for item in stopped:
