@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before anything imports torch: several ranks on few cores, each with a thread pool of its own, only get in each other's way.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import tests.start  # noqa: F401  # before everything that it is about
 
+# isort: split
 import nbformat
 import pytest
 from hypothesis import settings

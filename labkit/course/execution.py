@@ -40,7 +40,14 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR_MARK = "papermill-error-cell-tag"
 # What a notebook starts inherits it, so that it is found even when the process that read the notebook is gone.
 _MARK = "LABKIT_RUN_FOLDER"
-_START = "import sys; sys.path.append(sys.argv.pop()); from labkit.course.reader import main; main()"
+_START = """\
+import sys
+sys.path.append(sys.argv.pop())
+from labkit.own_python import import_nbformat
+import_nbformat()
+from labkit.course.reader import main
+main()
+"""
 
 
 @dataclass(frozen=True)
