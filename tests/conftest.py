@@ -19,10 +19,9 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from labkit import machine
 from tests import leaks
+from tests.order import place_of
 
 TESTS = Path(__file__).parent
-# Cheap tests first: they fail in seconds.
-ORDER = ("unit", "process", "multihost", "notebooks", "browser", "gpu")
 MakeNotebook = Callable[..., Path]
 MARKED_FOLDERS = ("process", "gpu", "browser", "notebooks")
 
@@ -36,12 +35,12 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and run the folders in the order of their cost."""
+    """Mark tests by their folder, and bring them into the order in which they start."""
     for item in items:
         folder = _folder(item)
         if folder in MARKED_FOLDERS and item.get_closest_marker(folder) is None:
             item.add_marker(folder)
-    items.sort(key=lambda item: ORDER.index(_folder(item)) if _folder(item) in ORDER else -1)
+    items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -265,7 +265,7 @@ def test_s7_a_carriage_return_takes_its_line_back_however_the_text_comes_in_piec
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
-    "cell", ["import sys\nsys.exit(0)", "exit()", "quit()", "raise SystemExit('bye')", "import sys\nsys.exit(3)"]
+    "cell", ["exit()", *matrix("import sys\nsys.exit(0)", "import sys\nsys.exit(3)", "raise SystemExit('bye')", "quit()")]
 )
 def test_d_an_early_exit_fails_names_the_cell_and_counts_the_rest_as_not_run(
     make_notebook: MakeNotebook, tmp_path: Path, cell: str

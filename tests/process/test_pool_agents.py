@@ -314,13 +314,6 @@ def test_s1_an_unknown_launcher_is_refused_and_the_former_one_with_its_new_name(
         WorkerPool(1, launcher=launcher)
 
 
-def test_s1_played_machines_have_their_places_whatever_the_notebook_s_own_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NODEID", "7")
-    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
-        assert [node.node_rank for node in pool.nodes] == [0, 1]
-        assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("option", ["--linger", "--wait"])
 @pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
 def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,14 +351,18 @@ def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the
         assert pool.run(lambda: 1).same() == 1
 
 
-def test_s1_a_store_that_cannot_be_opened_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s1_a_store_that_cannot_be_opened_is_named_and_played_machines_then_have_their_own_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As where all machines reach the notebook through tunnels: they know no way to each other."""
     monkeypatch.setattr(attach, "Meeting", lambda *args, **more: Meeting(*args, **more | {"on_one_machine": False}))
     with pytest.raises(PoolStateError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
         WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True)
     assert not [item for item in _descendants() if _is_agent(item)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("SLURM_NODEID", "7")  # of the notebook's own scheduler, which says nothing about machines that are played
     with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+        assert [node.node_rank for node in pool.nodes] == [0, 1]
         assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
 
 
