@@ -19,7 +19,8 @@ STARTS = [
 
 
 def test_cheap_tests_start_first_then_the_longest_groups_and_a_notebook_is_opened_after_its_run() -> None:
-    assert sorted(STARTS[::-1], key=place_of) == STARTS
+    shuffled = [*STARTS[3:], *STARTS[:3]]
+    assert sorted(shuffled, key=place_of) == STARTS
 
 
 def test_a_notebook_s_tests_are_one_group_and_so_are_those_of_a_file() -> None:
