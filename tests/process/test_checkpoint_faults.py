@@ -205,7 +205,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", matrix(signal.SIGINT, signal.SIGTERM))
 def test_an_interrupted_command_leaves_nothing_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
     torch.save({f"t{index}": torch.full((1000,), float(index)) for index in range(60)}, tmp_path / "x.pt")
     call = [sys.executable, "-c", SLOWLY, "checkpoint", "migrate", "x.pt", "out", "--shard-bytes", "4000"]

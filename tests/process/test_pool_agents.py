@@ -29,6 +29,7 @@ from labkit.limits import other_limits
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
 from labkit.worker.__main__ import main as agent_main
+from tests.matrix import matrix
 from tests.process.patience import DEATH_S, LOAD, ORPHANS_S, survivors, until
 
 # Each start imports torch anew.
@@ -202,7 +203,7 @@ def test_c4_interrupt_of_a_restart_between_old_and_new_ranks_leaves_nothing(monk
     assert _left() <= before
 
 
-@pytest.mark.parametrize("moment", ["agents are here", "another pool does not close"])
+@pytest.mark.parametrize("moment", matrix("agents are here", "another pool does not close"))
 def test_c6_start_that_is_broken_off_when_its_agents_have_come_leaves_nothing(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     before = _left()
     if moment == "agents are here":
@@ -324,7 +325,7 @@ def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys:
     assert f"argument {option}: invalid" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", matrix(signal.SIGTERM, signal.SIGINT))
 def test_s1_an_agent_that_is_asked_to_end_says_so_and_ends_with_all_it_started(tmp_path: Path, number: signal.Signals) -> None:
     """A scheduler asks with SIGTERM, a person with Ctrl-C in the shell in which it was started."""
     KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
