@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -90,23 +91,20 @@ def test_a_notebook_s_name_may_be_anything(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def somebody() -> Iterator[None]:
-    """The rights of somebody who is not root."""
-    if os.geteuid() != 0:
-        yield
-        return
-    os.seteuid(65534)
-    yield
-    os.seteuid(0)
+def locked() -> Iterator[Path]:
+    """A folder that one may look into and not write to; root has the rights of somebody else meanwhile."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own folders are root's alone
+    folder.chmod(0o555)
+    before = os.geteuid()
+    if before == 0:
+        os.seteuid(65534)
+    yield folder
+    os.seteuid(before)
+    folder.rmdir()
 
 
 @pytest.mark.parametrize("report", ["report.xml", "new/report.xml"])
-def test_a_folder_that_one_may_not_write_to_is_told_beforehand(tmp_path: Path, request: pytest.FixtureRequest, report: str) -> None:
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o555)
-    request.getfixturevalue("somebody")
+def test_a_folder_that_one_may_not_write_to_is_told_beforehand(locked: Path, report: str) -> None:
     with pytest.raises(OverwriteError, match=re.escape(f"{report} cannot be written: {os.strerror(errno.EACCES)}")):
         require_place(locked / report, ())
 
