@@ -9,40 +9,47 @@ TESTS = Path(__file__).parent
 NOTEBOOKS = frozenset(path.stem for path in (TESTS.parent / "notebooks").glob("*.ipynb"))
 # Cheap tests first: they fail in seconds.
 FOLDERS = ("unit", "process", "multihost", "notebooks", "browser", "gpu")
+BROWSER = "tests/browser/"
 # The groups that take longest, before all others that need more than one process: one that starts late runs alone at the end, while
 # the other processes of the tests have nothing to do.
 LONG = (
+    "tests/notebooks/test_runner.py",
+    "tests/process/test_pool_agents.py",
     "00_start_here",
     "02_activation_offload",
     "07_two_machines",
+    "tests/notebooks/test_lab04_exercises.py",
+    "tests/process/test_own_python.py",
     "03_fsdp1_to_fsdp2",
     "04_fsdp_runtime",
     "05_2d_state_dicts",
-    "01_composable_checkpointing",
-    "06_checkpoint_forensics",
-    "tests/process/test_pool_agents.py",
-    "tests/notebooks/test_runner.py",
-    "tests/multihost/test_attached_pool.py",
-    "tests/process/test_own_python.py",
-    "tests/process/test_s4_2d.py",
     "tests/multihost/test_lost_notebook.py",
+    "tests/multihost/test_attached_pool.py",
+    "01_composable_checkpointing",
+    "tests/process/test_s4_2d.py",
+    "tests/process/test_interrupt_training.py",
     "tests/process/test_torchrun_script.py",
-    "tests/process/test_checkpoint_faults.py",
-    "tests/process/test_s2_migration.py",
-    "tests/notebooks/test_handouts.py",
-    "tests/process/test_s3_runtime.py",
-    "tests/multihost/test_trust_ports.py",
+    "06_checkpoint_forensics",
+    BROWSER,
     "tests/process/test_progress.py",
+    "tests/multihost/test_trust_ports.py",
+    "tests/process/test_checkpoint_faults.py",
+    "tests/process/test_load_memory.py",
+    "tests/process/test_checkpoint_index_readers.py",
+    "tests/process/test_s3_runtime.py",
+    "tests/notebooks/test_hostile_handouts.py",
     "tests/process/test_upstream.py",
     "tests/process/test_stop_verdicts.py",
 )
 
 
 def group_of(nodeid: str) -> str:
-    """A test's group: a notebook, if it looks at one, or its file."""
+    """A test's group: a notebook, if it looks at one, the browser, whose tests share JupyterLab, or its file."""
     file, _, name = nodeid.partition("::")
     parameter = re.search(r"\[(\w+)", name)
-    return parameter[1] if parameter and parameter[1] in NOTEBOOKS else file
+    if parameter and parameter[1] in NOTEBOOKS:
+        return parameter[1]
+    return BROWSER if file.startswith(BROWSER) else file
 
 
 def place_of(nodeid: str) -> tuple[int, int, int]:

@@ -227,7 +227,7 @@ def test_s7_a_reader_that_is_stuck_does_not_delay_the_deadline_and_the_copy_of_b
 def test_s7_output_beyond_the_limit_is_said_in_the_copy_the_summary_and_the_exit(
     make_notebook: MakeNotebook, tmp_path: Path
 ) -> None:
-    notebook = make_notebook("much", "print('x' * 20_000_000)", "print('after')", "raise ValueError('y' * 1_000_000)")
+    notebook = make_notebook("much", "print('x' * 8_000_000)", "print('after')", "raise ValueError('y' * 1_000_000)")
     fine = make_notebook("bars", "for n in range(800_000):\n    print(n, end='\\r')\nprint('done')")
     result = _labkit("run", notebook, fine, "--out", "out")
     assert result.exit_code == 1
