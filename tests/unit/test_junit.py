@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -90,23 +91,26 @@ def test_a_notebook_s_name_may_be_anything(tmp_path: Path) -> None:
     assert case.get("name") == r"""<&"'\n\x00\udcff>.ipynb"""
 
 
-@pytest.fixture
-def locked() -> Iterator[Path]:
-    """A folder that one may look into and not write to; root has the rights of somebody else meanwhile."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # pytest's own folders are root's alone
-    folder.chmod(0o555)
+@contextmanager
+def somebody_else() -> Iterator[None]:
+    """For root: the rights of somebody else. Only for what is tested: pytest itself writes files as root."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
-    yield folder
-    os.seteuid(before)
-    folder.rmdir()
+    try:
+        yield
+    finally:
+        os.seteuid(before)
 
 
 @pytest.mark.parametrize("report", ["report.xml", "new/report.xml"])
-def test_a_folder_that_one_may_not_write_to_is_told_beforehand(locked: Path, report: str) -> None:
-    with pytest.raises(OverwriteError, match=re.escape(f"{report} cannot be written: {os.strerror(errno.EACCES)}")):
-        require_place(locked / report, ())
+def test_a_folder_that_one_may_not_write_to_is_told_beforehand(report: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own folders are root's alone
+        os.chmod(folder, 0o555)
+        told = re.escape(f"{report} cannot be written: {os.strerror(errno.EACCES)}")
+        with somebody_else(), pytest.raises(OverwriteError, match=told):
+            require_place(Path(folder) / report, ())
+        os.chmod(folder, 0o755)
 
 
 @pytest.mark.parametrize("report", ["file/report.xml", "file/new/report.xml", "x" * 300])
