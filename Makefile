@@ -13,8 +13,8 @@ ARGS ?=
 WHEELS ?=
 SITE := build/site
 SOAK_ROUNDS ?= 10
-# Tests wait much and compute little, so two run at a time. 0: one after the other, in one process.
-WORKERS ?= 2
+# Tests wait for a part of their time, so three run at a time on two cores. 0: one after the other, in one process.
+WORKERS ?= 3
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder --durations 10
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from labkit.errors import LabkitError, printable
+from labkit.own_python import import_nbformat
 from labkit.version import __version__
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ ELSEWHERE = {
     "nbgrader": ("labkit.course.handouts.nbgrader:nbgrader", "Write notebooks as assignments of nbgrader."),
 }
 
+# Commands that read notebooks.
+_OF_NOTEBOOKS = ("run", "script", "handouts", "new", "nbgrader")
+
 
 class LazyGroup(click.Group):
     """A group that imports the commands of :data:`ELSEWHERE` when they are used: some of them import torch."""
@@ -48,6 +52,8 @@ class LazyGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command. Import it now if another module defines it."""
+        if cmd_name in _OF_NOTEBOOKS:
+            import_nbformat()
         if cmd_name not in ELSEWHERE:
             return super().get_command(ctx, cmd_name)
         module, _, attribute = ELSEWHERE[cmd_name][0].partition(":")
@@ -143,11 +149,13 @@ def run(
     _report(results)
     passed = sum(result.passed for result in results)
     try:
+        summary = write_summary(results, out, values)
         if junit is not None:
             reports.write_report(results, junit)
-        summary = write_summary(results, out, values)
-    except (LabkitError, OSError) as error:
+    except LabkitError as error:
         raise click.ClickException(str(error)) from None
+    except OSError as error:
+        raise click.ClickException(f"{shown(error.filename or out)} cannot be written: {error.strerror}") from None
     click.echo(f"{passed} of {len(results)} notebooks passed. Summary: {shown(summary)}")
     sys.exit(INTERRUPTED_EXIT_CODE if interrupted else int(passed < len(results)))
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# Before anything imports torch: several ranks on few cores, each with a thread pool of its own, only get in each other's way.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+import tests.start  # noqa: F401  # before everything that it is about
 
+# isort: split
 import nbformat
 import pytest
 from hypothesis import settings
@@ -19,10 +19,9 @@ from nbformat.v4 import new_code_cell, new_notebook
 
 from labkit import machine
 from tests import leaks
+from tests.order import place_of
 
 TESTS = Path(__file__).parent
-# Cheap tests first: they fail in seconds.
-ORDER = ("unit", "process", "multihost", "notebooks", "browser", "gpu")
 MakeNotebook = Callable[..., Path]
 MARKED_FOLDERS = ("process", "gpu", "browser", "notebooks")
 
@@ -36,12 +35,12 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and run the folders in the order of their cost."""
+    """Mark tests by their folder, and bring them into the order in which they start."""
     for item in items:
         folder = _folder(item)
         if folder in MARKED_FOLDERS and item.get_closest_marker(folder) is None:
             item.add_marker(folder)
-    items.sort(key=lambda item: ORDER.index(_folder(item)) if _folder(item) in ORDER else -1)
+    items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 from xdist.scheduler import LoadScopeScheduling
 
-NOTEBOOKS = frozenset(path.stem for path in (Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+from tests.order import group_of
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
@@ -15,6 +12,4 @@ class Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
 
     def _split_scope(self, nodeid: str) -> str:
         """Return a test's group; xdist's own schedulers differ in this method only."""
-        file, _, name = nodeid.partition("::")
-        parameter = re.search(r"\[(\w+)", name)
-        return parameter[1] if parameter and parameter[1] in NOTEBOOKS else file
+        return group_of(nodeid)

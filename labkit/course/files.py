@@ -126,16 +126,14 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
 
     Raises:
         OverwriteError: It is one of the inputs, a link, a folder, not the command's own, or another user's; or it would be written
-            through a link or into a folder of another user's.
+            through a link or into a folder of another user's, or into one that this user or nobody may write to.
     """
     try:
-        folder = next(folder for folder in path.absolute().parents if folder.is_dir())
-        if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
-            raise OSError(errno.ENAMETOOLONG, os.strerror(errno.ENAMETOOLONG))
+        _refuse_unwritable(path)
         with _folder_of(path, within) as fd:
             there = os.stat(path.name, dir_fd=fd, follow_symlinks=False)
         same = next((source for source in inputs if os.path.exists(path) and os.path.samefile(source, path)), None)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return
     except OSError as error:
         raise OverwriteError(f"{shown(path)} cannot be written: {error.strerror}. Choose another name.") from None
@@ -155,6 +153,20 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
             f"{shown(path)} was not written by this command, or has been changed since. Nothing was touched. "
             "Move it away, or choose another place."
         )
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Make sure that a file of this name can be made, and the folders of it that are missing, as far as can be told beforehand."""
+    folder = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
+    code = 0
+    if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
+        code = errno.ENAMETOOLONG
+    elif not folder.is_dir():
+        code = errno.ENOTDIR
+    elif not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        code = errno.EROFS if os.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
+    if code:
+        raise OSError(code, os.strerror(code))
 
 
 @contextlib.contextmanager
@@ -185,7 +197,9 @@ def replace_file(path: Path, text: str, *, within: Path | None = None, make: boo
             # Half of a surrogate pair, which a kernel may send, becomes the escape that JSON has for it.
             places.write_new(draft, text.encode("utf-8", "backslashreplace"), fd)
             os.replace(draft, path.name, src_dir_fd=fd, dst_dir_fd=fd)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, OSError):
+                error.filename = str(path)  # nobody has heard of the draft
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft, dir_fd=fd)
             raise

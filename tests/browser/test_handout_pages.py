@@ -11,6 +11,7 @@ from playwright.sync_api import Browser, Page
 
 from labkit.course.handouts.copies.instructor import instructor_copy
 from labkit.course.handouts.pages.page import make_page
+from tests.matrix import matrix
 from tests.notebooks.conventions import NOTEBOOKS
 
 
@@ -23,7 +24,7 @@ def offline(browser: Browser) -> Iterator[Page]:
     context.close()
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", matrix(*NOTEBOOKS), ids=lambda path: path.stem)
 def test_a_page_is_whole_without_a_network(offline: Page, tmp_path: Path, shots: Path, path: Path) -> None:
     page = make_page(instructor_copy(nbformat.read(path, as_version=4)), "instructor")
     file = tmp_path / "page.html"

@@ -206,10 +206,10 @@ def test_s1_a_machine_too_many_is_told_so_and_harms_nobody(
 
 @pytest.mark.parametrize(
     ("environ", "message"),
-    [
+    matrix(
         ({"SLURM_NODEID": "0"}, r"SLURM_NODEID says that it is node 0, which process \d+ on .* is\. Start one labkit process"),
         ({"JOB_COMPLETION_INDEX": "5"}, r"JOB_COMPLETION_INDEX says that it is node 5, and the notebook attaches 2"),
-    ],
+    ),
 )
 def test_s1_a_pool_whose_machines_claim_places_that_cannot_be_does_not_start(
     hosts: list[Host], tmp_path: Path, environ: dict[str, str], message: str

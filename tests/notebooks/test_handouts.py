@@ -38,6 +38,7 @@ from labkit.course.handouts.errors import HandoutError, SolutionLeakError
 from labkit.course.handouts.pages.page import make_page, prose
 from labkit.course.handouts.pages.print_page import make_print_page
 from tests.conftest import MakeNotebook
+from tests.matrix import matrix
 from tests.notebooks.conventions import NOTEBOOKS
 
 SOLUTION = "    pieces = list(t.chunk(secret_count))\n    return torch.cat(pieces[::-1])"
@@ -470,7 +471,7 @@ def test_a_file_that_a_notebook_no_longer_has_goes(tmp_path: Path) -> None:
     assert "student/a.pdf" not in json.loads((out / "handouts.json").read_text())["files"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", matrix(signal.SIGINT, signal.SIGTERM))
 def test_an_interrupt_leaves_the_set_of_before_whole_and_exits_with_130(
     tmp_path: Path, make_notebook: MakeNotebook, number: signal.Signals
 ) -> None:

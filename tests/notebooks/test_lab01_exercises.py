@@ -18,6 +18,7 @@ import torch
 import labkit
 from labkit.course.labs import lab01
 from labkit.errors import ExerciseError
+from tests.matrix import matrix
 from tests.notebooks.exercises import exercise_cell
 
 NOTEBOOK = "01_composable_checkpointing"
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.state_dict import (
 """
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 1, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu") as pool:
         pool.run_cell(IMPORTS)

@@ -17,13 +17,14 @@ from IPython.core.inputtransformer2 import TransformerManager
 import labkit
 from labkit.course.labs import lab02
 from labkit.errors import ExerciseError
+from tests.matrix import matrix
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell, with_mistake
 
 NOTEBOOK = "02_activation_offload"
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 1, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu", replace=True) as pool:
         pool.run_cell("import torch")

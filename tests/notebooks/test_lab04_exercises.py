@@ -16,6 +16,7 @@ from labkit.course.labs import lab04
 from labkit.course.labs.lab04.steps import StepCase, recorded_step
 from labkit.course.labs.lab04.wrapping import live_peak
 from labkit.errors import ExerciseError
+from tests.matrix import matrix
 from tests.notebooks import exercises
 from tests.notebooks.exercises import exercise_cell, with_mistake
 
@@ -24,7 +25,7 @@ IMPORTS = "import torch\nimport torch.distributed as dist\nfrom labkit.spmd impo
 TIMEOUT_S = 5.0
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 1, 4))
 def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
     with labkit.WorkerPool(request.param, device="cpu", replace=True) as pool:
         pool.run_cell(IMPORTS)

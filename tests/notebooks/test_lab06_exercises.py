@@ -17,6 +17,7 @@ from labkit.course.labs import lab06
 from labkit.course.labs.lab06.cases import _without_witness
 from labkit.errors import ExerciseError
 from labkit.spmd import build_model
+from tests.matrix import matrix
 from tests.notebooks.exercises import defined_by, exercise_cell
 
 NOTEBOOK = "06_checkpoint_forensics"
@@ -35,7 +36,7 @@ for name in ("early", "late"):
 """
 
 
-@pytest.fixture(scope="module", params=[1, 2, 4])
+@pytest.fixture(scope="module", params=matrix(2, 1, 4))
 def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """The cases on checkpoints of one, two and four ranks, with another seed for each."""
     folder = tmp_path_factory.mktemp("lab06")

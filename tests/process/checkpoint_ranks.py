@@ -6,9 +6,11 @@ The template (this file run as a program) never runs an operation of torch itsel
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import pickle
+import pkgutil
 import signal
 import struct
 import subprocess
@@ -24,6 +26,13 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+_IMPORTS = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "tests.process.checkpoint_models",
+)
 
 
 class RankError(AssertionError):
@@ -151,17 +160,20 @@ def _child(module: str, name: str, rank: int, world_size: int, folder: str, args
 
 
 def _template() -> None:
-    import torch.distributed.checkpoint
-    import torch.distributed.fsdp  # noqa: F401
+    # Whatever a rank would import costs its time on every rank of every test: an optimizer's first step alone imports dynamo.
+    for module in _IMPORTS:
+        importlib.import_module(module)
+    import labkit.checkpoint
 
-    import labkit.checkpoint  # noqa: F401
-
+    for _, module, _ in pkgutil.iter_modules(labkit.checkpoint.__path__, "labkit.checkpoint."):
+        importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests, replies = sys.stdin.buffer, os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     replies.write(b"r")
     while header := requests.read(8):
         message = pickle.loads(requests.read(struct.unpack("<q", header)[0]))
+        gc.freeze()  # else a rank's first garbage collection copies every page of torch's objects
         pid = os.fork()
         if pid == 0:
             replies.close()

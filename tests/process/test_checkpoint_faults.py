@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -204,7 +206,7 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", matrix(signal.SIGINT, signal.SIGTERM))
 def test_an_interrupted_command_leaves_nothing_and_says_so(tmp_path: Path, number: signal.Signals) -> None:
     torch.save({f"t{index}": torch.full((1000,), float(index)) for index in range(60)}, tmp_path / "x.pt")
     call = [sys.executable, "-c", SLOWLY, "checkpoint", "migrate", "x.pt", "out", "--shard-bytes", "4000"]
@@ -219,17 +221,27 @@ def test_an_interrupted_command_leaves_nothing_and_says_so(tmp_path: Path, numbe
     assert os.listdir(tmp_path) == ["x.pt"]
 
 
+MOUNT = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs"]
+
+
+@functools.cache
+def can_mount() -> bool:
+    """Whether this machine lets the tests mount a tmpfs. What fails after that is an error."""
+    with tempfile.TemporaryDirectory() as folder:
+        if os.geteuid() != 0 or subprocess.run([*MOUNT, folder], check=False).returncode != 0:
+            return False
+        subprocess.run(["umount", folder], check=True)
+    return True
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 3 MiB."""
+    if not can_mount():
+        pytest.skip("needs the right to mount a tmpfs")
     folder = tmp_path / "small"
     folder.mkdir()
-    mounted = (
-        os.geteuid() == 0
-        and subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(folder)], check=False).returncode == 0
-    )
-    if not mounted:
-        pytest.skip("needs the right to mount a tmpfs")
+    subprocess.run([*MOUNT, str(folder)], check=True)
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 

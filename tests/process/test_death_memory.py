@@ -5,11 +5,13 @@ A rank that somebody kills while the system kills another process for want of me
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -30,20 +32,14 @@ def own_memory_group() -> Path:
     return Path("/sys/fs/cgroup") / next(path for _, controllers, path in lines if not controllers).lstrip("/")
 
 
-@pytest.fixture
-def tiny_group(request: pytest.FixtureRequest) -> Iterator[Path]:
+@contextmanager
+def small_group(limit_bytes: int) -> Iterator[Path]:
     """A control group of its own inside this process's, with room for little memory; only its own members can be killed."""
-    try:
-        group = own_memory_group() / f"labkit-test-{os.getpid()}"
-        group.mkdir()
-    except (OSError, StopIteration) as error:
-        pytest.skip(f"this machine lets nobody make a control group: {error}")
+    group = own_memory_group() / f"labkit-test-{os.getpid()}"
+    group.mkdir()
     try:
         limit = "memory.limit_in_bytes" if (group / "memory.limit_in_bytes").exists() else "memory.max"
-        try:
-            (group / limit).write_text(str(getattr(request, "param", LIMIT_BYTES)))
-        except OSError as error:
-            pytest.skip(f"this machine limits no memory of a control group: {error}")
+        (group / limit).write_text(str(limit_bytes))
         yield group
     finally:
         until(lambda: not (group / "cgroup.procs").read_text(), "the group is empty")
@@ -51,10 +47,32 @@ def tiny_group(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 def move(pid: int, group: Path) -> None:
-    try:
-        (group / "cgroup.procs").write_text(str(pid))
-    except OSError as error:
-        pytest.skip(f"this machine moves no process into a control group: {error}")
+    (group / "cgroup.procs").write_text(str(pid))
+
+
+@functools.cache
+def no_groups() -> str:
+    """Why memory of a process cannot be limited on this machine; empty where it can. What fails after that is an error."""
+    with subprocess.Popen(["sleep", "60"]) as child:
+        try:
+            with small_group(LIMIT_BYTES) as group:
+                try:
+                    move(child.pid, group)
+                finally:
+                    child.kill()
+        except (OSError, StopIteration) as error:
+            return f"this machine lets nobody limit the memory of a control group: {error}"
+        finally:
+            child.kill()
+    return ""
+
+
+@pytest.fixture
+def tiny_group(request: pytest.FixtureRequest) -> Iterator[Path]:
+    if reason := no_groups():
+        pytest.skip(reason)
+    with small_group(getattr(request, "param", LIMIT_BYTES)) as group:
+        yield group
 
 
 def died(pool: WorkerPool, cell: str) -> tuple[WorkerDiedError, RankFailure]:

@@ -15,6 +15,7 @@ import pytest
 
 from labkit import PoolStateError, WorkerDiedError, WorkerPool
 from labkit.errors import RankFailure
+from tests.matrix import matrix
 from tests.process.patience import DEATH_S, lives, process
 
 VICTIM = 1
@@ -67,8 +68,10 @@ NAMES = {"Python": "compute", "sleep": "nap", "a collective": "barrier"}
 OTHERS = {"in a collective": "dist.barrier(others)", "finished": "pass"}
 ROWS = [(2, way, state, others) for way in WAYS for state in STATES for others in OTHERS]
 # With more ranks only the number of the others differs.
-ROWS += [(4, way, "a collective", "in a collective") for way in WAYS]
-ROWS += [(4, "SIGKILL", state, others) for state in ("Python", "sleep") for others in OTHERS]
+ROWS += matrix(
+    *((4, way, "a collective", "in a collective") for way in WAYS),
+    *((4, "SIGKILL", state, others) for state in ("Python", "sleep") for others in OTHERS),
+)
 
 
 @pytest.fixture(scope="module")

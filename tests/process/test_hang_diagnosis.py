@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from labkit import RunInterrupted, RunTimeoutError, WorkerPool
-from labkit.controller.hang import watch
 from labkit.controller.hang.diagnosis import Diagnosis
+from labkit.limits import other_limits
 from labkit.wire.messages import StreamName
 from tests.process.patience import LOAD, until
 
@@ -57,13 +57,12 @@ def shared() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture
-def pool(shared: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
+def pool(shared: WorkerPool) -> Iterator[WorkerPool]:
     """A pool that looks at its ranks sooner than others do; after each hang its ranks have their variables and work together."""
-    monkeypatch.setattr(watch, "FIRST_LOOK_S", 0.3)
-    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.3)
     shared.run_cell(PREPARE)
     before = shared.pids
-    yield shared
+    with other_limits(first_look_s=0.3, look_every_s=0.3):
+        yield shared
     total = "ones = torch.ones(1)\ndist.all_reduce(ones)\ndist.all_reduce(ones, group=both)\n(kept, float(ones))"
     results = shared.run_cell(total, want_value=True, timeout_s=30)
     assert results is not None
@@ -250,8 +249,7 @@ def test_diagnosis_without_a_run_says_so(pool: WorkerPool) -> None:
     assert [state.state for state in found.states] == ["idle", "idle"]
 
 
-def test_diagnosis_is_there_at_once_also_before_the_first_look(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "FIRST_LOOK_S", 1000.0)
+def test_diagnosis_is_there_at_once_also_before_the_first_look(pool: WorkerPool) -> None:
     took: list[float] = []
 
     def look() -> None:
@@ -260,7 +258,8 @@ def test_diagnosis_is_there_at_once_also_before_the_first_look(pool: WorkerPool,
         pool.diagnose()
         took.append(time.monotonic() - began)
 
-    assert isinstance(during(pool, "if rank == 0:\n    dist.barrier()", look), RunInterrupted)
+    with other_limits(first_look_s=1000.0):
+        assert isinstance(during(pool, "if rank == 0:\n    dist.barrier()", look), RunInterrupted)
     assert took[0] < 0.5 * LOAD
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from labkit import RankFailedError, RunInterrupted, WorkerPool
+from tests.matrix import matrix
 from tests.process import interrupt_scenarios as scenarios
 from tests.process.interrupts import ARRIVES_WITHIN_S, ENDS_WITHIN_S, interrupt_when, signs_of
 
@@ -20,9 +21,9 @@ ROWS = [
     *((2, kind, cut) for kind in ON_TWO for cut in CUTS),
     (2, "fsdp2", "all stuck in backward"),
     *((2, kind, "stuck in backward") for kind in VARIANTS),
-    *((4, kind, cut) for kind in ON_FOUR for cut in CUTS),
+    *(row for kind in ON_FOUR for row in matrix(*((4, kind, cut) for cut in reversed(CUTS)))),
     # On more than two ranks the order of gloo's sums depends on a value's place in its buffer.
-    *((4, kind, "stuck in backward") for kind in ("fsdp2", "fsdp1", "ddp")),
+    *matrix(*((4, kind, "stuck in backward") for kind in ("fsdp2", "fsdp1", "ddp"))),
 ]
 
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from labkit.controller.start.launchers import fork_server
+from tests.matrix import matrix
 from tests.process.patience import ORPHANS_S, survivors, until
 
 pytestmark = [
@@ -77,9 +78,12 @@ def start_kernel(folder: Path, first: str) -> Kernel:
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Kernel]]:
-    """All kernels, started together: each spends its time on importing torch."""
-    started = {name: start_kernel(tmp_path_factory.mktemp("kernel"), first) for name, (_, _, first) in ENDS.items()}
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Kernel]]:
+    """A kernel for each test that runs, started together: each spends its time on importing torch."""
+    names = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
+    started = {
+        name: start_kernel(tmp_path_factory.mktemp("kernel"), first) for name, (_, _, first) in ENDS.items() if name in names
+    }
     for kernel in started.values():
         kernel.await_pool()
     yield started
@@ -94,7 +98,14 @@ def in_its_state(rank: int, pid: int) -> bool:
     return running if rank == 1 else not running
 
 
-@pytest.mark.parametrize("name", ENDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *matrix("SIGKILL, at work", "SIGKILL, idle", "SIGTERM, at work", "sys.exit, at work"),
+        "segfault, at work",
+        "end of the script, at work",
+    ],
+)
 def test_case_13_nothing_is_left_of_a_kernel_that_ends(kernels: dict[str, Kernel], name: str) -> None:
     end, state, _ = ENDS[name]
     kernel = kernels[name]

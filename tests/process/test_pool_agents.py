@@ -26,9 +26,11 @@ from labkit.controller.machines.node import Node
 from labkit.controller.run.members import Members
 from labkit.controller.start import plan
 from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.limits import other_limits
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
 from labkit.worker.__main__ import main as agent_main
+from tests.matrix import matrix
 from tests.process.patience import DEATH_S, LOAD, ORPHANS_S, survivors, until
 
 # Each start imports torch anew.
@@ -119,9 +121,11 @@ def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
     end_store(pool)
     until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
     node_0(pool).store = former  # as if it did not
+    pool.run_cell("from labkit.limits import LIMITS\nLIMITS.connect_s = 2.0", ranks=0)
     with pytest.raises(PoolStateError, match=r"could not form their groups .*rank 0 keeps its variables"):
         restart_rank_1(pool)
     node_0(pool).store = ""
+    pool.run_cell("LIMITS.connect_s = 20.0", ranks=0)
     pool.restart([1])
     assert pool.pull("kept", ranks=0)[0] == 0
 
@@ -200,7 +204,7 @@ def test_c4_interrupt_of_a_restart_between_old_and_new_ranks_leaves_nothing(monk
     assert _left() <= before
 
 
-@pytest.mark.parametrize("moment", ["agents are here", "another pool does not close"])
+@pytest.mark.parametrize("moment", matrix("agents are here", "another pool does not close"))
 def test_c6_start_that_is_broken_off_when_its_agents_have_come_leaves_nothing(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     before = _left()
     if moment == "agents are here":
@@ -266,7 +270,8 @@ def test_nothing_is_left_of_a_kernel_that_is_killed() -> None:
 
 
 def test_a_played_machine_that_has_stopped_is_waited_for_by_nobody_and_ends_with_the_pool() -> None:
-    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+    limits = other_limits(end_s=0.5, agents_end_s=1.0)
+    with limits, WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
         pool.run_cell("kept = rank")
         stopped = [psutil.Process(pool.nodes[1].agent_pid), psutil.Process(pool.pids[1])]
         for item in stopped:
@@ -311,13 +316,6 @@ def test_s1_an_unknown_launcher_is_refused_and_the_former_one_with_its_new_name(
         WorkerPool(1, launcher=launcher)
 
 
-def test_s1_played_machines_have_their_places_whatever_the_notebook_s_own_scheduler_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_NODEID", "7")
-    with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
-        assert [node.node_rank for node in pool.nodes] == [0, 1]
-        assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("option", ["--linger", "--wait"])
 @pytest.mark.parametrize("seconds", ["nan", "-1", "soon"])
 def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,7 +326,7 @@ def test_an_agent_refuses_a_time_that_is_none(option: str, seconds: str, capsys:
     assert f"argument {option}: invalid" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", matrix(signal.SIGTERM, signal.SIGINT))
 def test_s1_an_agent_that_is_asked_to_end_says_so_and_ends_with_all_it_started(tmp_path: Path, number: signal.Signals) -> None:
     """A scheduler asks with SIGTERM, a person with Ctrl-C in the shell in which it was started."""
     KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
@@ -355,14 +353,18 @@ def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the
         assert pool.run(lambda: 1).same() == 1
 
 
-def test_s1_a_store_that_cannot_be_opened_is_named_and_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s1_a_store_that_cannot_be_opened_is_named_and_played_machines_then_have_their_own_places(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As where all machines reach the notebook through tunnels: they know no way to each other."""
     monkeypatch.setattr(attach, "Meeting", lambda *args, **more: Meeting(*args, **more | {"on_one_machine": False}))
     with pytest.raises(PoolStateError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
         WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True)
     assert not [item for item in _descendants() if _is_agent(item)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("SLURM_NODEID", "7")  # of the notebook's own scheduler, which says nothing about machines that are played
     with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
+        assert [node.node_rank for node in pool.nodes] == [0, 1]
         assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
 
 

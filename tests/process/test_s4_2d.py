@@ -157,7 +157,7 @@ def test_s4_5_two_ranks_load_model_and_moments_on_every_mesh_shape(pool: labkit.
 
 @on_four
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("source", ["dp4 tp1", "dp2 tp2", "dp1 tp4", "replicate2 dp2 tp1", "replicate2 dp1 tp2"])
+@pytest.mark.parametrize("source", [*matrix("dp2 tp2", "dp4 tp1", "dp1 tp4", "replicate2 dp2 tp1"), "replicate2 dp1 tp2"])
 def test_s4_5_four_ranks_load_model_and_moments_on_every_mesh_shape(pool: labkit.WorkerPool, source: str, tmp_path: Path) -> None:
     check_shapes(pool.run(reshape, pool.device, source, str(tmp_path / "saved"), timeout_s=200)[0], 5)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from labkit import RunInterrupted, WorkerPool
-from labkit.controller.hang import watch
 from labkit.errors import RunReport
+from labkit.limits import other_limits
 from tests.process.interrupts import ARRIVES_WITHIN_S
 from tests.process.stop_scenarios import PREPARE, RIGHT, WRONG
 
@@ -21,14 +21,12 @@ HALF_COUNTS = pytest.mark.parametrize("count", [10, pytest.param(100, marks=[pyt
 
 
 @pytest.fixture
-def pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerPool]:
+def pool() -> Iterator[WorkerPool]:
     """A pool that looks at its ranks sooner than others do, so that stops fall before and after a second look.
 
     Each test has its own: a process can rebuild its groups 224 times.
     """
-    monkeypatch.setattr(watch, "FIRST_LOOK_S", 0.3)
-    monkeypatch.setattr(watch, "LOOK_EVERY_S", 0.3)
-    with WorkerPool(4, device="cpu") as pool:
+    with other_limits(first_look_s=0.3, look_every_s=0.3), WorkerPool(4, device="cpu") as pool:
         pool.run_cell(PREPARE, timeout_s=60)
         yield pool
 

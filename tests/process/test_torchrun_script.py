@@ -10,6 +10,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
 from labkit.course.script import write_script
+from tests.matrix import matrix
 from tests.notebooks.script_output import of_script, run_script
 
 Script = Callable[..., Path]
@@ -82,10 +83,10 @@ def test_another_pool_has_fewer_ranks_and_none_of_the_old_names_and_a_restart_fo
 
 @pytest.mark.parametrize(
     ("cell", "said"),
-    [
+    matrix(
         ("pool.run(lambda: 1 / (1 - rank))", "ZeroDivisionError"),
         ("1 / 0", "<cell broken>"),
-    ],
+    ),
 )
 def test_an_error_ends_the_script_on_every_rank_with_its_cause(script: Script, tmp_path: Path, cell: str, said: str) -> None:
     returncode, stdout, errors = run_script(script(broken=cell, after="print('never')"), tmp_path)

@@ -15,6 +15,7 @@ from labkit.controller.run.run import Run, RunWait
 from labkit.controller.start.deaths import LastWords
 from labkit.controller.start.launchers.launcher import WorkerExit
 from labkit.errors import RankFailure
+from labkit.limits import LIMITS
 from labkit.wire.messages import Failed, FromWorker, Output, Result, Stream, ToControl
 from labkit.wire.pipes import KEPT_BYTES, Kept, Rest, make_pipes, take_rest
 
@@ -69,7 +70,7 @@ def test_rank_that_was_cut_off_is_a_victim_of_the_death_that_follows(now: list[f
 def test_rank_that_was_cut_off_without_a_death_is_reported_in_the_end(now: list[float]) -> None:
     run = ended(Script(now, [VICTIM]), (0,))
     assert [(failure.rank, failure.kind) for failure in run.judged_failures()] == [(0, "exception")]
-    assert now[0] - 100.0 < module.CAUSE_S + 0.5
+    assert now[0] - 100.0 < LIMITS.cause_s + 0.5
 
 
 def test_error_of_the_ranks_own_waits_for_nothing(now: list[float]) -> None:

@@ -24,6 +24,7 @@ from labkit.cli import main
 from tests.hostile.attacks import ATTACKS, CANARY, MODULE, Hostile, sound_dcp, sound_safetensors
 from tests.hostile.corpus import EVERY, PENDING
 from tests.hostile.pickles import named, pickled, text
+from tests.matrix import matrix
 
 MOST_S = 10.0
 # Beside ten times the file: what a migration of any size takes for its buffers, and the allocator's own rounding.
@@ -161,7 +162,7 @@ def test_the_watch_sees_code_that_runs(tmp_path: Path, module: str, name: str, m
     sys.modules.pop(MODULE, None)
 
 
-@pytest.mark.parametrize("name", ["pickle_that_calls-0", "pickle_that_grows-3", "no_regular_file-2"])
+@pytest.mark.parametrize("name", matrix("pickle_that_grows-3", "pickle_that_calls-0", "no_regular_file-2"))
 def test_s12_a_process_with_little_memory_and_time_withstands_them_too(name: str, tmp_path: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))  # torch's libraries alone take 4

@@ -11,15 +11,8 @@ from typing import Protocol
 
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.verdict import APART_S, judge
+from labkit.limits import LIMITS
 from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
-
-# A run that lasts this long is looked at once a second. Two successive looks that find the same hang report it.
-FIRST_LOOK_S = 2.0
-LOOK_EVERY_S = 1.0
-# The earlier look, with which a last look is compared, gets this long for its answers.
-EARLY_S = 0.2
-# A control thread answers within milliseconds unless native code holds Python's lock.
-ANSWER_S = 0.5
 
 
 class Watched(Protocol):
@@ -64,7 +57,9 @@ class Watch:
         self._before: dict[int, RankReport] = {}
         self._before_at = 0.0
         self._reports: dict[int, RankReport] = {}
-        self._next_look = FIRST_LOOK_S if limit_s is None else min(FIRST_LOOK_S, max(0.0, limit_s - APART_S - EARLY_S))
+        self._next_look = LIMITS.first_look_s
+        if limit_s is not None:
+            self._next_look = min(self._next_look, max(0.0, limit_s - APART_S - LIMITS.early_look_s))
         self._suspected = self._shown = ""
         self._ended_then: tuple[set[int], set[int]] = (set(), set())
         self.latest: Diagnosis | None = None
@@ -89,19 +84,19 @@ class Watch:
 
     @property
     def last_look_is_open(self) -> bool:
-        """True if answers to the last look of a stopped run may still come; they have at most ANSWER_S."""
+        """True if answers to the last look of a stopped run may still come; they have at most ``answer_s``."""
         return self._last and self._open
 
     def tick(self, waited_s: float) -> None:
         """Proceed with the watch. Call this a few times a second with the seconds that the run has lasted."""
-        if self._open and time.monotonic() - self._asked_at >= ANSWER_S:
+        if self._open and time.monotonic() - self._asked_at >= LIMITS.answer_s:
             self._conclude()
         if self._open or self._last:
             return
         while not self.requests.empty():
             self._waiting.append(self.requests.get())
         if self._waiting or waited_s >= self._next_look:
-            self._next_look = waited_s + LOOK_EVERY_S
+            self._next_look = waited_s + LIMITS.look_every_s
             self.ask()
 
     def ask(self) -> None:

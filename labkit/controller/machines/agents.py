@@ -15,9 +15,9 @@ from pathlib import Path
 from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.nodes import Nodes
 from labkit.errors import WorkerStartError
+from labkit.limits import LIMITS
 from labkit.own_python import import_path
 
-_END_S = 8.0
 _TAIL_LINES = 20
 
 
@@ -96,9 +96,9 @@ class LocalAgents:
         return any(process.poll() is not None for process in self._processes)
 
     def end(self) -> None:
-        """Wait at most _END_S for the agents to end, as they were told to. Then kill those that are left."""
+        """Wait at most ``agents_end_s`` for the agents to end, as they were told to. Then kill those that are left."""
         processes, self._processes = self._processes, []
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + LIMITS.agents_end_s
         for process in processes:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))

@@ -15,6 +15,7 @@ from labkit.controller.start.deaths import LastWords, describe_exit
 from labkit.controller.start.launchers.launcher import WorkerExit
 from labkit.controller.start.world import World
 from labkit.errors import RankFailure, WorkerStartError
+from labkit.limits import LIMITS
 from labkit.wire.messages import (
     Aborted,
     Bye,
@@ -29,10 +30,6 @@ from labkit.wire.messages import (
 )
 from labkit.wire.node_messages import Left
 from labkit.wire.transport import Channel
-
-END_S = 2.0
-# How long the report of a death may wait for messages that the dead rank had sent, while other ranks keep the socket busy.
-LAST_MESSAGES_S = 0.2
 
 
 class Members:
@@ -129,13 +126,13 @@ class Members:
     def start_again(self, ranks: Iterable[int], group: GroupSpec) -> None:
         """Replace the processes of these ranks, living or dead, by new ones. The new ones wait for the others at ``group``.
 
-        Blocks for at most 2 x END_S; :meth:`await_ready` waits for the new processes.
+        Blocks for at most 2 x ``end_s``; :meth:`await_ready` waits for the new processes.
         """
         ended = [rank for rank in ranks if rank not in self.deaths]
         self._world.wire.send(ended, "main", Shutdown())
-        self._await_end(ended, END_S)
+        self._await_end(ended, LIMITS.end_s)
         self._kill(ended)
-        self._await_end(ended, END_S)
+        self._await_end(ended, LIMITS.end_s)
         started: list[int] = []
         try:
             for rank in ranks:
@@ -149,14 +146,14 @@ class Members:
             self._ended.pop(rank, None)
 
     def give_up(self, ranks: Sequence[int], why: str) -> None:
-        """Kill new ranks that failed to join the others; they count as dead. Blocks for at most END_S.
+        """Kill new ranks that failed to join the others; they count as dead. Blocks for at most ``end_s``.
 
         Args:
             ranks: The ranks.
             why: The cause to report for their deaths.
         """
         self._ended |= dict.fromkeys(ranks, why)
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + LIMITS.end_s
         self._kill(ranks)
         while not self._running.keys().isdisjoint(ranks) and time.monotonic() < deadline:
             self.receive(0.02)
@@ -214,17 +211,17 @@ class Members:
             raise WorkerStartError(death.message, rank=rank, exitcode=death.exitcode, stderr_tail=death.last_output)
 
     def close(self, *, kill: bool = False) -> None:
-        """End the workers: ask them, wait at most END_S, then kill the rest."""
+        """End the workers: ask them, wait at most ``end_s``, then kill the rest."""
         if not kill:
             self._world.wire.send(self.all_ranks, "main", Shutdown())
-        deadline = time.monotonic() + (0.0 if kill else END_S)
+        deadline = time.monotonic() + (0.0 if kill else LIMITS.end_s)
         while self._running and time.monotonic() < deadline:
             for message, _ in self._world.wire.receive(0.05):
                 if isinstance(message, Bye):
                     self._left.add(message.rank)
             self._drain_exits()
         self._kill(tuple(self._running))
-        self._await_end(tuple(self._running), END_S)
+        self._await_end(tuple(self._running), LIMITS.end_s)
         self._world.close()
 
     def _drain_exits(self) -> list[tuple[int, WorkerExit]]:
@@ -276,7 +273,7 @@ class Members:
         self._take_note(received)
         if not self._exits.empty():
             # Messages that a rank sent before it died are still in the socket; read them first.
-            deadline = time.monotonic() + LAST_MESSAGES_S
+            deadline = time.monotonic() + LIMITS.last_messages_s
             while time.monotonic() < deadline and (more := self._world.wire.receive(0.05)):
                 self._take_note(more)
                 received += more

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from labkit.controller.hang.diagnosis import Diagnosis
-from labkit.controller.hang.watch import ANSWER_S, Watch
+from labkit.controller.hang.watch import Watch
 from labkit.errors import LeftOpen, RankFailure
+from labkit.limits import LIMITS
 from labkit.wire.messages import (
     Abort,
     Aborted,
@@ -33,21 +34,6 @@ from labkit.wire.messages import (
     Result,
     ToControl,
 )
-
-# How long the other ranks may go on after one has failed: they may be about to fail with the same error.
-GRACE_S = 1.0
-DEATH_GRACE_S = 0.1
-# A rank that was cut off often reports this before the system reports the death that caused it.
-CAUSE_S = 2.0
-# SIGINT ends Python code within milliseconds; a rank that has not ended by then is in native code. Ranks that report that they wait
-# in a collective are freed at once.
-ABORT_AFTER_S = 0.4
-# Aborting NCCL took 0.5 s on 2 H200; freeing gloo takes milliseconds. A rank that has not ended by then is stuck elsewhere.
-KILL_AFTER_S = 6.0
-# A second interrupt shortens the wait. But a user who holds Ctrl-C down does not want to kill ranks that the abort is about to
-# free.
-HURRIED_KILL_AFTER_S = 2.0
-RESEND_S = 0.25
 
 StopReason = Literal["failed", "timeout", "interrupted"]
 
@@ -204,7 +190,7 @@ class RunWait:
         """Ask every living rank what it does, after the run has ended. Ranks that do not answer are left out."""
         self.watch.ask()
         while self.watch.is_open and not self._pool.dead_ranks:
-            for message, frames in self._pool.receive(ANSWER_S):
+            for message, frames in self._pool.receive(LIMITS.answer_s):
                 self.take(message, frames)
             self.watch.tick(0.0)
         return self.watch.reports
@@ -228,7 +214,7 @@ class RunWait:
                 self.run.cut_off.add(message.rank)
             if self._stop_began is None:
                 # A dead rank will not finish, and other ranks will not repeat its error, so wait only briefly.
-                patience = DEATH_GRACE_S if message.failure.kind == "died" else GRACE_S
+                patience = LIMITS.death_grace_s if message.failure.kind == "died" else LIMITS.grace_s
                 ends = time.monotonic() + patience
                 self._grace_ends = ends if self._grace_ends is None else min(ends, self._grace_ends)
 
@@ -242,7 +228,7 @@ class RunWait:
             self._stop("interrupted")
         else:
             # The second Ctrl-C means: stop now.
-            self._stop_began = min(self._stop_began, time.monotonic() - ABORT_AFTER_S)
+            self._stop_began = min(self._stop_began, time.monotonic() - LIMITS.abort_after_s)
             self._hurried = self._aborted_at is not None
 
     def _stop(self, reason: StopReason) -> None:
@@ -257,13 +243,13 @@ class RunWait:
         assert self._stop_began is not None
         waited = now - self._stop_began
         if now >= self._next_signal:
-            self._next_signal = now + RESEND_S
+            self._next_signal = now + LIMITS.resend_s
             for rank in self.run.pending:
                 self._pool.send_control(rank, Interrupt(self.run.run_id))
-        if self.run.pending and (waited >= ABORT_AFTER_S or self.watch.sees_waiting(self.run.pending)):
+        if self.run.pending and (waited >= LIMITS.abort_after_s or self.watch.sees_waiting(self.run.pending)):
             self._abort()
-        hurried = self._hurried and self._aborted_at is not None and now - self._aborted_at >= HURRIED_KILL_AFTER_S
-        if waited >= KILL_AFTER_S or hurried:
+        hurried = self._hurried and self._aborted_at is not None and now - self._aborted_at >= LIMITS.hurried_kill_after_s
+        if waited >= LIMITS.kill_after_s or hurried:
             if self.run.diagnosis is None:
                 self.run.diagnosis = self.watch.present()  # judge before the kill, so that it is not taken for the cause
             places = {state.rank: f" at {state.place}" for state in self.run.diagnosis.states if state.has_place}
@@ -280,12 +266,12 @@ class RunWait:
         if self._aborted_at is not None:
             # A rank may have been between two collectives when the first abort arrived.
             if time.monotonic() >= self._next_abort:
-                self._next_abort = time.monotonic() + RESEND_S
+                self._next_abort = time.monotonic() + LIMITS.resend_s
                 for rank in self.run.pending:
                     self._pool.send_control(rank, Abort(self.run.run_id))
             return
         self._aborted_at = time.monotonic()
-        self._next_abort = time.monotonic() + RESEND_S
+        self._next_abort = time.monotonic() + LIMITS.resend_s
         self.run.group_lost = True
         self.run.released = tuple(self.run.pending)
         # Abort on every rank of the pool, also on those that have finished: a group must exist on all of its ranks or on none.
@@ -299,11 +285,11 @@ class RunWait:
     def _waits_for_cause(self) -> bool:
         """Return whether all failures are those of victims, so that the death that cut them off may be reported soon."""
         only_victims = bool(self.run.failures) and not set(self.run.failures) - self.run.cut_off
-        return only_victims and self._stop_began is None and time.monotonic() < self._last_failure + CAUSE_S
+        return only_victims and self._stop_began is None and time.monotonic() < self._last_failure + LIMITS.cause_s
 
     def _waits_for_aborts(self) -> bool:
         """Return whether an abort may still be running on ranks that had finished. Renewing their groups must not overtake it."""
         if self._aborted_at is None or self._stop_began is None:
             return False
         missing = set(self._pool.all_ranks) - self._abort_answers
-        return bool(missing) and time.monotonic() < self._stop_began + KILL_AFTER_S
+        return bool(missing) and time.monotonic() < self._stop_began + LIMITS.kill_after_s

@@ -13,7 +13,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,7 @@ import labkit
 from labkit.course.files import plain, replace_file, sealed, shown
 from labkit.course.parameters import INJECTED, source_of
 from labkit.course.running import outputs
+from labkit.limits import LIMITS
 from labkit.own_python import own_python
 
 Status = Literal["passed", "failed", "timed out", "died", "output cut", "interrupted", "not run"]
@@ -34,19 +35,19 @@ Event = tuple["Attempt", int, int]
 WRITER = "labkit run"
 # Files in the folder of an attempt.
 COPY, READER_OUTPUT = "copy.ipynb", "reader.txt"
-# The two together keep a notebook from taking 5 s more than its time: the kernel may end its cell, the reader may write.
-INTERRUPT_GRACE_S = 2.5
-WRITE_GRACE_S = 2.0
-# The ranks of a pool end by themselves when their kernel has gone.
-LEFTOVER_GRACE_S = 3.0
-# Longer only where the system does not let a process go.
-KILL_S = 2.0
 _LAST_WORDS_CHARS = 2000
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR_MARK = "papermill-error-cell-tag"
 # What a notebook starts inherits it, so that it is found even when the process that read the notebook is gone.
 _MARK = "LABKIT_RUN_FOLDER"
-_START = "import sys; sys.path.append(sys.argv.pop()); from labkit.course.running.reader import main; main()"
+_START = """\
+import sys
+sys.path.append(sys.argv.pop())
+from labkit.own_python import import_nbformat
+import_nbformat()
+from labkit.course.running.reader import main
+main()
+"""
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,12 @@ class Attempt:
         parameters: Values for names of its cell tagged ``parameters``.
         timeout_s: Seconds that it may take.
         events: Gets the number of finished cells and of all cells whenever it changes.
+
+    Attributes:
+        clock: What its deadline is kept by, in seconds.
     """
+
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(
         self, notebook: Path, executed: Path, parameters: Mapping[str, Any], timeout_s: float, events: queue.Queue[Event]
@@ -100,7 +106,7 @@ class Attempt:
         self._killed_at: float | None = None
         self._done_at: float | None = None
         self._done: dict[str, Any] | None = None
-        self.started = time.monotonic()
+        self.started = self.clock()
         # Short: a Unix socket's path ends at about 100 characters.
         self._folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
         self._process = self._start_reader()
@@ -150,7 +156,7 @@ class Attempt:
 
     def keep_deadline(self) -> None:
         """Interrupt the kernel when its time is up, kill it if it does not react, and end processes that the notebook has left."""
-        now = time.monotonic()
+        now = self.clock()
         if self._done is not None or self._process.poll() is not None:
             self._end_leftovers(now)
         elif self._interrupted_at is None:
@@ -158,16 +164,16 @@ class Attempt:
                 self._interrupted_at = now
                 self._interrupt_kernel()
         elif self._killed_at is None:
-            if now > self._interrupted_at + (INTERRUPT_GRACE_S if self._kernel_pid else 0):
+            if now > self._interrupted_at + (LIMITS.notebook_interrupt_s if self._kernel_pid else 0):
                 self._killed_at = now
                 kill_descendants(self._process.pid)
-        elif now > self._killed_at + WRITE_GRACE_S:
+        elif now > self._killed_at + LIMITS.notebook_write_s:
             self.kill()
 
     def _end_leftovers(self, now: float) -> None:
         self._done_at = self._done_at or now
         late = self._interrupted_at is not None or now > self.started + self.timeout_s
-        if late or now > self._done_at + LEFTOVER_GRACE_S or not descendants(self._process.pid):
+        if late or now > self._done_at + LIMITS.notebook_leftovers_s or not descendants(self._process.pid):
             self.kill()
 
     def _interrupt_kernel(self) -> None:
@@ -192,8 +198,8 @@ class Attempt:
 
     def result(self, *, interrupted: bool = False) -> NotebookResult:
         """Judge the attempt, and move the executed copy to its place. Call this once, when the attempt is over."""
-        self._follower.join(KILL_S)
-        seconds = (self._done_at or time.monotonic()) - self.started
+        self._follower.join(LIMITS.notebook_kill_s)
+        seconds = (self._done_at or self.clock()) - self.started
         copy = self._read_copy()
         cell, not_run = _standing(copy) if copy is not None else ("", ())
         status, error = self._verdict()
@@ -295,7 +301,7 @@ def _runs(process: psutil.Process) -> bool:
 
 def _kill_marked(mark: str) -> None:
     """Kill all processes that have a run's mark in their environment, and what they start meanwhile."""
-    deadline = time.monotonic() + KILL_S
+    deadline = time.monotonic() + LIMITS.notebook_kill_s
     while (found := [process for process in psutil.process_iter() if _mark_of(process) == mark]) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -312,7 +318,7 @@ def _mark_of(process: psutil.Process) -> str | None:
 
 def kill_descendants(pid: int) -> None:
     """Kill what a process has started, and what that starts meanwhile. The process itself is not killed."""
-    deadline = time.monotonic() + KILL_S
+    deadline = time.monotonic() + LIMITS.notebook_kill_s
     while (found := descendants(pid)) and time.monotonic() < deadline:
         for process in found:
             with contextlib.suppress(psutil.NoSuchProcess):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -11,6 +12,10 @@ from labkit.course.running.execution import NotebookResult
 
 _NAME = "labkit run"
 _MARK = f'<testsuites name="{_NAME}"'
+# A notebook of these did not come to its end; of the others a cell said that something is wrong. JUnit tells errors from failures.
+_ENDED = ("timed out", "died", "interrupted")
+# The line of a traceback that says what was raised; its first line, which IPython fills with dashes and the name, does not.
+_RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b(?! +Traceback \().*", re.MULTILINE)
 
 
 def require_place(path: Path, notebooks: Sequence[Path]) -> None:
@@ -23,7 +28,7 @@ def require_place(path: Path, notebooks: Sequence[Path]) -> None:
 
 
 def write_report(results: Sequence[NotebookResult], path: Path) -> None:
-    """Write a report. A failure holds the failing cell's error and names the cells after it that did not run.
+    """Write a report. A failure or error holds the failing cell's traceback and names the cells after it that did not run.
 
     Args:
         results: The result of :func:`labkit.course.running.runner.run_notebooks`.
@@ -35,12 +40,12 @@ def write_report(results: Sequence[NotebookResult], path: Path) -> None:
         OSError: It cannot be written.
     """
     require_place(path, ())
-    not_run = sum(result.status == "not run" for result in results)
+    tags = [_tag(result) for result in results]
     counts = {
         "tests": str(len(results)),
-        "failures": str(sum(not result.passed for result in results) - not_run),
-        "errors": "0",
-        "skipped": str(not_run),
+        "failures": str(tags.count("failure")),
+        "errors": str(tags.count("error")),
+        "skipped": str(tags.count("skipped")),
         "time": f"{sum(result.seconds for result in results):.3f}",
     }
     root = ET.Element("testsuites", {"name": _NAME, **counts})
@@ -52,13 +57,29 @@ def write_report(results: Sequence[NotebookResult], path: Path) -> None:
     replace_file(path, text, make=True)
 
 
+def _tag(result: NotebookResult) -> str:
+    """Return the name of the element that says how a notebook ended; empty if it passed."""
+    if result.passed:
+        return ""
+    if result.status == "not run":
+        return "skipped"
+    return "error" if result.status in _ENDED else "failure"
+
+
 def _case(result: NotebookResult) -> ET.Element:
     names = {"classname": _NAME, "name": shown(result.notebook), "file": shown(result.notebook)}
     case = ET.Element("testcase", {**names, "time": f"{result.seconds:.3f}"})
-    if result.status == "not run":
-        ET.SubElement(case, "skipped", {"message": "the run was interrupted before it began"})
-    elif not result.passed:
-        first = (result.error.splitlines() or [""])[0]
-        failure = ET.SubElement(case, "failure", {"type": result.status, "message": f"{result.status}: {first}"})
-        failure.text = "\n".join([result.error, *(f"not run: {cell}" for cell in result.not_run)])
+    tag = _tag(result)
+    if tag == "skipped":
+        ET.SubElement(case, tag, {"message": "the run was interrupted before it began"})
+    elif tag:
+        found = ET.SubElement(case, tag, {"type": result.status, "message": f"{result.status}: {_message(result.error)}"})
+        found.text = "\n".join([result.error, *(f"not run: {cell}" for cell in result.not_run)])
     return case
+
+
+def _message(error: str) -> str:
+    """Return one line of an error: the cell, and what was raised there. CI systems show it in their lists."""
+    first = (error.splitlines() or [""])[0].rstrip("- ")
+    raised = _RAISED.findall(error)
+    return first if not raised or raised[-1] in first else f"{first} {raised[-1]}"

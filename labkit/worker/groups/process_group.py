@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
+from labkit.limits import LIMITS
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
 from labkit.worker.groups import backends, loopback_peers, new_groups
@@ -30,8 +31,6 @@ DEFAULT_GROUP = "0"
 # labkit explains a hang within seconds and ends it on request, so torch's own limit is only a last resort. With NCCL that limit
 # also ends the process, which would lose the rank's state while the reader is still thinking.
 TIMEOUT = timedelta(hours=24)
-# torch keeps trying to connect to a store that has just ended, and nothing can interrupt it.
-CONNECT_TIMEOUT = timedelta(seconds=20)
 
 # After a run, a GPU has at most a few steps of work queued, unless it waits for a rank that will not come.
 SETTLE_S = 1.0
@@ -256,7 +255,9 @@ def _store(group: GroupSpec) -> Any:
     if group.store.startswith("tcp://"):
         address, _, name = group.store.removeprefix("tcp://").partition("/")
         host, _, port = address.rpartition(":")
-        store = _c10d.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=CONNECT_TIMEOUT)
+        # torch keeps trying to connect to a store that has just ended, and nothing can interrupt it.
+        patience = timedelta(seconds=LIMITS.connect_s)
+        store = _c10d.TCPStore(host.strip("[]"), int(port), is_master=False, timeout=patience)
         store.set_timeout(TIMEOUT)
         return _c10d.PrefixStore(f"labkit/{name}/{group.generation}", store)
     return _c10d.FileStore(group.store, group.world_size)
