@@ -105,7 +105,7 @@ try:
     run("verify", "model.pt")
 except SystemExit as end:
     assert end.code == 0
-assert "labkit.checkpoint.write.writers" not in sys.modules
+assert "labkit.checkpoint.write.out_files" not in sys.modules
 run("migrate", "model.pt", "model.safetensors")
 """
     modules = _after(code, tmp_path)["modules"]

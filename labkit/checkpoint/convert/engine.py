@@ -22,8 +22,8 @@ from labkit.checkpoint.index import manifest
 from labkit.checkpoint.index.coverage import coverage
 from labkit.checkpoint.index.manifest import FileSum, Manifest
 from labkit.checkpoint.index.model import Checkpoint
+from labkit.checkpoint.write.out_files import OutFile, Writer, Written
 from labkit.checkpoint.write.staging_area import StagingArea
-from labkit.checkpoint.write.writers import OutFile, Writer, Written
 
 _EXTRA_BYTES = 1 << 26
 Progress = Callable[[int], None]

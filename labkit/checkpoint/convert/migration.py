@@ -26,7 +26,9 @@ from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.formats.dcp_versions import fields_for, form_note
 from labkit.checkpoint.index.sections import name_in, nest_of, nest_text
 from labkit.checkpoint.wording import quoted
-from labkit.checkpoint.write.writers import OutFile, SafetensorsWriter, Ties, TorchWriter, Writer, whole
+from labkit.checkpoint.write.out_files import OutFile, Ties, Writer, whole
+from labkit.checkpoint.write.safetensors_writer import SafetensorsWriter
+from labkit.checkpoint.write.torch_writer import TorchWriter
 from labkit.progress import task
 
 Format = Literal["dcp", "safetensors", "torch"]

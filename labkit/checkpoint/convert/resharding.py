@@ -22,7 +22,7 @@ from labkit.checkpoint.index.layout import Placement, ShardDim, coordinate_of, l
 from labkit.checkpoint.index.model import Checkpoint
 from labkit.checkpoint.index.sections import name_in
 from labkit.checkpoint.write.dcp_directory import DcpWriter
-from labkit.checkpoint.write.writers import OutFile, Piece, Ties
+from labkit.checkpoint.write.out_files import OutFile, Piece, Ties
 from labkit.progress import task
 from labkit.spmd.shards.layouts import DATA_AXES, parse_mesh
 

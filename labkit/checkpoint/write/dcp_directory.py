@@ -30,8 +30,8 @@ from labkit.checkpoint.index.manifest import FileSum
 from labkit.checkpoint.index.model import Path_
 from labkit.checkpoint.pickles.pickle_records import IntKey
 from labkit.checkpoint.write.dcp_writer import DCP_VERSION, write_item, write_metadata
+from labkit.checkpoint.write.out_files import OutFile, Reserve, Ties, Written
 from labkit.checkpoint.write.torch_writer import write_tensor
-from labkit.checkpoint.write.writers import OutFile, Reserve, Ties, Written
 
 
 @dataclass

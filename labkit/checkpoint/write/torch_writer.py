@@ -12,22 +12,21 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from math import prod
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from pathlib import Path, PurePath
+from typing import Any
 
 import torch
 
+from labkit.checkpoint.contents.contents import OutValue
 from labkit.checkpoint.data.hashed_file import HashedFile
 from labkit.checkpoint.data.read import Reader
+from labkit.checkpoint.index.manifest import FileSum
 from labkit.checkpoint.pickles.pickle_records import STORAGES
+from labkit.checkpoint.write.out_files import OutFile, Piece, Reserve, Ties, Written
 from labkit.checkpoint.write.zip_writer import StoredZip
-
-if TYPE_CHECKING:
-    from labkit.checkpoint.contents.contents import OutValue
-    from labkit.checkpoint.write.writers import Piece
 
 _ALIGN = 64  # torch aligns storages to this, for mmap=True
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items() if dtype is not None}
@@ -163,3 +162,22 @@ def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
 
 def _container(path: tuple[str | int, ...], index: int) -> Any:
     return [] if type(path[index]) is int and path[index - 1] != "state" else {}
+
+
+@dataclass
+class TorchWriter:
+    """One torch.save file with the whole nested state."""
+
+    files: list[OutFile]
+    single: str | None
+    plain: Mapping[str, Any] = field(default_factory=dict)
+    tied: Ties = field(default_factory=dict)
+    """Always empty: pieces with the same source share one storage."""
+
+    def write(self, file: OutFile, path: Path, reader: Reader, reserve: Reserve, progress: Callable[[int], None]) -> Written:
+        with HashedFile(path) as out:
+            write_state(out, path.name, file.pieces, file.values, self.plain, reader, reserve, progress)
+        return Written(out.total())
+
+    def finish(self, folder: Path, done: Mapping[str, Written]) -> dict[str, FileSum]:
+        return {}
