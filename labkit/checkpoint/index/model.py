@@ -97,9 +97,8 @@ class ChunkTable(Sequence[Chunk]):
     ) -> None:
         self.offsets, self.sizes = offsets, sizes
         self.file_ids, self.starts, self.lengths = file_ids, starts, lengths
-        self.files, self.archive, self.strides = files, archive, dict(strides or {})
-        self.writers: Mapping[str, int] = {}
         self.files, self.archive, self.strides, self.lazy = files, archive, dict(strides or {}), dict(lazy or {})
+        self.writers: Mapping[str, int] = {}
 
     @classmethod
     def of(cls, chunks: Sequence[Chunk], num_dims: int) -> ChunkTable:
