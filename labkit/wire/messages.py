@@ -52,7 +52,7 @@ class Execute(Record):
 
 @dataclass(frozen=True, slots=True)
 class Shutdown(Record):
-    """End the worker after the message before it."""
+    """End the worker once it has processed the messages before this one."""
 
 
 @dataclass(frozen=True, slots=True)

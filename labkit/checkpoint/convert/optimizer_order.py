@@ -58,7 +58,7 @@ class Numbering:
         return sorted(number for group in self.groups for number in group)
 
     def fit(self, units: Sequence[str]) -> bool:
-        """Return whether the state is as long as these units' flat parameters, number by number."""
+        """Return whether each numbered state has the length of its unit's flat parameter."""
         pairs = dict(zip(self.numbers, units, strict=False))
         return len(units) == len(self.numbers) and all(
             self.lengths[number] in self.padded[pairs[number]] for number in self.lengths

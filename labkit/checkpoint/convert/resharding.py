@@ -31,7 +31,7 @@ _MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class ShardRule:
-    """A rule that on one mesh axis, tensors with a matching parameter name are sharded on a dim.
+    """Shard the tensors of matching parameters along this dim on one mesh axis.
 
     Attributes:
         axis: The mesh axis, such as ``tp``.
@@ -76,8 +76,8 @@ def reshard(
         source: As for :func:`open_checkpoint`; it is only read.
         destination: A path that must not exist; it appears complete, by one rename. After a killed run, start over.
         mesh: The number of ranks, or the axes and sizes of a mesh, outermost first, also as ``dp=4,tp=2``. Axes called dp,
-            fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate, except for
-            ``rules``.
+            fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate unless one of
+            ``rules`` shards them.
         rules: The dims that other axes shard. If a data axis and an inner axis both shard a dim, the inner axis splits it
             first, as in FSDP2 over tensor parallelism.
         workers: Files that are written at the same time.

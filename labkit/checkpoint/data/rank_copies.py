@@ -126,7 +126,7 @@ def _refuse_stages(checkpoint: Checkpoint, differing: set[str]) -> None:
 
 
 def _other_forms(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the tensors that have another shape or dtype in another rank's file, with these."""
+    """Return the tensors that have another shape or dtype in another rank's file, with both as text."""
     found = {key: text for key, text in checkpoint.conflicts.items() if key in checkpoint.tensors}
     for entry in checkpoint.tensors.values():
         if entry.section == "other" or is_moment_piece(entry) or len(entry.chunks) != 1:

@@ -163,7 +163,7 @@ def nest_text(nest: Nest) -> str:
 
 
 def wrappers_of(checkpoint: Checkpoint) -> dict[str, int]:
-    """Count the tensors' names that contain each wrapper's part; in each nest as in :func:`wrappers_in`."""
+    """Count the tensors' names that contain each wrapper's part, counting each nest as :func:`wrappers_in` does."""
     result: dict[str, int] = {}
     nests: dict[Nest | str, list[str]] = {}
     for entry in checkpoint.tensors.values():

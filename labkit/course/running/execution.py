@@ -188,7 +188,7 @@ class Attempt:
 
     def kill(self) -> None:
         """Kill all processes that the notebook has started, and then its reader."""
-        if self._process.poll() is not None:  # what descends from a reader that died is nobody's child any more
+        if self._process.poll() is not None:  # a dead reader's descendants are orphans: find them by their mark
             _kill_marked(str(self._folder))
         kill_descendants(self._process.pid)
         self._process.kill()
