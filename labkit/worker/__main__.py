@@ -11,7 +11,7 @@ from pathlib import Path
 
 from labkit.errors import LabkitError
 from labkit.wire.key_file import KeyFile
-from labkit.worker.groups.place import SCHEDULER_VARIABLES, claimed_place
+from labkit.worker.groups.addresses import SCHEDULER_VARIABLES, node_claim
 from labkit.worker.machine.agent import Agent
 
 
@@ -34,8 +34,8 @@ def main() -> int:
     args = parser.parse_args()
     try:
         keys = KeyFile.read(args.key_file).keys()
-        place = claimed_place(args.node_rank, os.environ)
-        reason = Agent(args.connect, keys, place, args.linger, args.wait).run()
+        claim = node_claim(args.node_rank, os.environ)
+        reason = Agent(args.connect, keys, claim, args.linger, args.wait).run()
     except LabkitError as error:
         reason = str(error)
     if args.remove:

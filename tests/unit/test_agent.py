@@ -15,7 +15,7 @@ import pytest
 from labkit.wire.messages import GroupSpec
 from labkit.wire.node_messages import KillRank, OpenWorld, StartRank
 from labkit.wire.transport import Keys
-from labkit.worker.groups.place import Place
+from labkit.worker.groups.addresses import NodeClaim
 from labkit.worker.machine import agent as module
 from labkit.worker.machine.agent import Agent
 
@@ -50,7 +50,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     process = subprocess.Popen(["true"])
     monkeypatch.setattr(module, "_start_fork_server", lambda: (Connection(ours.detach()), process))
     before = signal.getsignal(signal.SIGTERM)
-    agent = Agent("tcp://127.0.0.1:1", Keys.generate(), Place(), linger_s=1.0, wait_s=1.0)
+    agent = Agent("tcp://127.0.0.1:1", Keys.generate(), NodeClaim(), linger_s=1.0, wait_s=1.0)
     server = Connection(theirs.detach())
     try:
         yield Played(agent, server)

@@ -17,9 +17,9 @@ from labkit.course.handouts.copies.instructor import instructor_copy
 from labkit.course.handouts.copies.solutions import Secrets, require_paired_markers
 from labkit.course.handouts.copies.student import student_copy
 from labkit.course.handouts.errors import HandoutError, SolutionLeakError
+from labkit.course.handouts.handout_folder import HandoutFolder
 from labkit.course.handouts.pages.page import Audience, make_page
 from labkit.course.handouts.pages.print_page import make_print_page, write_pdf
-from labkit.course.handouts.place import Place
 from labkit.course.running.runner import OnCell, OnResult, run_notebooks
 
 AUDIENCES: tuple[Audience, ...] = ("student", "instructor")
@@ -84,8 +84,8 @@ def make_handouts(
     """
     stems = [path.stem for path in notebooks]
     _require_names(stems)
-    place = Place(out)
-    place.require_apart(notebooks, AUDIENCES)
+    target = HandoutFolder(out)
+    target.require_apart(notebooks, AUDIENCES)
     read = _read(notebooks)
     to_run = [path for path, notebook in read.items() if not is_executed(notebook)]
     chromium = machine.find_chromium() if chromium is None else chromium
@@ -93,15 +93,15 @@ def make_handouts(
     names = [f"{audience}/{stem}{form}" for audience in AUDIENCES for stem in stems for form in forms]
     names += [f"{EXECUTED}/{path.name}" for path in to_run]
     names += [name for audience in AUDIENCES for name in (f"{audience}/{INDEX}", _zip_name(audience))]
-    place.require_free(names)
-    with place.building() as built:
-        others = _copy_others(place, built, stems)
+    target.require_free(names)
+    with target.building() as built:
+        others = _copy_others(target, built, stems)
         if to_run:
             read |= _run(to_run, built / EXECUTED, timeout_s, on_cell, on_result)
         executed = {path.stem: without_dead_links(notebook, [*stems, *others]) for path, notebook in read.items()}
         _build(executed, built, chromium, on_page or (lambda stem, audience: None))
-        stale = [name for name in place.written if Path(name).stem in stems]
-        place.take(built, names, stale)
+        stale = [name for name in target.written if Path(name).stem in stems]
+        target.take(built, names, stale)
     return Handouts(
         {audience: out / audience for audience in AUDIENCES},
         {audience: out / _zip_name(audience) for audience in AUDIENCES},
@@ -136,15 +136,15 @@ def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
     return read
 
 
-def _copy_others(place: Place, built: Path, stems: Sequence[str]) -> list[str]:
+def _copy_others(target: HandoutFolder, built: Path, stems: Sequence[str]) -> list[str]:
     """Copy the handouts that earlier runs made of other notebooks, for the index and the zips. Return the notebooks' names."""
     others = set()
     for audience in AUDIENCES:
         (built / audience).mkdir()
-        for name in place.written:
+        for name in target.written:
             path = Path(name)
             if path.parent == Path(audience) and path.name != INDEX and path.stem not in stems:
-                (built / name).write_bytes(place.read(name))
+                (built / name).write_bytes(target.read(name))
                 others.add(path.stem)
     return sorted(others)
 

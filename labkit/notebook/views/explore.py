@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from labkit.errors import LabkitError
-from labkit.notebook.views.live import Place, end_with_pool, person_watches, widgets_work
+from labkit.notebook.views.live import LiveDisplay, end_with_pool, person_watches, widgets_work
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Explorer:
 
     def __init__(self, draw: Callable[..., Shown], choices: Choices) -> None:
         self._draw, self._choices = draw, choices
-        self._controls, self._picture = Place(), Place()
+        self._controls, self._picture = LiveDisplay(), LiveDisplay()
         self._widgets: dict[str, Any] = {}
         self._box: Any = None
         self._moving = False

@@ -51,7 +51,7 @@ def end_with_pool(end: Callable[[], None]) -> None:
     shell.events.register("post_run_cell", after_cell)
 
 
-class Place:
+class LiveDisplay:
     """One display in a cell's output; a terminal shows its first text. Any thread may change it, even after the cell has ended."""
 
     def __init__(self) -> None:

@@ -6,7 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from labkit.controller.pool import WorkerPool
-from labkit.notebook.views.live import Place, widgets_work
+from labkit.notebook.views.live import LiveDisplay, widgets_work
 from labkit.notebook.views.pool_status import rank_statuses, status_html, status_text
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class PoolView:
 
     def __init__(self, pool: WorkerPool) -> None:
         self._pool = pool
-        self._table, self._buttons = Place(), Place()
+        self._table, self._buttons = LiveDisplay(), LiveDisplay()
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
         self._widgets: list[Any] = []

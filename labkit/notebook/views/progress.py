@@ -15,7 +15,7 @@ from typing import Any
 
 from labkit.controller.current import num_starting, open_pool
 from labkit.controller.start.launchers import fork_server
-from labkit.notebook.views.live import Place, person_watches
+from labkit.notebook.views.live import LiveDisplay, person_watches
 from labkit.progress import SHOWN_AFTER_S, Task, running
 from labkit.ranks import name_ranks
 from labkit.wire.messages import TaskReport
@@ -82,7 +82,7 @@ class CellProgress:
 
     def __init__(self) -> None:
         self._end, self._lock = threading.Event(), threading.Lock()
-        self._place = Place()
+        self._place = LiveDisplay()
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._watch, name="labkit-progress", daemon=True)
 

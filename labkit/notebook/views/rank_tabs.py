@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from labkit.controller.output import Screen, present_screen
-from labkit.notebook.views.live import Place, widgets_work
+from labkit.notebook.views.live import LiveDisplay, widgets_work
 from labkit.notebook.views.rank_items import Item, RankItems, items_html, tabs_html, tabs_text
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class TabsView:
         # Output of the ranks comes from the main thread, and late updates from a timer.
         self.lock = threading.RLock()
         self._timer: threading.Timer | None = None
-        self._place = Place()
+        self._place = LiveDisplay()
         self._tab: Tab | None = None
         self._panes: dict[int, HTML] = {}
         self._updated = 0.0

@@ -19,9 +19,9 @@ from labkit.limits import LIMITS
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
 from labkit.worker.groups import backends, loopback_peers, new_groups
+from labkit.worker.groups.addresses import INTERFACE, addresses_of
 from labkit.worker.groups.conditions import Condition, GroupCondition
 from labkit.worker.groups.judgement import judge
-from labkit.worker.groups.place import INTERFACE, addresses_of
 from labkit.worker.steps import cut
 from labkit.worker.steps.step_gate import StepGate
 

@@ -54,7 +54,7 @@ from labkit.wire.payload import Packed, to_frames, to_memory
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import ControllerWire, Keys
 from labkit.wire.versions import versions
-from labkit.worker.groups.place import LOOPBACK, Place, address_towards, gloo_device, host_of, store_host
+from labkit.worker.groups.addresses import LOOPBACK, NodeClaim, address_towards, gloo_device, host_of, store_host
 from labkit.worker.machine.backlog import Backlog
 from labkit.worker.start import store
 
@@ -68,13 +68,13 @@ class Agent:
     Args:
         address: The hub's address.
         keys: The keys from the key file.
-        place: The place it claims.
+        claim: The node rank that it claims.
         linger_s: How long the ranks wait for a notebook that has fallen silent.
         wait_s: How long to wait for the notebook's first message.
     """
 
-    def __init__(self, address: str, keys: Keys, place: Place, linger_s: float, wait_s: float) -> None:
-        self._address, self._place, self._linger_s, self._wait_s = address, place, linger_s, wait_s
+    def __init__(self, address: str, keys: Keys, claim: NodeClaim, linger_s: float, wait_s: float) -> None:
+        self._address, self._claim, self._linger_s, self._wait_s = address, claim, linger_s, wait_s
         self._life = uuid.uuid4().hex
         self._asked_to_end = ""
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -202,9 +202,9 @@ class Agent:
 
     def _introduce(self) -> None:
         if self._num_gpus is not None and self._link.connected:
-            place, own = self._place, address_towards(host_of(self._address))
+            claim, own = self._claim, address_towards(host_of(self._address))
             here = (socket.gethostname(), os.getpid(), own, self._num_gpus)
-            tag = Arrived(place.node_rank, place.source, self._life, *here, versions(), self._left())
+            tag = Arrived(claim.node_rank, claim.source, self._life, *here, versions(), self._left())
             self._link.send([pickle.dumps(tag, protocol=5)])
 
     def _left(self) -> Left | None:
@@ -230,7 +230,7 @@ class Agent:
             elif tag.handle in self._ranks:
                 self._doomed.add(tag.handle)
         elif isinstance(tag, Welcome):
-            self._place = Place(tag.node_rank, "the notebook")  # it keeps this place when it reconnects
+            self._claim = NodeClaim(tag.node_rank, "the notebook")  # it keeps this rank when it reconnects
         elif isinstance(tag, OpenStore):
             self._open_store(tag)
         elif isinstance(tag, OpenWorld):

@@ -28,7 +28,7 @@ from labkit.places import PlaceError
 LIST = "handouts.json"
 
 
-class Place:
+class HandoutFolder:
     """A folder of handouts.
 
     Args:

@@ -1,4 +1,4 @@
-"""The place of an agent's machine among the others, and the network devices on the way to them."""
+"""The node rank that an agent claims, and the network addresses on the way to the other machines."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)
-class Place:
-    """This machine's place among the others, as far as it is known here.
+class NodeClaim:
+    """The node rank that this machine claims, if it claims one.
 
     Attributes:
-        node_rank: The node rank, from 0; with None it takes the first place that is free.
+        node_rank: The node rank, from 0; None for the first one that is free.
         source: The origin of this information, for people.
     """
 
@@ -30,17 +30,17 @@ class Place:
     source: str = ""
 
 
-def claimed_place(option: int | None, environ: Mapping[str, str]) -> Place:
-    """Return the requested place: by ``--node-rank``, else by the scheduler's variable, else none.
+def node_claim(option: int | None, environ: Mapping[str, str]) -> NodeClaim:
+    """Return the claimed node rank: that of ``--node-rank``, else of the scheduler's variable, else none.
 
-    If no place was requested, the notebook numbers machines in the order in which they connect. It refuses a place that another
-    machine has, or that the pool does not have.
+    Machines that claim none are numbered by the notebook in the order in which they connect. It refuses a rank that another machine
+    has, or that the pool does not have.
 
     Raises:
         InvalidPoolError: A variable is not a number, or two variables differ.
     """
     if option is not None:
-        return Place(option, "--node-rank")
+        return NodeClaim(option, "--node-rank")
     found = {name: environ[name] for name in SCHEDULER_VARIABLES if environ.get(name)}
     for name, text in found.items():
         if not (text.isascii() and text.isdigit()):
@@ -48,7 +48,7 @@ def claimed_place(option: int | None, environ: Mapping[str, str]) -> Place:
     if len({int(text) for text in found.values()}) > 1:
         said = " and ".join(f"{name}={text}" for name, text in found.items())
         raise InvalidPoolError(f"{said} contradict each other. Say which machine this is: --node-rank N, from 0")
-    return next((Place(int(text), name) for name, text in found.items()), Place())
+    return next((NodeClaim(int(text), name) for name, text in found.items()), NodeClaim())
 
 
 def store_host(others: Sequence[str], notebook: str, environ: Mapping[str, str]) -> str:

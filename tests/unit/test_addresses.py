@@ -12,8 +12,8 @@ from labkit.controller.machines.node import Node, place_for
 from labkit.errors import InvalidPoolError
 from labkit.wire.node_messages import Arrived
 from labkit.wire.versions import versions
-from labkit.worker.groups import place
-from labkit.worker.groups.place import Place, claimed_place, gloo_device, store_host
+from labkit.worker.groups import addresses
+from labkit.worker.groups.addresses import NodeClaim, gloo_device, node_claim, store_host
 
 Address = namedtuple("Address", "family address")
 
@@ -30,24 +30,24 @@ WAYS = {"login": "192.0.2.7", "10.0.0.8": "10.0.0.7", "10.0.0.7": "10.0.0.7", "1
 @pytest.fixture(autouse=True)
 def devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: DEVICES)
-    monkeypatch.setattr(place, "address_towards", lambda host: WAYS.get(host, ""))
+    monkeypatch.setattr(addresses, "address_towards", lambda host: WAYS.get(host, ""))
 
 
 @pytest.mark.parametrize(
     ("option", "environ", "expected"),
     [
-        (None, {}, Place()),
-        (None, {"SLURM_NODEID": "3"}, Place(3, "SLURM_NODEID")),
-        (None, {"JOB_COMPLETION_INDEX": "2"}, Place(2, "JOB_COMPLETION_INDEX")),
-        (None, {"SLURM_NODEID": "1", "JOB_COMPLETION_INDEX": "1"}, Place(1, "SLURM_NODEID")),
-        (None, {"SLURM_NODEID": "", "RANK": "5", "SLURM_PROCID": "5"}, Place()),
-        (0, {"SLURM_NODEID": "3", "JOB_COMPLETION_INDEX": "x"}, Place(0, "--node-rank")),
+        (None, {}, NodeClaim()),
+        (None, {"SLURM_NODEID": "3"}, NodeClaim(3, "SLURM_NODEID")),
+        (None, {"JOB_COMPLETION_INDEX": "2"}, NodeClaim(2, "JOB_COMPLETION_INDEX")),
+        (None, {"SLURM_NODEID": "1", "JOB_COMPLETION_INDEX": "1"}, NodeClaim(1, "SLURM_NODEID")),
+        (None, {"SLURM_NODEID": "", "RANK": "5", "SLURM_PROCID": "5"}, NodeClaim()),
+        (0, {"SLURM_NODEID": "3", "JOB_COMPLETION_INDEX": "x"}, NodeClaim(0, "--node-rank")),
     ],
 )
 def test_s1_the_node_rank_is_the_option_s_else_the_scheduler_s_else_none(
-    option: int | None, environ: dict[str, str], expected: Place
+    option: int | None, environ: dict[str, str], expected: NodeClaim
 ) -> None:
-    assert claimed_place(option, environ) == expected
+    assert node_claim(option, environ) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_s1_the_node_rank_is_the_option_s_else_the_scheduler_s_else_none(
 )
 def test_s1_a_scheduler_s_variable_that_cannot_be_meant_is_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(InvalidPoolError) as caught:
-        claimed_place(None, environ)
+        node_claim(None, environ)
     assert message in str(caught.value)
 
 
