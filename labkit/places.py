@@ -167,9 +167,15 @@ def _link(fd: int, name: str, path: Path) -> Path | None:
     if not stat.S_ISLNK(status.st_mode):
         return None
     target = Path(os.readlink(name, dir_fd=fd))
-    if status.st_uid not in (0, os.geteuid()) or not os.path.samestat(status, os.stat(name, dir_fd=fd, follow_symlinks=False)):
+    # Whoever exchanges the link in between may get the old one's inode for his own, so the owner is looked at again too.
+    same = _identity(status) == _identity(os.stat(name, dir_fd=fd, follow_symlinks=False))
+    if status.st_uid not in (0, os.geteuid()) or not same:
         raise PlaceError(path, "is a link that another user has made, and is not followed. Name another place.")
     return target
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_uid
 
 
 def _enter(fd: int, name: str, *, make: bool) -> int:
