@@ -225,6 +225,41 @@ def inside(fd: int, folder: Path, *names: str, make: bool = False) -> Iterator[i
         yield fd
 
 
+def private_folder(base: Path, *names: str) -> str:
+    """Make folders that only the caller can enter, one inside the other, and return the path of the last one.
+
+    Args:
+        base: Where the first of them is. Folders that are missing on the way there are made as well.
+        names: The folders. Those that are there have to be the caller's.
+
+    Raises:
+        PlaceError: Somebody else could exchange one of them, write into one, or has taken its name.
+        OSError: One cannot be made.
+    """
+    base = base.absolute()
+    with contextlib.ExitStack() as stack:
+        fd = stack.enter_context(opened(base, make=True))
+        # A path is followed anew at each use, so nobody else may be able to change what it leads to.
+        resolved = Path(os.path.realpath(base))
+        if not os.path.samestat(os.fstat(fd), os.stat(resolved)):
+            raise PlaceError(base, "is being exchanged")
+        for folder in (*reversed(resolved.parents), resolved):
+            _refuse_changeable(folder, os.lstat(folder))
+        for name in names:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=fd)
+            resolved /= name
+            fd = stack.enter_context(inside(fd, resolved.parent, name))
+            _refuse_changeable(resolved, os.fstat(fd))
+    return str(resolved)
+
+
+def _refuse_changeable(path: Path, status: os.stat_result) -> None:
+    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if shared or status.st_uid not in (0, os.geteuid()):
+        raise PlaceError(path, "can be changed by other users")
+
+
 def write_new(name: str, data: bytes, dir_fd: int) -> None:
     """Write a file that was not there.
 
