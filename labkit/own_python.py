@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -30,7 +31,11 @@ def with_folder(path: Sequence[str], folder: str) -> list[str]:
     What is installed stands behind it, as under Jupyter, so the user's own module of that name is found first.
     """
     kept = [entry for entry in path if entry not in ("", folder)]
-    installed = (place for place, entry in enumerate(kept) if os.path.basename(entry) in ("site-packages", "dist-packages"))
+    own = sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")
+    python = {*own, *(os.path.join(entry, "lib-dynload") for entry in own)}
+    # PYTHONPATH may name such a folder too, in front of the standard library.
+    first = max((place + 1 for place, entry in enumerate(kept) if entry in python), default=0)
+    installed = (place for place in range(first, len(kept)) if os.path.basename(kept[place]) in ("site-packages", "dist-packages"))
     place = next(installed, len(kept))
     return [*kept[:place], folder, *kept[place:]]
 
