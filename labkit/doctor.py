@@ -29,6 +29,11 @@ MIN_MEMORY_BYTES = 3 * GIB
 MIN_OPEN_FILES = 1024
 GOOD_OPEN_FILES = 4096
 
+KERNELS = (
+    "over TCP, which is Jupyter's usual way, every user of this machine can read the code and the output of notebooks. Start "
+    "JupyterLab with --KernelManager.transport=ipc, as `make lab` does."
+)
+
 Level = Literal["ok", "problem", "fatal"]
 
 
@@ -269,6 +274,7 @@ def _trust() -> Iterator[Finding]:
     from labkit.controller.machines.launch_text import TRUST
 
     yield Finding("trust between ranks", TRUST)
+    yield Finding("kernels of JupyterLab", KERNELS)
 
 
 def _sum_of_ranks() -> Any:

@@ -167,9 +167,15 @@ def _link(fd: int, name: str, path: Path) -> Path | None:
     if not stat.S_ISLNK(status.st_mode):
         return None
     target = Path(os.readlink(name, dir_fd=fd))
-    if status.st_uid not in (0, os.geteuid()) or not os.path.samestat(status, os.stat(name, dir_fd=fd, follow_symlinks=False)):
+    # Whoever exchanges the link in between may get the old one's inode for his own, so the owner is looked at again too.
+    same = _identity(status) == _identity(os.stat(name, dir_fd=fd, follow_symlinks=False))
+    if status.st_uid not in (0, os.geteuid()) or not same:
         raise PlaceError(path, "is a link that another user has made, and is not followed. Name another place.")
     return target
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return status.st_dev, status.st_ino, status.st_uid
 
 
 def _enter(fd: int, name: str, *, make: bool) -> int:
@@ -217,6 +223,41 @@ def inside(fd: int, folder: Path, *names: str, make: bool = False) -> Iterator[i
             if not is_mine(os.fstat(fd)):
                 raise PlaceError(folder, "belongs to another user, and nothing is written into it. Choose another place.")
         yield fd
+
+
+def private_folder(base: Path, *names: str) -> str:
+    """Make folders that only the caller can enter, one inside the other, and return the path of the last one.
+
+    Args:
+        base: Where the first of them is. Folders that are missing on the way there are made as well.
+        names: The folders. Those that are there have to be the caller's.
+
+    Raises:
+        PlaceError: Somebody else could exchange one of them, write into one, or has taken its name.
+        OSError: One cannot be made.
+    """
+    base = base.absolute()
+    with contextlib.ExitStack() as stack:
+        fd = stack.enter_context(opened(base, make=True))
+        # A path is followed anew at each use, so nobody else may be able to change what it leads to.
+        resolved = Path(os.path.realpath(base))
+        if not os.path.samestat(os.fstat(fd), os.stat(resolved)):
+            raise PlaceError(base, "is being exchanged")
+        for folder in (*reversed(resolved.parents), resolved):
+            _refuse_changeable(folder, os.lstat(folder))
+        for name in names:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o700, dir_fd=fd)
+            resolved /= name
+            fd = stack.enter_context(inside(fd, resolved.parent, name))
+            _refuse_changeable(resolved, os.fstat(fd))
+    return str(resolved)
+
+
+def _refuse_changeable(path: Path, status: os.stat_result) -> None:
+    shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if shared or status.st_uid not in (0, os.geteuid()):
+        raise PlaceError(path, "can be changed by other users")
 
 
 def write_new(name: str, data: bytes, dir_fd: int) -> None:

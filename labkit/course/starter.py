@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import click
 
 from labkit import places
+from labkit.errors import printable
 from labkit.places import PlaceError
 
 STARTER = Path(__file__).with_name("starter.ipynb")
@@ -37,4 +39,5 @@ def new(notebook: Path) -> None:
         raise click.ClickException(f"{notebook} exists already. Choose another name.") from None
     except OSError as error:
         raise click.ClickException(f"{notebook} cannot be written: {error.strerror}") from None
-    click.echo(f"made {notebook}. Run it with: labkit run {notebook}. How a lab is written: {_GUIDE}")
+    name = printable(str(notebook))
+    click.echo(f"made {name}. Run it with: labkit run {shlex.quote(name)}. How a lab is written: {_GUIDE}")

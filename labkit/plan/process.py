@@ -13,7 +13,7 @@ from typing import IO
 import cloudpickle
 
 from labkit.errors import LabkitError
-from labkit.own_python import import_path, own_python
+from labkit.own_python import own_environ, own_python
 from labkit.plan.records import JobError, Plan, TrainingJob
 
 _LAST_LINES = 12
@@ -47,7 +47,7 @@ def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": import_path()},
+            env=own_environ({**os.environ, "OMP_NUM_THREADS": "1"}),
         )
         late = threading.Event()
 

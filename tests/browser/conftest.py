@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -84,6 +85,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
     port, token = _free_port(), secrets.token_hex(16)
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--expose-app-in-browser", *_QUIET]
     command += [f"--ServerApp.root_dir={root}", "--ServerApp.ip=127.0.0.1", f"--ServerApp.port={port}"]
+    command += flags_of_make_lab()
     command += ["--ServerApp.port_retries=0", f"--IdentityProvider.token={token}"]
     command += ["--allow-root"] if os.geteuid() == 0 else []
     folders = {"CONFIG_DIR": "config", "DATA_DIR": "data", "RUNTIME_DIR": "run"}
@@ -144,6 +146,12 @@ def _tabs(server: LabServer, browser: Browser) -> Iterator[Callable[[str], LabPa
     context.close()
     _end_kernels(server, before)
     assert not outside, f"the page asked other machines: {outside}"
+
+
+def flags_of_make_lab() -> list[str]:
+    """The options for privacy with which ``make lab`` starts JupyterLab."""
+    (line,) = re.findall(r"^PRIVATE := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    return str(line).split()
 
 
 def _free_port() -> int:

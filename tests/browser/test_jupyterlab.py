@@ -10,12 +10,14 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+import zmq
 
 from labkit.course.handouts.copies.cells import is_executed
 from tests.browser.conftest import LabServer
 from tests.browser.lab_page import LabPage
 from tests.matrix import matrix
 from tests.notebooks.conventions import NOTEBOOKS, ROOT
+from tests.process.ports import listening
 
 Open = Callable[[str], LabPage]
 # The shortest notebook and one lab; the others are opened as another test has executed them.
@@ -149,3 +151,20 @@ def _command_of(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:
         return []
+
+
+def test_h4_at_no_port_of_make_labs_kernel_can_outputs_be_read(open_notebook: Open, server: LabServer) -> None:
+    """At the TCP ports that Jupyter opens by itself, every user of the machine can read what cells put out."""
+    tab = open_notebook(server.add("private.ipynb", "import os\nos.getpid()", "import time\ntime.sleep(2)\nprint('SEC' + 'RET')"))
+    tab.run(0)
+    (output,) = tab.cells()[0]["outputs"]
+    ports = listening([int(output["data"]["text/plain"])])
+    assert len(ports) <= 1  # ipykernel's own, which takes the output of forked processes, with a password, and sends nothing
+    with zmq.Context() as context, context.socket(zmq.SUB) as reader:
+        reader.linger = 0
+        reader.subscribe(b"")
+        for address, port in ports:
+            reader.connect(f"tcp://{address}:{port}")
+        tab.run(1)
+        assert "SECRET" in str(tab.cells()[1]["outputs"])
+        assert not reader.poll(500)

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,31 @@ from labkit import RunTimeoutError, WorkerPool
 from tests.process import neighbour
 from tests.process.ports import listening
 
+IN_USER_NAMESPACE = """
+import os, socket, sys
+from labkit.errors import StrangerError
+from labkit.worker.groups import loopback_peers, socket_ends
+listener = socket.create_server(("127.0.0.1", 0))
+loop = loopback_peers._Loop(-1, listener.fileno(), os.fstat(listener.fileno()).st_ino)
+def settled():
+    connection, _ = listener.accept()
+    try:
+        return loopback_peers._is_settled(connection.fileno(), os.fstat(connection.fileno()).st_ino, loop, True, True)
+    except StrangerError as error:
+        return f"stranger {error.uid}"
+own = socket.create_connection(listener.getsockname())
+print(listener.getsockname()[1], os.geteuid(), settled(), flush=True)
+found = settled()
+end = socket_ends.find(own.getsockname(), own.getpeername())
+print(found, end.uid, socket_ends.is_ours(end), flush=True)
+"""
+STRANGER = """
+import os, socket, sys
+peer = socket.socket()
+os.setuid(65534)
+peer.connect(("127.0.0.1", int(sys.argv[1])))
+peer.recv(1)
+"""
 ROOT = Path(__file__).parents[2]
 COUNT = 1500
 SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\nfloat(ones)"
@@ -28,10 +53,10 @@ def _may_play_a_neighbour() -> bool:
     return sys.platform == "linux" and os.geteuid() == 0
 
 
-def _may_make_a_namespace() -> bool:
+def _may_make_a_namespace(kinds: Sequence[str] = ("--net",)) -> bool:
     if not _may_play_a_neighbour() or shutil.which("unshare") is None:
         return False
-    return subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+    return subprocess.run(["unshare", *kinds, "true"], capture_output=True, check=False).returncode == 0
 
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo stays as torch makes it")
@@ -171,6 +196,21 @@ def test_s14_listeners_that_a_cell_opens_while_groups_are_made_stay_reachable(po
             with pytest.raises(TimeoutError):
                 socket.create_connection(("127.0.0.1", port), 0.05)
     pool.restart()
+
+
+@pytest.mark.skipif(not _may_make_a_namespace(["--user"]), reason="only root can play another user, in a user namespace")
+def test_s14_another_user_whom_a_user_namespace_does_not_tell_from_this_one_is_a_stranger() -> None:
+    """In a namespace without numbers everybody is 65534, also the process that asks."""
+    inside = ["unshare", "--user", sys.executable, "-c", IN_USER_NAMESPACE]
+    with subprocess.Popen(inside, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            port, uid, own = process.stdout.readline().split()
+            assert (uid, own) == ("65534", "True")
+            subprocess.run([sys.executable, "-c", STRANGER, port], check=True, timeout=30)
+            assert process.stdout.readline().split() == ["stranger", "65534", "65534", "True"]
+        finally:
+            process.kill()
 
 
 def test_s14_without_the_kernel_s_answers_its_tables_are_read(pool: WorkerPool) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
 
+from labkit.own_python import with_folder
 from tests.conftest import TESTS
 
 POOL = """
@@ -67,3 +69,11 @@ def test_h1_a_neighbours_module_in_the_working_directory_is_not_imported(program
 def test_h1_nor_by_a_command(arguments: list[str], planted: Path) -> None:
     run([str(Path(sys.executable).parent / "labkit"), *arguments], planted)
     assert not (planted.parent / "ran").exists()
+
+
+def test_h3_a_folder_goes_behind_the_standard_library_and_before_what_is_installed() -> None:
+    python = sysconfig.get_path("stdlib")
+    path = ["/given/site-packages", "", "/mine", python, f"{python}/lib-dynload", "/venv/lib/site-packages", "/more"]
+    at = with_folder(path, "/mine")
+    assert at == ["/given/site-packages", python, f"{python}/lib-dynload", "/mine", "/venv/lib/site-packages", "/more"]
+    assert with_folder(["/a", python], "") == ["/a", python, ""]

@@ -258,3 +258,10 @@ def test_importing_labkit_imports_neither_torch_nor_what_only_figures_need() -> 
     )
     loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert loaded.stdout == "[]\n"
+
+
+def test_doctor_says_who_can_read_a_kernel_s_outputs() -> None:
+    _, finding = doctor._trust()
+    assert "every user of this machine can read" in finding.value
+    assert "--KernelManager.transport=ipc" in finding.value
+    assert "--KernelManager.transport=ipc" in (Path(__file__).parents[2] / "Makefile").read_text()

@@ -81,7 +81,7 @@ def test_s1_the_manifest_holds_one_pod_a_machine_which_knows_its_index() -> None
 
 def test_s1_what_torch_trusts_is_told_beside_the_command_by_doctor_and_in_the_readme() -> None:
     nodes = [Node(0), Node(1)]
-    (finding,) = doctor._trust()
+    finding, _ = doctor._trust()
     readme = Path(__file__).parents[2] / "README.md"
     sources = (arrival_text(LAUNCH, nodes), html.unescape(arrival_html(LAUNCH, nodes)), finding.value, readme.read_text())
     for text in sources:

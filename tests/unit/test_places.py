@@ -52,6 +52,23 @@ def test_a_link_of_another_user_on_the_way_is_refused_and_nothing_is_made(tmp_pa
     assert os.listdir(tmp_path / "real") == []
 
 
+@as_root
+def test_s5_a_link_that_becomes_another_user_s_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new link may get the inode of the old one."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    read = os.readlink
+
+    def exchanged(name: str, **where: int) -> str:
+        given_away(tmp_path / "link")
+        return read(name, **where)
+
+    monkeypatch.setattr(os, "readlink", exchanged)
+    with pytest.raises(PlaceError, match="is a link that another user has made"):
+        names_in(tmp_path / "link")
+    assert os.listdir(tmp_path / "real") == []
+
+
 def test_links_in_a_circle_are_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
@@ -146,6 +163,13 @@ def test_s5_a_new_lab_in_a_shared_folder_is_made_and_one_behind_a_link_of_anothe
     assert (told.exit_code, len(told.output.splitlines())) == (1, 1), told.output
     assert "is a link that another user has made" in told.output
     assert os.listdir(tmp_path / "private") == []
+
+
+def test_s11_a_new_lab_s_name_cannot_drive_the_terminal_and_can_be_copied(tmp_path: Path) -> None:
+    told = new(tmp_path / "a\x1b]0;title\x07.ipynb").output
+    assert told.replace("\n", "").isprintable()
+    assert r"a\x1b]0;title\x07.ipynb" in told
+    assert f"Run it with: labkit run '{tmp_path}/two words.ipynb'." in new(tmp_path / "two words.ipynb").output
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "file"])

@@ -16,7 +16,7 @@ from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.nodes import Nodes
 from labkit.errors import WorkerStartError
 from labkit.limits import LIMITS
-from labkit.own_python import import_path
+from labkit.own_python import own_environ
 
 _TAIL_LINES = 20
 
@@ -61,12 +61,7 @@ class LocalAgents:
             stdout=self._output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={
-                **os.environ,
-                **environ,
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-                "PYTHONPATH": import_path(),
-            },
+            env=own_environ({"OMP_NUM_THREADS": "1", **os.environ, **environ}),
         )
 
     # Something must have stopped its processes: they have not ended, else the pool would be gone.

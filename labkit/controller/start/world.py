@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from labkit import torch_caches
 from labkit.controller.start import plan as plan_module
 from labkit.controller.start.launchers.fork_server import ForkServer
 from labkit.controller.start.launchers.launcher import Launcher, OnExit
@@ -152,7 +153,7 @@ class LocalWorld:
             endpoint=self.wire.endpoint,
             group=group,
             directory=self._directory,
-            environ=defaults | dict(os.environ),
+            environ=torch_caches.private(defaults | dict(os.environ)),
             cwd=os.getcwd(),
             sys_path=tuple(path or os.getcwd() for path in sys.path),
             joining=joining,

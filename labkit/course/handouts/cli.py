@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from labkit import machine
-from labkit.errors import LabkitError
+from labkit.errors import LabkitError, printable
 
 NOTEBOOKS = "notebooks/*.ipynb"
 
@@ -56,7 +56,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
                 out,
                 timeout_s=timeout,
                 chromium=chromium,
-                on_page=lambda stem, audience: click.echo(f"{audience}: {stem} ...", err=True),
+                on_page=lambda stem, audience: click.echo(f"{audience}: {printable(stem)} ...", err=True),
                 on_cell=progress.cell,
                 on_result=progress.result,
             )
@@ -65,13 +65,13 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     except OSError as error:
         raise click.ClickException(f"{error.filename or out}: {error.strerror}. What was in {out} is as it was.") from None
     except KeyboardInterrupt:
-        click.echo(f"No handouts were made. What was in {out} is as it was.", err=True)
+        click.echo(f"No handouts were made. What was in {printable(str(out))} is as it was.", err=True)
         raise
     for path in made.files:
-        click.echo(f"made {path}")
+        click.echo(f"made {printable(str(path))}")
     if made.others:
-        click.echo(f"kept, from earlier calls: {', '.join(made.others)}")
+        click.echo(f"kept, from earlier calls: {printable(', '.join(made.others))}")
     if chromium is None:
         click.echo("No PDFs: they need Chromium (on Debian: apt-get install chromium).", err=True)
     for audience, folder in made.folders.items():
-        click.echo(f"{audience}: {folder / 'index.html'}, {made.zips[audience]}")
+        click.echo(printable(f"{audience}: {folder / 'index.html'}, {made.zips[audience]}"))

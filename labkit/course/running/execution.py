@@ -23,6 +23,7 @@ import psutil
 from nbformat import NotebookNode
 
 import labkit
+from labkit import torch_caches
 from labkit.course.files import plain, replace_file, sealed, shown
 from labkit.course.parameters import INJECTED, source_of
 from labkit.course.running import outputs
@@ -122,7 +123,7 @@ class Attempt:
                 stderr=errors,
                 pass_fds=[fd],
                 start_new_session=True,
-                env={**os.environ, _MARK: str(self._folder)},
+                env={**torch_caches.private(os.environ), _MARK: str(self._folder)},
             )
         os.close(fd)
         self._follower = threading.Thread(target=self._follow, args=(news,), name=f"labkit run {self.notebook.name}", daemon=True)

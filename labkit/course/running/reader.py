@@ -27,16 +27,21 @@ from papermill.exceptions import PapermillExecutionError
 from papermill.execute import raise_for_execution_errors, remove_error_markers
 from papermill.iorw import load_notebook_node
 
+import labkit
 from labkit.course.files import NotebookError, read_notebook, shown
 from labkit.course.parameters import inject
 from labkit.course.running.client import Channel, Client, Copy
 from labkit.course.running.execution import COPY, kill_descendants
 from labkit.course.running.outputs import shortened
+from labkit.own_python import own_python
 
 START_TIMEOUT_S = 120
 LAST_WORDS_LINES = 15
 _LAST_WORDS_S = 0.5
 _PIECE = 1 << 14
+_LAUNCHER = ["-m", "ipykernel_launcher"]
+# The notebook then has the import path that it has under Jupyter.
+_START_KERNEL = "import sys; sys.path.append(sys.argv.pop()); from labkit.course.running.kernel import main; sys.path.pop(); main()"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -81,6 +86,13 @@ class Manager(AsyncKernelManager):
         self.words = LastWords()
         self.channel = channel
         self.process: subprocess.Popen[bytes] | None = None
+
+    def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:
+        """Return the kernel's command with ``-P``: it starts in the notebook's folder, where a neighbour may have put a file."""
+        program, *arguments = super().format_kernel_cmd(extra_arguments)
+        if arguments[:2] != _LAUNCHER:  # somebody's own program, such as a wrapper around Python
+            return [program, *arguments]
+        return own_python("-c", _START_KERNEL, *arguments[2:], str(Path(labkit.__file__).parents[1]), program=program)
 
     # The base class declares a plain function and assigns a coroutine function.
     async def start_kernel(self, **kwargs: Any) -> None:  # type: ignore[override]

@@ -25,6 +25,10 @@ can still end it, and a rank with it: he can send gloo nonsense, or take up all 
 raised against this: all that a cell starts inherits it, programs that use ``select()`` or close every possible descriptor
 among them, the neighbour may have as many, and a rank should have the limits that it has under torchrun. TORCH_GLOO_LAZY_INIT
 has no effect here: gloo would connect when something is sent, and nobody could look before.
+
+In a user namespace that has no number for this user, the kernel calls him and every stranger the same (``socket_ends.is_ours``).
+Then a peer is this user's when a process that he may look into holds its end; where ``/proc`` shows no such process, as with
+processes of another PID namespace, it is taken for a stranger's, and the group is refused.
 """
 
 from __future__ import annotations
@@ -258,7 +262,7 @@ def _is_settled(fd: int, inode: int, loop: _Loop, may_be_missing: bool, may_arri
             if not here or may_be_missing:
                 return not here
         elif end.inode:
-            if end.uid == os.geteuid():
+            if socket_ends.is_ours(end):
                 return True
             connection.shutdown(socket.SHUT_RDWR)
             raise _stranger(end.uid, own[1], peer[1], loop)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 from typing import Any, NamedTuple
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST = 4, 20, 1
 _LISTEN = 10
+_ALL_UIDS = 2**32 - 1
 
 
 class End(NamedTuple):
@@ -41,6 +43,39 @@ def find(own: Any, peer: Any) -> End | None:
                 if words[1].endswith(_in_table(own)) and words[2].endswith(_in_table(peer)):
                     return End(int(words[3], 16), int(words[7]), int(words[9]))
     return None
+
+
+def is_ours(end: End) -> bool:
+    """Return whether a process of this user holds a socket.
+
+    A user namespace (a container without root) gives all users that it has no number for the same one, the overflow uid. Where this
+    process has that number itself, it says nothing: then the processes that the kernel lets this user look into are asked.
+    """
+    if end.uid != os.geteuid():
+        return False
+    return not _may_be_anybody(end.uid) or _is_held_by_mine(end.inode)
+
+
+def _may_be_anybody(uid: int) -> bool:
+    try:
+        with open("/proc/sys/kernel/overflowuid") as file:
+            overflow = int(file.read())
+        with open("/proc/self/uid_map") as lines:
+            # One range a line: first uid inside, first uid outside, how many. The first namespace has all in one.
+            return uid == overflow and sum(int(line.split()[2]) for line in lines) < _ALL_UIDS
+    except FileNotFoundError:  # a kernel without user namespaces
+        return False
+
+
+def _is_held_by_mine(inode: int) -> bool:
+    """Look through the descriptors of all processes; takes milliseconds. Other users' descriptors cannot be read."""
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            for descriptor in os.listdir(f"/proc/{process}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{process}/fd/{descriptor}") == f"socket:[{inode}]":
+                        return True
+    return False
 
 
 def _packed(address: Any) -> bytes:

@@ -27,9 +27,10 @@ from typing import Any
 
 import zmq
 
+from labkit import torch_caches
 from labkit.errors import InvalidPoolError
 from labkit.machine import MemoryAtDeath
-from labkit.own_python import import_path, own_python
+from labkit.own_python import own_environ, own_python, with_folder
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
 from labkit.wire.node_messages import (
@@ -287,9 +288,9 @@ class Agent:
             endpoint=self._wire.endpoint,
             group=tag.group,
             directory=self._directory,
-            environ=environ,
+            environ=torch_caches.private(environ),
             cwd=os.getcwd(),
-            sys_path=tuple(dict.fromkeys((os.getcwd(), *filter(None, sys.path)))),
+            sys_path=tuple(with_folder(sys.path, os.getcwd())),
             joining=tag.joining,
         )
 
@@ -368,7 +369,7 @@ def _start_fork_server() -> tuple[Connection, subprocess.Popen[bytes]]:
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        env={**os.environ, "PYTHONPATH": import_path()},
+        env=own_environ(os.environ),
     )
     theirs.close()
     return Connection(ours.detach()), process

@@ -30,24 +30,10 @@ from labkit.wire.pipes import Kept, make_pipes, redirect, take_rest
 from labkit.wire.spec import WorkerSpec
 from labkit.worker.start import store
 from labkit.worker.start.environment import INLINE_FIGURES, draw_anew, enter
+from labkit.worker.start.imports import import_machinery
 from labkit.worker.start.lifeline import adopt_orphans, child_pids, die_with_parent, ending_with_controller, kill_group
 from labkit.worker.start.oom_kills import OomKills
 
-# Modules that every worker needs; forking waits for them.
-FIRST_IMPORTS = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.distributed.checkpoint.state_dict",
-    "torch._dynamo",  # an optimizer's first step imports it, on every rank
-    "labkit.worker.run.loop",
-    # A worker's shell imports these when it is made; they take a quarter of its start.
-    "IPython.core.completer",
-    "IPython.core.completerlib",
-    "IPython.core.crashhandler",
-    "IPython.core.magics",
-)
 # Imported while there are no requests and no worker lives: the report of a death must not wait for an import. The inline backend
 # itself is not here: it hooks into the shell of the process that imports it, and this process has none.
 IDLE_IMPORTS = ("matplotlib.pyplot", "matplotlib.backends.backend_agg")
@@ -286,8 +272,7 @@ def main() -> None:
     started = time.monotonic()
     try:
         with ending_with_controller(connection, lambda: None):
-            for name in FIRST_IMPORTS:
-                importlib.import_module(name)
+            import_machinery()
     except BaseException as error:
         connection.send(("broken", f"{type(error).__name__}: {error}", traceback.format_exc()))
         raise

@@ -11,6 +11,7 @@ import threading
 from labkit.wire.pipes import Kept
 from labkit.wire.spec import WorkerSpec
 from labkit.worker.start.environment import enter
+from labkit.worker.start.imports import import_machinery
 
 
 def watch_lifeline(fd: int) -> None:
@@ -34,6 +35,7 @@ def main() -> None:
     watch_lifeline(args.lifeline_fd)
     with os.fdopen(args.spec_fd, "rb") as file:
         spec: WorkerSpec = pickle.load(file)
+    import_machinery()
     enter(spec)
     from labkit.worker.run.loop import main as serve
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
 from labkit.errors import WorkerStartError
-from labkit.own_python import import_path, own_python
+from labkit.own_python import own_environ, own_python
 from labkit.wire.spec import WorkerSpec
 
 # The first answer waits for `import torch`, which took 26 s on a loaded 2-core machine.
@@ -44,7 +44,7 @@ class ForkServer:
             stdout=subprocess.DEVNULL,
             stderr=self._stderr,
             start_new_session=True,
-            env={**environ, "PYTHONPATH": import_path()},
+            env=own_environ(environ),
         )
         theirs.close()
         self._connection = Connection(ours.detach())

@@ -11,7 +11,7 @@ import threading
 from dataclasses import dataclass
 
 from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
-from labkit.own_python import import_path, own_python
+from labkit.own_python import own_environ, own_python
 from labkit.wire.pipes import Kept, make_pipes, take_rest
 from labkit.wire.spec import WorkerSpec
 
@@ -51,7 +51,7 @@ class SpawnLauncher:
             stderr=write_fds[1],
             pass_fds=[spec_read, lifeline_read, kept_file.fileno(), *read_fds],
             start_new_session=True,
-            env={**spec.environ, "OMP_NUM_THREADS": spec.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": import_path()},
+            env=own_environ({"OMP_NUM_THREADS": "1", **spec.environ}),
         )
         for fd in (*write_fds, spec_read, lifeline_read):
             os.close(fd)
@@ -79,8 +79,9 @@ class SpawnLauncher:
     def count_gpus(self) -> int:
         """Return the number of CUDA devices, asked in a separate process; see :class:`Launcher`."""
         code = "import torch; print(torch.cuda.device_count())"
-        environ = {**os.environ, "PYTHONPATH": import_path()}
-        result = subprocess.run(own_python("-c", code), env=environ, capture_output=True, text=True, check=False, timeout=120)
+        result = subprocess.run(
+            own_python("-c", code), env=own_environ(os.environ), capture_output=True, text=True, check=False, timeout=120
+        )
         return int(result.stdout.strip() or 0) if result.returncode == 0 else 0
 
 

@@ -1,0 +1,24 @@
+"""The kernel of ``labkit run``: ipykernel's, which imports nothing from the notebook's folder before it serves the notebook."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil  # noqa: F401  # the kernel's end imports it, when the folder is on the path
+from ipykernel.kernelapp import IPKernelApp
+
+from labkit.own_python import with_folder
+
+
+class RunKernelApp(IPKernelApp):
+    """ipykernel's application, with the notebook's folder on the import path under ``-P`` too."""
+
+    def init_path(self) -> None:
+        """Put the folder where every kernel has it. IPython itself leaves it out under ``-P``, from 9.7 on."""
+        if not self.ignore_cwd:
+            sys.path[:] = with_folder(sys.path, "")
+
+
+def main() -> None:
+    """Run the kernel."""
+    RunKernelApp.launch_instance()
