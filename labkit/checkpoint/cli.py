@@ -384,7 +384,7 @@ def _print_report(report: Report) -> None:
     from labkit.checkpoint.wording import counted
 
     for finding in report.findings:
-        _say(finding.line())
+        click.echo(finding.line())
     for text in report.unchecked:
         _say(f"not checked: {text}")
     looked = ", ".join(f"{number:,} {name.removesuffix('s') if number == 1 else name}" for name, number in report.checked.items())

@@ -59,7 +59,7 @@ def verify(
         raise
     except CheckpointError as error:
         code = "unsafe" if isinstance(error, UnsafeCheckpointError) else "unreadable"
-        report.error(code, path, str(error).removeprefix(f"{path}: "), "a load fails, or is not safe")
+        report.error(code, path, error, "a load fails, or is not safe")
         return report
     built = verify_against.build_model(model)
     flat = built is not None and verify_against.report_flat(checkpoint, report)

@@ -221,7 +221,7 @@ def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
         report.error(
             "bad-manifest",
             checkpoint.path / manifest.MANIFEST_FILE,
-            str(error),
+            error,
             "nothing tells a complete checkpoint from a damaged one",
         )
         return None

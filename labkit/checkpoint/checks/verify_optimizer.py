@@ -165,7 +165,7 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
             try:
                 yield from map(str, parameters_of_group(reader.value(key), key))
             except CheckpointError as error:
-                report.error("unreadable", key, str(error), "the optimizer's groups cannot be restored")
+                report.error("unreadable", key, error, "the optimizer's groups cannot be restored")
     flattened = {key.removeprefix(head).rpartition(".")[0] for key in keys}
     if not lists:  # flatten_optimizer_state_dict: param_groups.<fqn>.lr
         yield from (name for name in flattened if not name.isdigit())
