@@ -141,6 +141,18 @@ def check_source(
     gate.check(report, "Nothing was written.")
 
 
+def check_ranks(checkpoint: Checkpoint, gate: Gate) -> None:
+    """Check that no file of a rank is missing, where that may be the reason of another error.
+
+    Raises:
+        VerificationError: One is missing, and the caller does not accept that.
+    """
+    report = Report(str(checkpoint.path))
+    for one in checkpoint.parts or [checkpoint]:
+        verify_index.check_ranks(one, report)
+    gate.check(report, "Nothing was written.")
+
+
 def check_written(folder: Path, single: str | None, destination: Path, gate: Gate) -> Checkpoint:
     """Open a checkpoint that was just written, and check it like any other.
 

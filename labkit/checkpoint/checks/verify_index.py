@@ -44,6 +44,14 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
         else:
             what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"
             report.error("short-file", path, what, "a load of what lies at its end fails")
+    check_ranks(checkpoint, report)
+    if checkpoint.kind == "dcp":
+        _check_strays(checkpoint, set(needed), report)
+    return broken
+
+
+def check_ranks(checkpoint: Checkpoint, report: Report) -> None:
+    """Check that no rank's file is missing, and none of files whose names count."""
     if checkpoint.missing_ranks:
         ranks = sorted(checkpoint.ranks.values())
         from_one = ranks == list(range(1, len(ranks) + 1))
@@ -58,9 +66,6 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
     for gap in checkpoint.gaps:
         report_gap = report.error if gap.severity == "error" else report.warning
         report_gap("missing-rank", checkpoint.path, gap.what, "what the others hold is not loaded")
-    if checkpoint.kind == "dcp":
-        _check_strays(checkpoint, set(needed), report)
-    return broken
 
 
 def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from labkit.checkpoint.checks.findings import Gate
+from labkit.checkpoint.checks.verification import check_ranks
 from labkit.checkpoint.checks.verify_against import ModelSource, build_model
 from labkit.checkpoint.contents.contents import Contents, OutTensor, left_out, read_values, top_level
 from labkit.checkpoint.contents.entry_names import DROP_ADVICE
@@ -123,7 +124,11 @@ def migrate(
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = contents_of(checkpoint, copies=copies, only=only, drop=drop)
-    contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
+    try:
+        contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
+    except CheckpointError:
+        check_ranks(checkpoint, gate)  # that a file is missing explains the error better
+        raise
     writer = _writer(contents, chosen, destination, shard_bytes, fields)
     contents.notes += form_note(fields)
     options: dict[str, Any] = {

@@ -268,12 +268,19 @@ def _same_value(left: Any, right: Any) -> bool:
 
 def _undecided(files: Sequence[RankFile], root: Path, why: str) -> AmbiguousCheckpointError:
     patterns = [str(root / pattern) for pattern in _patterns(files)]
+    said = [*(writer for file in files for writer in file.writers)]
+    if not patterns and len(set(said)) == len(said) == len(files) and len({_NUMBER.sub("*", file.name) for file in files}) == 1:
+        patterns = [str(root / _NUMBER.sub("*", files[0].name))]  # a path without the rank leaves it to what the files say
+    way = f"say where the rank stands in their names: {listed([quoted(pattern) for pattern in patterns])}"
+    if not patterns:
+        way = "rename them, or link them in one folder, so that their names differ in the rank alone, as 'rank_0.pt' and so on"
+    elif "{" not in patterns[0]:
+        way = f"let them say which rank each is of: {quoted(patterns[0])}"
     return AmbiguousCheckpointError(
         root,
         f"{len(files)} files may be {len(files)} checkpoints or those of the ranks of one, and {why}",
         [*(str(root / file.name) for file in files[:8]), *patterns],
-        advice="Name one file; or, if they are the files of ranks, say where the rank stands in their names: "
-        f"{listed([quoted(pattern) for pattern in patterns]) or quoted(root / '...{rank}...')}.",
+        advice=f"Name one file; or, if they are the files of ranks, {way}.",
     )
 
 
