@@ -216,6 +216,35 @@ def test_f_the_prefix_of_ddp_goes_and_is_told(tmp_path: Path) -> None:
     assert set(open_checkpoint(tmp_path / "own").tensors) == {"model.module.weight", "model.module.bias"}
 
 
+@pytest.mark.parametrize("ranks", [True, False])
+def test_f_a_name_with_and_without_module_is_listed_and_the_model_or_the_user_decides(tmp_path: Path, ranks: bool) -> None:
+    own = {"weight": ONE, "bias": ONE[0]}
+    inside = {f"module.{name}": value for name, value in own.items()}
+    for rank, names in enumerate((own, inside) if ranks else ({**own, **inside},)):
+        torch.save({"model": names, "step": 3}, folder(tmp_path / "old") / f"rank{rank}.pt")
+    source = tmp_path / ("old/rank{rank}.pt" if ranks else "old/rank0.pt")
+    with pytest.raises(FQNMismatchError, match=r"model\.weight and model\.module\.weight may be one parameter") as caught:
+        migrate(source, tmp_path / "new")
+    assert "--drop 'model.module.*'" in str(caught.value)
+    (finding,) = verify(source).findings
+    assert (finding.code, finding.severity) == ("wrapped-name", "warning")
+    assert "2 names are there with and without a part module: weight and module.weight" in finding.what
+    migrate(source, tmp_path / "left", drop=["model.module.*"])
+    assert set(open_checkpoint(tmp_path / "left").tensors) == {"model.weight", "model.bias"}
+    with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: module\.weight"):
+        migrate(source, tmp_path / "other", model=lambda: torch.nn.Linear(2, 2))
+    both = torch.nn.Linear(2, 2)
+    both.module = torch.nn.Linear(2, 2)  # type: ignore[assignment]
+    migrate(source, tmp_path / "both", model=both)
+    assert set(open_checkpoint(tmp_path / "both").tensors) == {f"model.{name}" for name in (*own, *inside)}
+
+
+def test_f_names_with_and_without_module_of_other_shapes_are_two_parameters(tmp_path: Path) -> None:
+    torch.save({"bias": ONE[0], "module.bias": ONE}, tmp_path / "x.pt")
+    migrate(tmp_path / "x.pt", tmp_path / "new")
+    assert set(open_checkpoint(tmp_path / "new").tensors) == {"bias", "module.bias"}
+
+
 def test_f_a_save_takes_module_out_for_ddp_by_its_type_and_leaves_a_submodule_of_that_name(tmp_path: Path) -> None:
     save(tmp_path / "store", {"model": AveragedModel(torch.nn.Linear(2, 2))}, 1)
     assert set(open_checkpoint(tmp_path / "store").tensors) == {"model.n_averaged", "model.module.weight", "model.module.bias"}

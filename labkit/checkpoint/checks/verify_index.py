@@ -15,7 +15,8 @@ from labkit.checkpoint.index.coverage import Coverage, coverage
 from labkit.checkpoint.index.held import held_in_files
 from labkit.checkpoint.index.manifest import Manifest
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry, unsupported
-from labkit.checkpoint.index.sections import wrappers_of
+from labkit.checkpoint.index.names import twins
+from labkit.checkpoint.index.sections import Nest, name_in, nest_of, wrappers_of
 from labkit.checkpoint.wording import bytes_text, counted, listed
 from labkit.ranks import format_ranks, name_ranks
 
@@ -212,6 +213,18 @@ def check_names(checkpoint: Checkpoint, report: Report) -> None:
                 f"{count} names carry {wrapper!r}",
                 "a model without that wrapper finds none of them with strict=False",
             )
+    nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
+    for entry in checkpoint.section("model"):
+        nests.setdefault(nest_of(entry.path), {})[name_in(entry.path)] = entry.shape
+    pairs = [pair for shapes in nests.values() for pair in twins(shapes)]
+    if pairs:
+        report.warning(
+            "wrapped-name",
+            checkpoint.path,
+            f"{counted(len(pairs), 'name')} {'is' if len(pairs) == 1 else 'are'} there with and without a part module: "
+            f"{listed([' and '.join(pair) for pair in pairs])}",
+            "they may be one parameter, once from inside DDP, and a model has it once",
+        )
     for name in checkpoint.opaque:
         report.error("unsafe", checkpoint.path, f"a pickle asks for {name}", "torch.load(weights_only=False) and DCP run it")
 
