@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import shlex
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.checkpoint import Reader, open_checkpoint
+from labkit.checkpoint import Reader, open_checkpoint, verify
 from labkit.checkpoint.cli import checkpoint as command
 from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError, IncompleteCheckpointError
 
@@ -217,3 +218,74 @@ def test_a_migration_of_half_of_the_ranks_names_the_missing_ones_first(tmp_path:
     arguments = ("migrate", tmp_path / "node0", tmp_path / "new", "--model", f"{model}:build")
     assert "there are files of ranks 0-1, and none of ranks 2-3" in refusal(*arguments)
     assert "its pieces have 4 elements" in refusal(*arguments, "--despite", "missing-rank")
+
+
+class Settings:
+    """A class of a user's own, which no reader of checkpoints knows."""
+
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
+@pytest.mark.parametrize("inside", [Settings(), {"deep": [Settings()]}])
+def test_an_entry_that_asks_for_code_is_named_in_a_command_that_works(tmp_path: Path, inside: Any) -> None:
+    torch.save({"model": {"w": ONE}, "my args": inside}, tmp_path / "x.pt")
+    text = refusal("migrate", tmp_path / "x.pt", tmp_path / "new")
+    (options,) = re.findall(r"\((--despite unsafe --drop .*)\)\.\n", text)
+    result = CliRunner().invoke(command, ["migrate", str(tmp_path / "x.pt"), str(tmp_path / "new"), *shlex.split(options)])
+    assert result.exit_code == 0, result.output
+    assert set(open_checkpoint(tmp_path / "new").tensors) == {"model.w"}
+
+
+def test_a_whole_module_is_to_be_saved_by_its_state_dict(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    text = refusal("migrate", tmp_path / "module.pt", tmp_path / "new")
+    assert "It is a whole module." in text
+    assert "save its state_dict() instead" in text
+    assert "--drop" not in text
+    torch.save({"model": torch.nn.Linear(2, 2), "epoch": 3}, tmp_path / "in.pt")
+    text = refusal("migrate", tmp_path / "in.pt", tmp_path / "new")
+    assert "--despite unsafe --drop 'model'" in text
+    assert "save its state_dict() in the place of model" in text
+
+
+@pytest.mark.parametrize(
+    "content", [b"version https://git-lfs.github.com/spec/v1\noid sha256:abc\nsize 1234\n", b"\n<HTML>404</HTML>"]
+)
+@pytest.mark.parametrize("name", ["x.pt", "x.safetensors", "model.safetensors.index.json", ".metadata"])
+def test_what_came_in_the_place_of_a_file_is_called_what_it_is(tmp_path: Path, content: bytes, name: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    words = "a pointer of Git LFS" if content[:1] == b"v" else "a web page"
+    for path in (tmp_path / name, tmp_path):
+        if path.is_dir() and name.endswith("json"):
+            continue  # any other JSON file may lie there
+        told = CliRunner().invoke(command, ["verify", str(path)]).output
+        assert words in told
+        assert "cut off" not in told
+
+
+def test_an_empty_directory_and_one_without_a_checkpoint_have_a_next_step(tmp_path: Path) -> None:
+    (tmp_path / "x.pt").mkdir()
+    assert "x.pt: the directory holds no checkpoint, since it is empty. Name the one that holds the checkpoint" in refusal(
+        "verify", tmp_path / "x.pt"
+    )
+    (tmp_path / "x.pt/notes.txt").write_text("x")
+    assert "Name the file or the directory that holds it." in refusal("verify", tmp_path / "x.pt")
+
+
+def test_keys_that_join_to_one_name_have_a_next_step(tmp_path: Path) -> None:
+    torch.save({"dotted": {"a.b": ONE, "a": {"b": ONE}}}, tmp_path / "x.pt")
+    text = refusal("migrate", tmp_path / "x.pt", tmp_path / "new")
+    assert "two different entries flatten to the name 'dotted.a.b'" in text
+    assert "give one of the keys that make it another name without a dot, and save it again" in text
+
+
+def test_a_file_that_the_index_calls_by_another_way_to_it_is_no_stray(tmp_path: Path) -> None:
+    dcp.save({"w": ONE}, checkpoint_id=tmp_path / "d", no_dist=True)
+    metadata = pickle.loads((tmp_path / "d/.metadata").read_bytes())
+    for place in metadata.storage_data.values():
+        place.relative_path = f"./{place.relative_path}"
+    (tmp_path / "d/.metadata").write_bytes(pickle.dumps(metadata))
+    assert verify(tmp_path / "d").findings == []
+    (tmp_path / "d/__9_0.distcp").write_bytes(b"x")
+    assert [finding.code for finding in verify(tmp_path / "d").findings if finding.code == "stray-file"] == ["stray-file"]

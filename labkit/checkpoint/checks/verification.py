@@ -12,6 +12,7 @@ from pathlib import Path
 
 from labkit.checkpoint.checks import verify_against, verify_data, verify_index, verify_optimizer
 from labkit.checkpoint.checks.findings import Gate, Report
+from labkit.checkpoint.checks.unsafe_entries import way_without
 from labkit.checkpoint.checks.verify_against import ModelSource
 from labkit.checkpoint.checks.verify_data import Progress
 from labkit.checkpoint.data.read import Reader
@@ -94,11 +95,17 @@ def open_source(path: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -
         UnsafeCheckpointError: Its pickle names something outside the allow-list, and the caller does not accept that.
         CheckpointError: As :func:`open_checkpoint`.
     """
-    try:
-        unknown: Unknown = "opaque" if gate.allows("unsafe") else "refuse"
+
+    def opened(unknown: Unknown) -> Checkpoint:
         return open_parts(path, parts, unknown=unknown) if parts else open_checkpoint(path, unknown=unknown)
+
+    try:
+        return opened("opaque" if gate.allows("unsafe") else "refuse")
     except UnsafeCheckpointError as error:
-        advice = "To go on without it, pass despite=['unsafe'] (--despite unsafe) and leave it out with drop (--drop NAME)."
+        try:
+            advice = way_without(opened("opaque"))
+        except CheckpointError:
+            advice = way_without(None)
         raise UnsafeCheckpointError(error.path, error.names, advice=advice) from None
 
 

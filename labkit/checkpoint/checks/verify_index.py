@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.errors import CheckpointError
@@ -70,8 +70,9 @@ def check_ranks(checkpoint: Checkpoint, report: Report) -> None:
 
 
 def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> None:
+    here = {PurePosixPath(name).as_posix() for name in named}  # an index may say ./__0_0.distcp
     for path in sorted(checkpoint.root.glob("*.distcp")):
-        if path.name not in named:
+        if path.name not in here:
             report.warning("stray-file", path, "the index does not name it", "it is left from another save, and takes space")
     written = (checkpoint.root / METADATA_FILE).stat().st_mtime
     late = [

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
+from labkit.checkpoint.files.mistaken_files import refuse_mistaken
 from labkit.checkpoint.files.plain_files import is_inside, open_regular, read_regular, regular_size
 from labkit.checkpoint.formats.dcp_versions import METADATA_MODULE, note_form
 from labkit.checkpoint.formats.large_index import reading
@@ -50,6 +51,8 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
         if columns.opaque and unknown == "refuse":
             raise UnsafeCheckpointError(path, columns.opaque)
         return _guarded(path, columns.opaque, lambda: _from_columns(root, path, size, columns))
+    if not data.startswith(b"\x80"):
+        refuse_mistaken(path)
     metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
     if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
         raise UnsafeCheckpointError(path, opaque) if opaque else CheckpointFormatError(path, "it holds no DCP metadata")

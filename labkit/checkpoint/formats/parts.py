@@ -28,6 +28,7 @@ from labkit.checkpoint.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
 )
+from labkit.checkpoint.files.mistaken_files import refuse_mistaken
 from labkit.checkpoint.files.plain_files import is_inside, open_regular, parse_json, read_regular, refuse_special, regular_size
 from labkit.checkpoint.formats.archive import TorchArchive
 from labkit.checkpoint.formats.counted_names import lacking, rank_pattern
@@ -145,6 +146,7 @@ def listed_in(index: Path) -> list[str] | None:
         content = parse_json(read_regular(index))
         names = sorted(set(content["weight_map"].values())) if isinstance(content, dict) and "weight_map" in content else None
     except (ValueError, TypeError, AttributeError, RecursionError):
+        refuse_mistaken(index)
         raise CheckpointFormatError(index, "it has no readable weight_map") from None
     for name in names or ():
         if not is_inside(name):
@@ -184,7 +186,14 @@ def only_part(root: Path) -> Part:
     """
     parts = parts_of(root)
     if not parts:
-        raise CheckpointNotFoundError(root, "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors)")
+        empty = not any(root.iterdir())
+        raise CheckpointNotFoundError(
+            root,
+            "the directory holds no checkpoint, since it is empty. Name the one that holds the checkpoint, or copy its files into this one."
+            if empty
+            else "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors). Name the file or the "
+            "directory that holds it.",
+        )
     if len(parts) == 1 and parts[0].format != "directory":
         check_numbered(root, parts[0].files)
         return parts[0]
