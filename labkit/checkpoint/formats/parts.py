@@ -189,7 +189,8 @@ def only_part(root: Path) -> Part:
         empty = not any(root.iterdir())
         raise CheckpointNotFoundError(
             root,
-            "the directory holds no checkpoint, since it is empty. Name the one that holds the checkpoint, or copy its files into this one."
+            "the directory holds no checkpoint, since it is empty. Name the one that holds the checkpoint, or copy its files into "
+            "this one."
             if empty
             else "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors). Name the file or the "
             "directory that holds it.",
