@@ -202,6 +202,8 @@ def test_sharded_files_that_begin_anew_on_each_node_are_offered_by_what_they_say
     assert pattern == f"{tmp_path}/old/node*/ckpt_rank_*.pt"
     with Reader(open_checkpoint(pattern)) as reader:
         assert torch.equal(reader.tensor("model.weight"), torch.arange(4.0).reshape(4, 1).expand(4, 2))
+    wrong = refusal("show", tmp_path / "old/node{rank}/ckpt_rank_0.pt")
+    assert "node1/ckpt_rank_0.pt says that rank 2 wrote it, where the path gives it rank 1" in wrong
     text = refusal("show", tmp_path / "old/node1")
     (pattern,) = re.findall(r"let them say which rank each is of: '(.*)'\.", text)
     assert open_checkpoint(pattern).ranks == {"ckpt_rank_0.pt": 2, "ckpt_rank_1.pt": 3}

@@ -23,7 +23,7 @@ from labkit.checkpoint.convert.rename import Rule
 from labkit.checkpoint.convert.several_optimizers import Order
 from labkit.checkpoint.convert.transform import Options, transform
 from labkit.checkpoint.data.rank_copies import Copies
-from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from labkit.checkpoint.formats.dcp_versions import fields_for, form_note
 from labkit.checkpoint.index.sections import name_in, nest_of, nest_text
 from labkit.checkpoint.wording import quoted
@@ -126,7 +126,7 @@ def migrate(
     contents = contents_of(checkpoint, copies=copies, only=only, drop=drop)
     try:
         contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
-    except CheckpointError:
+    except CheckpointMismatchError:
         check_ranks(checkpoint, gate)  # that a file is missing explains the error better
         raise
     writer = _writer(contents, chosen, destination, shard_bytes, fields)

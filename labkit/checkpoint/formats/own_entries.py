@@ -1,6 +1,6 @@
-"""Know what each rank has its own of, in files that agree otherwise: the states of random generators.
+"""Know what each rank has its own of, in files that agree otherwise: random states, and shares of flattened moments.
 
-They are known by their form, as torch, Python and numpy give it, and never by what the user has called them:
+Random states are known by their form, as torch, Python and numpy give it, and never by what the user has called them:
 
 | generator | form |
 | --- | --- |
@@ -14,11 +14,13 @@ They are known by their form, as torch, Python and numpy give it, and never by w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from labkit.checkpoint.index.model import Checkpoint, Path_
+from labkit.checkpoint.index.model import Checkpoint, Path_, TensorEntry
+from labkit.checkpoint.index.sections import is_moment_piece
 
 _TORCH_SHAPES = ((5056,), (16,))
 _PYTHON_NUMBERS = 625
@@ -39,6 +41,23 @@ def own_entries(content: Checkpoint, rank: int) -> set[str]:
     own |= {key for key, path in paths.items() if any(path[:at] in generators for at in range(len(path)))}
     own |= {key for key, entry in content.tensors.items() if entry.dtype == torch.uint8 and entry.shape in _TORCH_SHAPES}
     return own | {key for key, entry in content.values.items() if _is_random_state(entry.inline)}
+
+
+def shares_of(contents: Sequence[Checkpoint]) -> tuple[set[str], set[str]]:
+    """Return the moments that are shares of flattened ones; and, if there are any, all numbered state, which a rank may lack."""
+    lengths: dict[str, set[tuple[int, ...]]] = {}
+    for content in contents:
+        for entry in content.section("optimizer"):
+            if is_moment_piece(entry):
+                lengths.setdefault(entry.key, set()).add(entry.shape)
+    weights = {entry.shape for content in contents for entry in content.section("model")}
+    shares = {key for key, found in lengths.items() if len(found) > 1 or not found & weights}
+    states = [{entry.key for entry in content.section("optimizer") if _is_numbered(entry)} for content in contents]
+    return shares, states[0].union(*states) - states[0].intersection(*states) if shares else set()
+
+
+def _is_numbered(entry: TensorEntry) -> bool:
+    return any(str(key).isdigit() for key in entry.path[-2:-1])
 
 
 def _is_random_state(value: Any) -> bool:

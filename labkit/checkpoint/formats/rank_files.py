@@ -32,9 +32,9 @@ import torch
 from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError, CheckpointFormatError
 from labkit.checkpoint.files.plain_files import open_regular
 from labkit.checkpoint.formats.counted_names import MOST_RANKS, rank_pattern
-from labkit.checkpoint.formats.own_entries import own_entries
+from labkit.checkpoint.formats.own_entries import own_entries, shares_of
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry
-from labkit.checkpoint.index.sections import classify, is_moment_piece
+from labkit.checkpoint.index.sections import classify
 from labkit.checkpoint.pickles import safe_pickle
 from labkit.checkpoint.pickles.values import digest
 from labkit.checkpoint.wording import listed, quoted
@@ -96,6 +96,7 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     Ranks: local. Reads the first bytes of tensors that several files hold.
     """
     if told is not None:
+        _refuse_contradiction(files, root, told)
         return dict(told)
     if len(files) == 1:
         return {files[0].name: next(iter(files[0].writers))} if len(files[0].writers) == 1 else None
@@ -106,6 +107,14 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     if any(file.writers for file in files):
         raise _undecided(files, root, "not each of them says of one rank that it wrote it")
     return _by_equal_weights(files, root)
+
+
+def _refuse_contradiction(files: Sequence[RankFile], root: Path, told: Mapping[str, int]) -> None:
+    said = {file.name: next(iter(file.writers)) for file in files if len(file.writers) == 1}
+    wrong = [name for name, rank in said.items() if told[name] != rank]
+    if wrong and len(set(said.values())) == len(files):  # ranks of a group of replicas, which several files have, say nothing
+        name = wrong[0]
+        raise _undecided(files, root, f"{name} says that rank {said[name]} wrote it, where the path gives it rank {told[name]}")
 
 
 def missing_ranks(path: object, ranks: Collection[int], world_size: int = 0) -> tuple[int, ...]:
@@ -178,7 +187,7 @@ def _different_moments(files: Sequence[RankFile], root: Path, numbers: Mapping[s
         numbers: File name to the number that may be its rank.
     """
     contents = [_classified(file, root) for file in files]
-    shares, numbered = _shares(contents)
+    shares, numbered = shares_of(contents)
     compared: list[dict[str, str]] = []
     for file, content in zip(files, contents, strict=True):
         entries: list[TensorEntry | ValueEntry] = [*content.tensors.values(), *content.values.values()]
@@ -205,23 +214,6 @@ def _different_moments(files: Sequence[RankFile], root: Path, numbers: Mapping[s
             return f"{min(dark)} is no plain data, so it is unknown whether it differs"
     weights = any(entry.key in compared[0] for entry in contents[0].section("model"))
     return "" if weights else "they have no weights in common by which to see that they are of one moment"
-
-
-def _shares(contents: Sequence[Checkpoint]) -> tuple[set[str], set[str]]:
-    """Return the moments that are shares of flattened ones; and, if there are any, all numbered state, which a rank may lack."""
-    lengths: dict[str, set[tuple[int, ...]]] = {}
-    for content in contents:
-        for entry in content.section("optimizer"):
-            if is_moment_piece(entry):
-                lengths.setdefault(entry.key, set()).add(entry.shape)
-    weights = {entry.shape for content in contents for entry in content.section("model")}
-    shares = {key for key, found in lengths.items() if len(found) > 1 or not found & weights}
-    states = [{entry.key for entry in content.section("optimizer") if _is_numbered(entry)} for content in contents]
-    return shares, states[0].union(*states) - states[0].intersection(*states) if shares else set()
-
-
-def _is_numbered(entry: TensorEntry) -> bool:
-    return any(str(key).isdigit() for key in entry.path[-2:-1])
 
 
 def _classified(file: RankFile, root: Path) -> Checkpoint:
