@@ -140,13 +140,15 @@ class CheckpointMismatchError(CheckpointError):
     max_listed = 12
     #: The statement about ``path`` in the first line.
     verdict = "does not fit"
+    #: What is left as it is in problems; line breaks, where the problems are printable already and may be of several lines.
+    _kept = ""
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
         self.path, self.problems = str(path), tuple(problems)
         lines = [self._headline(), *(f"  - {problem}" for problem in self._listed())]
         if advice:
             lines.append(advice)
-        super().__init__("\n".join(map(printable, lines)))
+        super().__init__("\n".join(printable(line, keep=self._kept) for line in lines))
 
     def __str__(self) -> str:
         return Exception.__str__(self)
@@ -216,8 +218,10 @@ class VerificationError(CheckpointMismatchError):
     Attributes:
         codes: The errors' codes, sorted.
 
-    ``problems`` are the findings, one line each.
+    ``problems`` are the findings, as lines for people.
     """
+
+    _kept = "\n"
 
     def __init__(self, path: object, problems: Sequence[str], *, codes: Sequence[str], advice: str = "") -> None:
         self.codes = tuple(codes)

@@ -184,7 +184,7 @@ def cut_file(folder: Path) -> Path:
 def without_rank(folder: Path) -> Path:
     for rank in (1, 2):
         (folder / "files").mkdir(exist_ok=True)
-        torch.save(state() | {"rng": torch.tensor([rank])}, folder / f"files/state_{rank}.pt")
+        torch.save(state() | {"rng": torch.tensor([rank] * 16, dtype=torch.uint8)}, folder / f"files/state_{rank}.pt")
     return folder / "files"
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import struct
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from labkit.checkpoint import Reader, open_checkpoint, verify
+from labkit.checkpoint import Reader, migrate, open_checkpoint, verify
 from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError, UnsafeCheckpointError
 from labkit.checkpoint.pickles import safe_pickle
 from labkit.checkpoint.pickles.allow_list import RECORD_NAMES
@@ -361,3 +363,24 @@ def test_s9_nothing_is_hidden_by_a_long_message(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(torch_file(tmp_path / "x.pt", data))
     assert len(re.sub(r"\s+", " ", str(caught.value))) < 1000
+
+
+@pytest.mark.parametrize("factory", [list, dict, int, float, str, tuple, bool, set, OrderedDict, None])
+def test_a_defaultdict_of_plain_things_is_read_as_a_dict(tmp_path: Path, factory: Any) -> None:
+    counts = defaultdict(factory, {"a": [1, 2], 3: "b"})
+    torch.save({"w": torch.ones(2, 2), "seen": counts, "none": defaultdict(factory)}, tmp_path / "x.pt")
+    assert verify(tmp_path / "x.pt").ok
+    migrate(tmp_path / "x.pt", tmp_path / "y.pt")
+    again = torch.load(tmp_path / "y.pt", weights_only=True)
+    assert (again["seen"], type(again["seen"]), again["none"]) == ({"a": [1, 2], 3: "b"}, dict, {})
+
+
+@pytest.mark.parametrize("call", [b"cbuiltins\nlist\n(cbuiltins\nrange\n(J\x00\x00\x00\x10tRtR.", b"cbuiltins\nlist\n)\x81."])
+def test_a_class_that_may_be_a_factory_may_not_be_called(call: bytes) -> None:
+    with pytest.raises(UnsafeCheckpointError, match=r"builtins\.list"):
+        safe_pickle.load(b"\x80\x02" + call, "x")
+
+
+def test_a_defaultdict_that_makes_what_nobody_knows_is_unsafe() -> None:
+    with pytest.raises(UnsafeCheckpointError, match=r"os\.getcwd|posix\.getcwd"):
+        safe_pickle.load(pickle.dumps(defaultdict(os.getcwd)), "x")

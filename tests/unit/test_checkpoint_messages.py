@@ -171,3 +171,30 @@ def test_a_file_that_may_not_be_read_is_one_message(
         patch.setattr(os, "open", refused)
         text = run(name, saved, *rest)
     assert text == f"Error: {saved}: Permission denied\n"
+
+
+def test_a_refusal_of_several_lines_is_shown_by_verify_as_it_is_and_names_in_it_are_escaped(tmp_path: Path) -> None:
+    root = tmp_path / "two\nlines"
+    for name in ("last.ckpt", "be\nst.ckpt"):
+        root.mkdir(exist_ok=True)
+        torch.save({"w": torch.ones(2, 2)}, root / name)
+    told = CliRunner().invoke(command, ["verify", str(root)])
+    lines = told.output.splitlines()
+    assert lines[0].startswith("error: ")
+    assert "two\\nlines: it holds 2 checkpoints" in lines[0]
+    assert lines[1:3] == ["  - be\\nst.ckpt  (torch.save)", "  - last.ckpt  (torch.save)"]
+    assert lines[3].startswith("Name one of them")
+    assert lines[3].endswith("[unreadable]")
+    assert len(lines) == 5
+    (finding,) = verify(root).findings
+    assert finding.what.startswith("it holds 2 checkpoints")
+
+
+def test_names_in_findings_cannot_make_lines_of_their_own(tmp_path: Path) -> None:
+    fake = "w\nerror: nothing: all is lost"
+    torch.save({fake: torch.tensor([float("nan")]), f"module.{fake}": torch.ones(2)}, tmp_path / "x.pt")
+    told = CliRunner().invoke(command, ["verify", str(tmp_path / "x.pt"), "--finite"])
+    assert not any(line.startswith("error: nothing") for line in told.output.splitlines())
+    with pytest.raises(CheckpointError) as caught:
+        migrate(tmp_path / "x.pt", tmp_path / "new", model=lambda: torch.nn.Linear(2, 2))
+    assert not any(line.startswith("error: nothing") for line in str(caught.value).splitlines())

@@ -1,9 +1,12 @@
-"""Files that look like copies and are not: shards without a place, ranks that have drifted, partitions of DeepSpeed."""
+"""Files that look like copies and are not: shards without a place, drifted ranks, what DeepSpeed or Megatron has cut."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,3 +113,47 @@ def test_shards_of_a_model_that_deepspeed_has_cut_are_refused_alone_and_together
     assert not (tmp_path / "new").exists()
     torch.save({"module": {"w": torch.ones(2, 4)}, "mp_world_size": 1}, tmp_path / "whole.pt")
     migrate(tmp_path / "whole.pt", tmp_path / "new")
+
+
+def megatron(sizes: dict[str, int], form: Any, rank: int = 0) -> dict[str, Any]:
+    model = {"w": torch.full((2, 4), float(rank)), "norm": torch.ones(4)}
+    moments = {"state": {0: {"exp_avg": torch.ones(2, 4)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    return {"args": form({**sizes, "hidden_size": 4}), "iteration": 3, "model": model, "optimizer": moments}
+
+
+FORMS = [dict, lambda sizes: Namespace(**sizes), lambda sizes: SimpleNamespace(**sizes), lambda sizes: {"model": sizes}]
+TENSOR, PIPELINE, EXPERT = (f"{kind}_model_parallel_size" for kind in ("tensor", "pipeline", "expert"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("sizes", [{TENSOR: 2, PIPELINE: 1}, {TENSOR: 1, PIPELINE: 2}, {EXPERT: 4}])
+@pytest.mark.parametrize("options", [{"only": ["model"]}, {"drop": ["args*", "optimizer.*"]}, {"order": ["w"]}])
+def test_one_rank_of_a_model_that_megatron_has_cut_is_refused_and_its_own_tool_named(
+    tmp_path: Path, form: Any, sizes: dict[str, int], options: dict[str, Any]
+) -> None:
+    (tmp_path / "mp_rank_00").mkdir()
+    torch.save(megatron(sizes, form), tmp_path / "mp_rank_00/model_optim_rng.pt")
+    (name,) = (name for name, size in sizes.items() if size > 1)
+    for source in (tmp_path / "mp_rank_00", tmp_path / "mp_rank_00/model_optim_rng.pt"):
+        with pytest.raises(RankDivergenceError, match=rf"(?s){name} is {sizes[name]}.*tools/checkpoint/convert\.py") as caught:
+            migrate(source, tmp_path / "new", **options)
+        assert "zero_to_fp32" not in str(caught.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_all_ranks_of_a_model_that_megatron_has_cut_are_refused_with_the_number_of_any(tmp_path: Path) -> None:
+    for rank in range(2):
+        content = megatron({TENSOR: 1 + rank}, lambda sizes: Namespace(**sizes), rank)
+        torch.save(content, tmp_path / f"mp_rank_{rank:02}.pt")
+    for copies in ("refuse", "first"):
+        with pytest.raises(RankDivergenceError, match=rf"{TENSOR} is 2"):
+            migrate(tmp_path / "mp_rank_{rank}.pt", tmp_path / "new", drop=["optimizer.*"], copies=copies)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_model_that_megatron_has_not_cut_is_whole(tmp_path: Path, form: Any) -> None:
+    torch.save(megatron({TENSOR: 1, PIPELINE: 1}, form), tmp_path / "whole.pt")
+    migrate(tmp_path / "whole.pt", tmp_path / "new", only=["model"])
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert torch.equal(reader.tensor("model.norm"), torch.ones(4))
+        assert torch.equal(reader.tensor("model.w"), torch.zeros(2, 4))

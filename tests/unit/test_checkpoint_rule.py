@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -59,11 +62,15 @@ def test_b_ranks_keep_their_numbers_and_missing_ones_are_an_error(tmp_path: Path
     for rank in (2, 3):
         state = {"model": {"w": ONE}, "dataloader": {"perm": torch.tensor([rank]), "pos": rank}}
         torch.save(state, folder(tmp_path / "B") / f"ckpt_rank_{rank}.pt")
-    checkpoint = open_checkpoint(tmp_path / "B")
+    pattern = tmp_path / "B/ckpt_rank_{rank}.pt"
+    with pytest.raises(AmbiguousCheckpointError, match=r"dataloader\.perm differs") as caught:
+        open_checkpoint(tmp_path / "B")
+    assert str(pattern) in caught.value.readings
+    checkpoint = open_checkpoint(pattern)
     assert checkpoint.ranks == {"ckpt_rank_2.pt": 2, "ckpt_rank_3.pt": 3}
     assert checkpoint.missing_ranks == (0, 1)
     assert checkpoint.values["dataloader.pos"].replicas == {2: 2, 3: 3}
-    (finding,) = [finding for finding in verify(tmp_path / "B").findings if finding.severity == "error"]
+    (finding,) = [finding for finding in verify(pattern).findings if finding.severity == "error"]
     assert finding.code == "missing-rank"
     assert "ranks 2-3, and none of ranks 0-1" in finding.what
 
@@ -207,6 +214,35 @@ def test_f_the_prefix_of_ddp_goes_and_is_told(tmp_path: Path) -> None:
     own.module = torch.nn.Linear(2, 2)
     migrate(tmp_path / "x.pt", tmp_path / "own", model=own)
     assert set(open_checkpoint(tmp_path / "own").tensors) == {"model.module.weight", "model.module.bias"}
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_f_a_name_with_and_without_module_is_listed_and_the_model_or_the_user_decides(tmp_path: Path, ranks: bool) -> None:
+    own = {"weight": ONE, "bias": ONE[0]}
+    inside = {f"module.{name}": value for name, value in own.items()}
+    for rank, names in enumerate((own, inside) if ranks else ({**own, **inside},)):
+        torch.save({"model": names, "step": 3}, folder(tmp_path / "old") / f"rank{rank}.pt")
+    source = tmp_path / ("old/rank{rank}.pt" if ranks else "old/rank0.pt")
+    with pytest.raises(FQNMismatchError, match=r"model\.weight and model\.module\.weight may be one parameter") as caught:
+        migrate(source, tmp_path / "new")
+    assert "--drop 'model.module.*'" in str(caught.value)
+    (finding,) = verify(source).findings
+    assert (finding.code, finding.severity) == ("wrapped-name", "warning")
+    assert "2 names are there with and without a part module: weight and module.weight" in finding.what
+    migrate(source, tmp_path / "left", drop=["model.module.*"])
+    assert set(open_checkpoint(tmp_path / "left").tensors) == {"model.weight", "model.bias"}
+    with pytest.raises(CheckpointError, match=r"unexpected in the checkpoint: module\.weight"):
+        migrate(source, tmp_path / "other", model=lambda: torch.nn.Linear(2, 2))
+    both = torch.nn.Linear(2, 2)
+    both.module = torch.nn.Linear(2, 2)  # type: ignore[assignment]
+    migrate(source, tmp_path / "both", model=both)
+    assert set(open_checkpoint(tmp_path / "both").tensors) == {f"model.{name}" for name in (*own, *inside)}
+
+
+def test_f_names_with_and_without_module_of_other_shapes_are_two_parameters(tmp_path: Path) -> None:
+    torch.save({"bias": ONE[0], "module.bias": ONE}, tmp_path / "x.pt")
+    migrate(tmp_path / "x.pt", tmp_path / "new")
+    assert set(open_checkpoint(tmp_path / "new").tensors) == {"bias", "module.bias"}
 
 
 def test_f_a_save_takes_module_out_for_ddp_by_its_type_and_leaves_a_submodule_of_that_name(tmp_path: Path) -> None:
@@ -356,7 +392,83 @@ def test_c_equal_weights_with_another_epoch_or_at_far_numbers_are_no_ranks(tmp_p
         open_checkpoint(tmp_path / "e")
     with pytest.raises(AmbiguousCheckpointError, match=r"up to 200 would be missing"):
         open_checkpoint(tmp_path / "s")
-    assert open_checkpoint(tmp_path / "r").ranks == {"file_0.pt": 0, "file_1.pt": 1}
+    with pytest.raises(AmbiguousCheckpointError, match=r"rank differs"):
+        open_checkpoint(tmp_path / "r")
+    assert open_checkpoint(tmp_path / "r/file_{rank}.pt").ranks == {"file_0.pt": 0, "file_1.pt": 1}
+
+
+def moments(count: int, scale: float = 1) -> dict[str, Any]:
+    return {"state": {0: {"exp_avg": ONE * scale, "step": torch.tensor(float(count))}}, "param_groups": [{"params": [0]}]}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "why"),
+    [
+        ({"epoch": 0}, {"epoch": 1}, "epoch differs"),
+        ({"epoch": 0}, {"epoch": 1, "ema": {"w": ONE * 2}}, r"only ckpt_1\.pt holds ema"),
+        ({"epoch": 0}, {"epoch": 1, "best": 0.5}, r"only ckpt_1\.pt holds best"),
+        ({"epoch": 0, "optimizer": moments(3)}, {"epoch": 1}, r"only ckpt_0\.pt holds optimizer"),
+        ({"global_step": torch.tensor(100)}, {"global_step": torch.tensor(200)}, "global_step differs"),
+        ({"loop": {"seen": [1, 2]}}, {"loop": {"seen": [1, 3]}}, r"loop\.seen differs"),
+        ({"ema": {"w": ONE}}, {"ema": {"w": ONE * 2}}, r"ema\.w differs"),
+        ({"optimizer": moments(3)}, {"optimizer": moments(3, 2)}, r"optimizer\.state\.0\.exp_avg differs"),
+        ({"args": Namespace(epoch=0)}, {"args": Namespace(epoch=1)}, r"args is no plain data"),
+        ({"model2": {"a": ONE}}, {"model2": {"a": ONE, "b": ONE}}, r"only ckpt_1\.pt holds model2\.b"),
+    ],
+)
+def test_epochs_with_frozen_weights_are_no_ranks_and_both_readings_are_listed_and_work(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], why: str
+) -> None:
+    root = folder(tmp_path / "old")
+    for number, more in enumerate((first, second)):
+        torch.save({"model": {"w": ONE}, **more}, root / f"ckpt_{number}.pt")
+    (finding,) = verify(root).findings
+    assert finding.code == "unreadable"
+    with pytest.raises(AmbiguousCheckpointError, match=why) as caught:
+        migrate(root, tmp_path / "new")
+    assert caught.value.readings == (*(str(root / f"ckpt_{number}.pt") for number in range(2)), str(root / "ckpt_{rank}.pt"))
+    for reading in caught.value.readings:
+        assert open_checkpoint(reading).tensors.keys() >= {"model.w"}
+
+
+def test_the_pattern_is_the_users_word_that_a_count_is_each_ranks_own(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"model": {"w": ONE}, "rank": rank}, folder(tmp_path / "old") / f"f{rank}.pt")
+    result = migrate(tmp_path / "old/f{rank}.pt", tmp_path / "new")
+    assert "rank differs between the rank files and is keyed by rank" in result.notes
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert [reader.value(f"rank.rank_{rank}") for rank in range(2)] == [0, 1]
+
+
+def random_states(seed: int) -> list[Any]:
+    python, numpy = random.Random(seed), np.random.RandomState(seed)
+    return [
+        {"cpu": torch.Generator().manual_seed(seed).get_state(), "cuda": [torch.full((16,), seed, dtype=torch.uint8)]},
+        {"py": python.getstate(), "list": list(python.getstate()), "np": numpy.get_state()},
+        {"new": np.random.default_rng(seed).bit_generator.state, "dict": numpy.get_state(legacy=False)},
+        {f"rank_{seed}": {"position": seed}},
+    ]
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_files_that_differ_in_the_states_of_generators_alone_are_ranks_whatever_those_are_called(tmp_path: Path, kind: int) -> None:
+    for rank in range(2):
+        torch.save({"model": {"w": ONE}, "epoch": 3, "abc": random_states(rank)[kind]}, folder(tmp_path / "old") / f"e_{rank}.pt")
+    assert open_checkpoint(tmp_path / "old").ranks == {"e_0.pt": 0, "e_1.pt": 1}
+
+
+@pytest.mark.parametrize(("rows", "same"), [((3, 3), False), ((3, 1), True), ((2, 2), True)])
+def test_numbered_moments_that_differ_are_shares_only_where_their_length_says_so(
+    tmp_path: Path, rows: tuple[int, int], same: bool
+) -> None:
+    for rank, length in enumerate(rows):
+        state = {"state": {0: {"exp_avg": torch.full((length,), float(rank))}}, "param_groups": [{"params": [0]}]}
+        torch.save({"model": {"b": torch.ones(3)}, "optim": state}, folder(tmp_path / "old") / f"s{rank}.pt")
+    if same:
+        assert open_checkpoint(tmp_path / "old").ranks == {"s0.pt": 0, "s1.pt": 1}
+    else:
+        with pytest.raises(AmbiguousCheckpointError, match=r"optim\.state\.0\.exp_avg differs"):
+            open_checkpoint(tmp_path / "old")
 
 
 # -- names of every kind over files that say who they are -------------------------------------------------------------
@@ -392,8 +504,8 @@ def test_names_of_any_kind_give_the_right_ranks_or_are_refused(
     files, from_zero = layout
     root = tmp_path_factory.mktemp("names")
     for name, rank, step in files:
-        state = {"model": {"w": torch.full((2, 2), float(step))}, "who": {"rank": rank, "step": step, "mark": torch.tensor([rank])}}
-        torch.save(state, root / name)
+        own = torch.tensor([rank] * 16, dtype=torch.uint8)  # of a GPU's random state
+        torch.save({"model": {"w": torch.full((2, 2), float(step))}, "step": step, "rng": own}, root / name)
     try:
         checkpoint = open_checkpoint(root)
     except AmbiguousCheckpointError:

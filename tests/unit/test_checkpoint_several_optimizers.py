@@ -11,6 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
+from torch.distributed.checkpoint.state_dict import set_state_dict
 
 from labkit.checkpoint import Reader, migrate, open_checkpoint, verify
 from labkit.checkpoint.cli import checkpoint as command
@@ -157,3 +158,125 @@ def test_names_of_an_order_lose_the_wrappers_that_the_model_loses(tmp_path: Path
     for index, name in enumerate(("norm.bias", "module.norm.bias", "_orig_mod.module.norm.bias")):
         migrate(tmp_path / "x.pt", tmp_path / f"new{index}", order=[name])
         assert set(open_checkpoint(tmp_path / f"new{index}").tensors) == {"model.norm.bias", "opt.state.norm.bias.exp_avg"}
+
+
+def twins() -> Both:
+    """Two networks of one class, so that the names and shapes of both are the same."""
+    torch.manual_seed(0)
+    both: Both = {}
+    for name in ("netG", "netD"):
+        model = net()
+        optimizer = torch.optim.AdamW(list(model.parameters())[::-1])
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        both[name] = model, optimizer
+    return both
+
+
+def home_made(both: Both) -> dict[str, Any]:
+    return {name: model.state_dict() for name, (model, _) in both.items()} | {
+        f"opt{name[3:]}": optimizer.state_dict() for name, (_, optimizer) in both.items()
+    }
+
+
+@pytest.mark.parametrize("heads", [("", ""), ("netG.", "netD."), ("", "netD."), ("netG.", "")])
+def test_state_beside_models_of_its_own_is_written_under_the_names_in_them_and_torch_loads_it(
+    tmp_path: Path, heads: tuple[str, str]
+) -> None:
+    both = twins()
+    torch.save(home_made(both), tmp_path / "x.pt")
+    order = {f"opt{name[3:]}": names_of(both, name, head) for name, head in zip(both, heads, strict=True)}
+    migrate(tmp_path / "x.pt", tmp_path / "new", order=order)
+    check(tmp_path / "new", both, {"netG": "optG", "netD": "optD"}, False)
+    migrate(tmp_path / "x.pt", tmp_path / "new.pt", order=order)
+    saved = torch.load(tmp_path / "new.pt", weights_only=True)
+    for name, (model, optimizer) in both.items():
+        again = net()
+        fresh = torch.optim.AdamW(again.parameters())
+        set_state_dict(again, fresh, model_state_dict=saved[name], optim_state_dict=saved[f"opt{name[3:]}"])
+        for mine, theirs in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(optimizer.state[mine]["exp_avg"], fresh.state[theirs]["exp_avg"])
+
+
+@pytest.mark.parametrize("layout", [home_made, in_a_list])
+def test_a_parameter_that_the_orders_of_two_optimizers_name_is_refused(tmp_path: Path, layout: Callable[[Both], Any]) -> None:
+    both = twins()
+    torch.save(layout(both), tmp_path / "x.pt")
+    roots = ("optG", "optD") if layout is home_made else ("optimizer.0", "optimizer.1")
+    key = "netG.0.weight" if layout is home_made else "model.netG.0.weight"
+    with pytest.raises(FQNMismatchError, match=rf"{roots[0]} and {roots[1]} would both have {key}"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", order=dict.fromkeys(roots, names_of(both, "netG", "netG.")))
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_parameter_that_the_orders_of_two_optimizers_name_is_refused_with_a_model_too(tmp_path: Path) -> None:
+    torch.save(in_dicts(trained()), tmp_path / "x.pt")
+    order = {f"{name[0]}_optimizer": names_of(trained(), name, f"{name}.") for name in ("generator", "discriminator")}
+    order["d_optimizer"][0] = "generator.1.bias"
+    with pytest.raises(FQNMismatchError, match=r"g_optimizer and d_optimizer would both have generator\.1\.bias"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", model=two_nets, order=order)
+
+
+def test_three_optimizers_do_not_share_two_models_of_the_same_names(tmp_path: Path) -> None:
+    both = twins()
+    state = home_made(both)
+    torch.save(state | {"optE": state["optD"]}, tmp_path / "x.pt")
+    with pytest.raises(FQNMismatchError, match=r"optG and optD and optE would have the same parameters, which are in 2 models"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", order=dict.fromkeys(("optG", "optD", "optE"), names_of(both, "netG")))
+
+
+@pytest.mark.parametrize(
+    ("head", "hint"),
+    [("netG.", r"did you mean netD\.1\.bias\?"), ("", r"did you mean (netG\.1\.bias or netD|netD\.1\.bias or netG)\.1\.bias\?")],
+)
+def test_a_misspelled_name_is_answered_with_names_that_are_free(tmp_path: Path, head: str, hint: str) -> None:
+    both = twins()
+    torch.save(home_made(both), tmp_path / "x.pt")
+    order = {"optG": names_of(both, "netG", head), "optD": names_of(both, "netD", "netX.")}
+    with pytest.raises(FQNMismatchError, match=rf"order names netX\.1\.bias, .*{hint}"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", order=order)
+
+
+def test_a_misspelled_name_is_answered_with_names_of_its_shape(tmp_path: Path) -> None:
+    both = trained()
+    model, optimizer = both["generator"]
+    torch.save({"model": model.state_dict(), "optim": optimizer.state_dict()}, tmp_path / "x.pt")
+    names = names_of(both, "generator")
+    names[names.index("1.weight")] = "0.weighty"
+    with pytest.raises(FQNMismatchError, match=r"order names 0\.weighty, .*\(did you mean 1\.weight\?\)"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", order=names)
+
+
+@pytest.mark.parametrize("heads", [("", ""), ("model.", "model."), ("s0.model.", "model.")])
+def test_stages_read_as_parts_are_named_by_the_names_in_their_own_model(tmp_path: Path, heads: tuple[str, str]) -> None:
+    both = twins()
+    (tmp_path / "old").mkdir()
+    for stage, (model, optimizer) in enumerate(both.values()):
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"old/stage_{stage}.pt")
+    order = {f"s{stage}.optimizer": names_of(both, name, heads[stage]) for stage, name in enumerate(both)}
+    parts = [(f"s{stage}", f"stage_{stage}.pt") for stage in range(2)]
+    migrate(tmp_path / "old", tmp_path / "new", parts=parts, order=order)
+    check(tmp_path / "new", both, {"netG": "s0.optimizer", "netD": "s1.optimizer"}, False)
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert torch.equal(reader.tensor("s1.model.0.weight"), both["netD"][0].state_dict()["0.weight"])
+
+
+def test_a_name_that_two_dicts_may_mean_is_refused_with_both(tmp_path: Path) -> None:
+    moments = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    torch.save({"a": {"b.w": torch.ones(2)}, "b": {"w": torch.ones(2)}, "opt": moments}, tmp_path / "x.pt")
+    with pytest.raises(FQNMismatchError, match=r"b\.w in the order for opt may be a\.b\.w or b\.w"):
+        migrate(tmp_path / "x.pt", tmp_path / "new", order=["b.w"])
+    migrate(tmp_path / "x.pt", tmp_path / "new", order=["a.b.w"])
+    assert "opt.state.b.w.exp_avg" in open_checkpoint(tmp_path / "new").tensors
+
+
+def test_one_optimizer_of_several_models_keeps_names_with_those_of_the_dicts(tmp_path: Path) -> None:
+    moments = {"state": {n: {"exp_avg": torch.full((2,), float(n))} for n in range(2)}, "param_groups": [{"params": [0, 1]}]}
+    torch.save({"a": {"w": torch.ones(2)}, "b": {"w": torch.ones(2)}, "opt": moments}, tmp_path / "x.pt")
+    migrate(tmp_path / "x.pt", tmp_path / "new", order=["b.w", "a.w"])
+    with Reader(open_checkpoint(tmp_path / "new")) as reader:
+        assert torch.equal(reader.tensor("opt.state.b.w.exp_avg"), torch.zeros(2))
+        assert torch.equal(reader.tensor("opt.state.a.w.exp_avg"), torch.ones(2))
+    with pytest.raises(FQNMismatchError, match=r"not one of a, b has all names of the order for opt"):
+        migrate(tmp_path / "x.pt", tmp_path / "other", order=["w", "b.w"])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from labkit.checkpoint.errors import CheckpointError, VerificationError
+from labkit.errors import printable
 
 Severity = Literal["error", "warning"]
 
@@ -63,7 +64,7 @@ class Finding:
         code: A short stable name, for programs: ``missing-file``.
         severity: ``error`` if a load gives wrong values or fails; ``warning`` if it may.
         where: The file, or the tensor's name.
-        what: The problem, in numbers.
+        what: The problem, in numbers; printable, and of several lines only where the text of an error is.
         consequence: What a load would do about it.
     """
 
@@ -74,8 +75,9 @@ class Finding:
     consequence: str
 
     def line(self) -> str:
-        """Format the finding as one line."""
-        return f"{self.severity}: {self.where}: {self.what.removesuffix('.')}. Consequence: {self.consequence} [{self.code}]"
+        """Format the finding for people, on one line if the problem is: names in it are escaped, its own line breaks are not."""
+        where, what = printable(self.where), self.what.removesuffix(".")
+        return f"{self.severity}: {where}: {what}. Consequence: {self.consequence} [{self.code}]"
 
 
 @dataclass
@@ -99,13 +101,13 @@ class Report:
         """True if no finding is an error."""
         return all(finding.severity != "error" for finding in self.findings)
 
-    def error(self, code: str, where: object, what: str, consequence: str) -> None:
-        """Add an error."""
-        self.findings.append(Finding(code, "error", str(where), what, consequence))
+    def error(self, code: str, where: object, what: str | CheckpointError, consequence: str) -> None:
+        """Add an error; the text of an exception keeps its line breaks."""
+        self.findings.append(Finding(code, "error", str(where), _text(where, what), consequence))
 
-    def warning(self, code: str, where: object, what: str, consequence: str) -> None:
-        """Add a warning."""
-        self.findings.append(Finding(code, "warning", str(where), what, consequence))
+    def warning(self, code: str, where: object, what: str | CheckpointError, consequence: str) -> None:
+        """Add a warning, as :meth:`error` does."""
+        self.findings.append(Finding(code, "warning", str(where), _text(where, what), consequence))
 
     def count(self, name: str, number: int = 1) -> None:
         """Add to a count of what was checked."""
@@ -121,6 +123,11 @@ class Report:
             "unchecked": self.unchecked,
             "findings": [{name: getattr(finding, name) for name in fields} for finding in self.findings],
         }
+
+
+def _text(where: object, what: str | CheckpointError) -> str:
+    # An exception has escaped the names in its text, and says first what it is about.
+    return printable(what) if isinstance(what, str) else str(what).removeprefix(f"{printable(str(where))}: ")
 
 
 #: These stop nothing: labkit reads the index itself, and writes a new one for the torch here or the one that the caller names.

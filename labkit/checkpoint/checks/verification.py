@@ -12,6 +12,7 @@ from pathlib import Path
 
 from labkit.checkpoint.checks import verify_against, verify_data, verify_index, verify_optimizer
 from labkit.checkpoint.checks.findings import Gate, Report
+from labkit.checkpoint.checks.unsafe_entries import way_without
 from labkit.checkpoint.checks.verify_against import ModelSource
 from labkit.checkpoint.checks.verify_data import Progress
 from labkit.checkpoint.data.read import Reader
@@ -59,7 +60,7 @@ def verify(
         raise
     except CheckpointError as error:
         code = "unsafe" if isinstance(error, UnsafeCheckpointError) else "unreadable"
-        report.error(code, path, str(error).removeprefix(f"{path}: "), "a load fails, or is not safe")
+        report.error(code, path, error, "a load fails, or is not safe")
         return report
     built = verify_against.build_model(model)
     flat = built is not None and verify_against.report_flat(checkpoint, report)
@@ -94,11 +95,17 @@ def open_source(path: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -
         UnsafeCheckpointError: Its pickle names something outside the allow-list, and the caller does not accept that.
         CheckpointError: As :func:`open_checkpoint`.
     """
-    try:
-        unknown: Unknown = "opaque" if gate.allows("unsafe") else "refuse"
+
+    def opened(unknown: Unknown) -> Checkpoint:
         return open_parts(path, parts, unknown=unknown) if parts else open_checkpoint(path, unknown=unknown)
+
+    try:
+        return opened("opaque" if gate.allows("unsafe") else "refuse")
     except UnsafeCheckpointError as error:
-        advice = "To go on without it, pass despite=['unsafe'] (--despite unsafe) and leave it out with drop (--drop NAME)."
+        try:
+            advice = way_without(opened("opaque"))
+        except CheckpointError:
+            advice = way_without(None)
         raise UnsafeCheckpointError(error.path, error.names, advice=advice) from None
 
 
@@ -138,6 +145,18 @@ def check_source(
         return
     part = _part(checkpoint, tensors, values)
     check_small(part, report, whole=checkpoint, storages=storages, reader=reader, workers=workers)
+    gate.check(report, "Nothing was written.")
+
+
+def check_ranks(checkpoint: Checkpoint, gate: Gate) -> None:
+    """Check that no file of a rank is missing, where that may be the reason of another error.
+
+    Raises:
+        VerificationError: One is missing, and the caller does not accept that.
+    """
+    report = Report(str(checkpoint.path))
+    for one in checkpoint.parts or [checkpoint]:
+        verify_index.check_ranks(one, report)
     gate.check(report, "Nothing was written.")
 
 

@@ -199,7 +199,7 @@ def check_values(checkpoint: Checkpoint, report: Report, workers: int, damaged: 
             content, names = reader.stored(value)
         except CheckpointError as error:
             if value.file not in damaged:
-                report.error(_code(error), value.key, str(error), "a load fails, or is not safe")
+                report.error(_code(error), value.key, error, "a load fails, or is not safe")
             return
         if isinstance(content, UnsupportedTensor):
             report.error("unsupported", value.key, f"not supported: {content.what}", UNREAD)
@@ -243,7 +243,7 @@ def check_tensors(
             report.error("changed-content", f"{entry.key} in {chunk.file}", error.reason, "torch loads the changed values")
         except CheckpointError as error:
             if chunk.file not in damaged:
-                report.error(_code(error), entry.key, str(error), "a load fails, or casts to the declared dtype")
+                report.error(_code(error), entry.key, error, "a load fails, or casts to the declared dtype")
         progress(chunk.length)
 
     each(((entry, chunk) for entry in entries for chunk in entry.chunks), check, reader or checkpoint, workers)
@@ -277,7 +277,7 @@ def _check_replicas(entry: TensorEntry, reader: Reader, report: Report) -> None:
                 expected = reader.box(entry, chunk.offsets, chunk.sizes)
                 copy = reader.box(entry, chunk.offsets, chunk.sizes, table_of(chunk))
             except CheckpointError as error:
-                report.error("unreadable", entry.key, str(error), "a load fails")
+                report.error("unreadable", entry.key, error, "a load fails")
                 return
             differing += not same_bits(expected, copy)
     if differing:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import pairwise
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.errors import CheckpointError
@@ -15,7 +15,8 @@ from labkit.checkpoint.index.coverage import Coverage, coverage
 from labkit.checkpoint.index.held import held_in_files
 from labkit.checkpoint.index.manifest import Manifest
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry, unsupported
-from labkit.checkpoint.index.sections import wrappers_of
+from labkit.checkpoint.index.names import twins
+from labkit.checkpoint.index.sections import Nest, name_in, nest_of, wrappers_of
 from labkit.checkpoint.wording import bytes_text, counted, listed
 from labkit.ranks import format_ranks, name_ranks
 
@@ -44,6 +45,14 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
         else:
             what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"
             report.error("short-file", path, what, "a load of what lies at its end fails")
+    check_ranks(checkpoint, report)
+    if checkpoint.kind == "dcp":
+        _check_strays(checkpoint, set(needed), report)
+    return broken
+
+
+def check_ranks(checkpoint: Checkpoint, report: Report) -> None:
+    """Check that no rank's file is missing, and none of files whose names count."""
     if checkpoint.missing_ranks:
         ranks = sorted(checkpoint.ranks.values())
         from_one = ranks == list(range(1, len(ranks) + 1))
@@ -58,14 +67,12 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
     for gap in checkpoint.gaps:
         report_gap = report.error if gap.severity == "error" else report.warning
         report_gap("missing-rank", checkpoint.path, gap.what, "what the others hold is not loaded")
-    if checkpoint.kind == "dcp":
-        _check_strays(checkpoint, set(needed), report)
-    return broken
 
 
 def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> None:
+    here = {PurePosixPath(name).as_posix() for name in named}  # an index may say ./__0_0.distcp
     for path in sorted(checkpoint.root.glob("*.distcp")):
-        if path.name not in named:
+        if path.name not in here:
             report.warning("stray-file", path, "the index does not name it", "it is left from another save, and takes space")
     written = (checkpoint.root / METADATA_FILE).stat().st_mtime
     late = [
@@ -207,6 +214,18 @@ def check_names(checkpoint: Checkpoint, report: Report) -> None:
                 f"{count} names carry {wrapper!r}",
                 "a model without that wrapper finds none of them with strict=False",
             )
+    nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
+    for entry in checkpoint.section("model"):
+        nests.setdefault(nest_of(entry.path), {})[name_in(entry.path)] = entry.shape
+    pairs = [pair for shapes in nests.values() for pair in twins(shapes)]
+    if pairs:
+        report.warning(
+            "wrapped-name",
+            checkpoint.path,
+            f"{counted(len(pairs), 'name')} {'is' if len(pairs) == 1 else 'are'} there with and without a part module: "
+            f"{listed([' and '.join(pair) for pair in pairs])}",
+            "they may be one parameter, once from inside DDP, and a model has it once",
+        )
     for name in checkpoint.opaque:
         report.error("unsafe", checkpoint.path, f"a pickle asks for {name}", "torch.load(weights_only=False) and DCP run it")
 
@@ -221,7 +240,7 @@ def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
         report.error(
             "bad-manifest",
             checkpoint.path / manifest.MANIFEST_FILE,
-            str(error),
+            error,
             "nothing tells a complete checkpoint from a damaged one",
         )
         return None

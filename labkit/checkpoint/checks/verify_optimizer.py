@@ -9,6 +9,7 @@ from math import prod
 from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.checks.moments import Piece, misshapen
 from labkit.checkpoint.checks.verify_data import each
+from labkit.checkpoint.data.models_beside import models_beside
 from labkit.checkpoint.data.rank_shares import is_flat, model_shapes
 from labkit.checkpoint.data.read import Reader, same_bits
 from labkit.checkpoint.errors import CheckpointError
@@ -64,7 +65,7 @@ def check_optimizer(
                 "reordered parameters get each other's moments",
             )
         else:
-            _compare_shapes(checkpoint, tensors, pieces, report)
+            _compare_shapes(checkpoint, root, tensors, pieces, report)
         _compare_pieces(prefix, pieces, named, report)
         if trainable is not None and not numbered:
             # The optimizer's names contain wrappers like the model's.
@@ -85,8 +86,11 @@ def _split(keys: list[str], named: Collection[str]) -> tuple[str, str]:
     return ".".join(keys[:-1]), keys[-1]
 
 
-def _compare_shapes(checkpoint: Checkpoint, tensors: Sequence[Piece], pieces: Mapping[str, set[str]], report: Report) -> None:
-    for piece, shape in misshapen(tensors, pieces, model_shapes(checkpoint)):
+def _compare_shapes(
+    checkpoint: Checkpoint, root: Path_, tensors: Sequence[Piece], pieces: Mapping[str, set[str]], report: Report
+) -> None:
+    inner = [model.shapes for level in models_beside(checkpoint, root)[:-1] for model in level]
+    for piece, shape in misshapen(tensors, pieces, [*inner, *model_shapes(checkpoint)]):
         if not _is_share(checkpoint, checkpoint.tensors[piece.key], prod(shape)):
             report.error(
                 "misshapen-state",
@@ -161,7 +165,7 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
             try:
                 yield from map(str, parameters_of_group(reader.value(key), key))
             except CheckpointError as error:
-                report.error("unreadable", key, str(error), "the optimizer's groups cannot be restored")
+                report.error("unreadable", key, error, "the optimizer's groups cannot be restored")
     flattened = {key.removeprefix(head).rpartition(".")[0] for key in keys}
     if not lists:  # flatten_optimizer_state_dict: param_groups.<fqn>.lr
         yield from (name for name in flattened if not name.isdigit())

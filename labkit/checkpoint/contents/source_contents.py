@@ -8,8 +8,8 @@ from dataclasses import replace
 from difflib import get_close_matches
 
 from labkit.checkpoint.contents.contents import Contents, OutTensor, OutValue, left_out, top_level
-from labkit.checkpoint.contents.deepspeed import refuse_partitions
 from labkit.checkpoint.contents.sources import EntrySource
+from labkit.checkpoint.contents.trainer_shards import refuse_shards
 from labkit.checkpoint.data.rank_copies import Copies, roots_of_each_rank
 from labkit.checkpoint.errors import FQNMismatchError, IncompleteCheckpointError
 from labkit.checkpoint.index.model import Checkpoint, Path_
@@ -51,7 +51,7 @@ def contents_of(
     _keep_only(contents, only)
     _drop(contents, drop)
     part = _part(checkpoint, contents)
-    refuse_partitions(checkpoint, part)
+    refuse_shards(checkpoint, part)
     _key_by_rank(contents, roots_of_each_rank(part, copies, contents.notes))
     every += [item.key for item in contents.items]
     _drop(contents, drop)

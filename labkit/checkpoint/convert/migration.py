@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from labkit.checkpoint.checks.findings import Gate
+from labkit.checkpoint.checks.verification import check_ranks
 from labkit.checkpoint.checks.verify_against import ModelSource, build_model
 from labkit.checkpoint.contents.contents import Contents, OutTensor, left_out, read_values, top_level
 from labkit.checkpoint.contents.entry_names import DROP_ADVICE
@@ -22,7 +23,7 @@ from labkit.checkpoint.convert.rename import Rule
 from labkit.checkpoint.convert.several_optimizers import Order
 from labkit.checkpoint.convert.transform import Options, transform
 from labkit.checkpoint.data.rank_copies import Copies
-from labkit.checkpoint.errors import CheckpointError
+from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError
 from labkit.checkpoint.formats.dcp_versions import fields_for, form_note
 from labkit.checkpoint.index.sections import name_in, nest_of, nest_text
 from labkit.checkpoint.wording import quoted
@@ -125,7 +126,11 @@ def migrate(
     built = build_model(model)
     parameters = None if built is None else ParameterList.of(built)
     contents = contents_of(checkpoint, copies=copies, only=only, drop=drop)
-    contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
+    try:
+        contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
+    except CheckpointMismatchError:
+        check_ranks(checkpoint, gate)  # that a file is missing explains the error better
+        raise
     writer = _writer(contents, chosen, destination, shard_bytes, fields)
     contents.notes += form_note(fields)
     options: dict[str, Any] = {

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from labkit.checkpoint.checks.moments import Piece, misshapen
+from labkit.checkpoint.checks.moments import Models, Piece, misshapen
 from labkit.checkpoint.contents.contents import Contents, OutTensor, OutValue, read_values
 from labkit.checkpoint.contents.entry_names import DROP_ADVICE, is_group_parameters, map_state_names, split_in, split_state
 from labkit.checkpoint.contents.flat import ParameterList, Stretch, units_of
 from labkit.checkpoint.contents.sources import EntrySource
 from labkit.checkpoint.convert.flat_moments import check_flat_moments, concatenated, join_pieces, split_flat_moments
 from labkit.checkpoint.convert.optimizer_order import ORDER_ADVICE, Meaning, Numbering, alike, by_model, by_order, with_units_of
+from labkit.checkpoint.convert.order_names import Reading, read_orders
 from labkit.checkpoint.convert.several_optimizers import Order, orders_of
 from labkit.checkpoint.data.rank_shares import model_shapes, moment_shares
 from labkit.checkpoint.errors import CheckpointMismatchError, FQNMismatchError
@@ -52,8 +53,10 @@ def name_numbers(
     own = {root: _own_names(contents, groups, ids, parameters) for root, groups in optimizers.items()}
     numbers = {root: [number for group in groups for number in ids[group.key]] for root, groups in optimizers.items()}
     orders = orders_of(contents.checkpoint.path, order, numbers, {root for root in own if own[root] is not None}, parameters)
+    plain = {} if where else {root: names for root, names in orders.items() if own[root] is None}
+    readings = read_orders(contents, plain, numbers, parameters)
     for root, groups in optimizers.items():
-        _name_optimizer(contents, root, groups, ids, parameters, orders.get(root), own[root], where)
+        _name_optimizer(contents, root, groups, ids, parameters, orders.get(root), own[root], where, readings.get(root, []))
 
 
 def _name_optimizer(
@@ -65,8 +68,10 @@ def _name_optimizer(
     order: Sequence[str] | None,
     own: Mapping[int, str] | None,
     where: Mapping[str, list[Stretch]],
+    readings: Sequence[Reading],
 ) -> None:
-    numbering = _numbering(contents, root, [ids[item.key] for item in groups], parameters, where)
+    known = readings[0].names if readings else _known_names(contents.checkpoint, parameters)
+    numbering = _numbering(contents, root, [ids[item.key] for item in groups], known, where)
     if order is not None and parameters is not None:
         numbering = with_units_of(numbering, order, parameters, int(contents.checkpoint.metadata.get("ranks", 1)))
     meaning = _meaning(contents, numbering, parameters, order, own)
@@ -87,7 +92,8 @@ def _name_optimizer(
                 contents.values[places[path]] = OutValue(path, group.section, listed)
     if parameters is not None:
         join_pieces(contents, root, parameters)
-    _check_moments(contents, root, parameters)
+    shapes = [parameters.shapes] if parameters is not None else [reading.shapes for reading in readings]
+    _check_moments(contents, root, shapes or model_shapes(contents.checkpoint))
 
 
 def _own_names(
@@ -150,7 +156,7 @@ def _numbering(
     contents: Contents,
     root: Path_,
     groups: Sequence[Sequence[int]],
-    parameters: ParameterList | None,
+    names: Mapping[str, str],
     where: Mapping[str, list[Stretch]],
 ) -> Numbering:
     checkpoint = contents.checkpoint
@@ -173,18 +179,16 @@ def _numbering(
         )
     if len(held) < len(numbers):
         contents.notes.append(f"{counted(len(numbers - held), 'parameter')} of the optimizer's groups had no state")
-    if parameters is not None:
-        names = {name: name for name in parameters.shapes} | dict(parameters.tied)
-    else:
-        names = _known_names(checkpoint)
     units = units_of(checkpoint)
     # Each rank's share of a moment is padded to the same length; the flat parameter's own length may lack that padding.
     padded = {unit: range(units[unit].numel, units[unit].numel + len(units[unit].chunks)) for unit in where}
     return Numbering(checkpoint.path, groups, lengths, names, where, padded)
 
 
-def _known_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the names of the checkpoint's own models, with and without wrappers, by what they are without."""
+def _known_names(checkpoint: Checkpoint, parameters: ParameterList | None) -> dict[str, str]:
+    """Return the names of the model, or of the checkpoint's own ones, with and without wrappers, by what they are without."""
+    if parameters is not None:
+        return {name: name for name in parameters.shapes} | dict(parameters.tied)
     names: dict[str, str] = {}
     for model in model_shapes(checkpoint):
         clean = names_without_wrappers(model)
@@ -231,8 +235,8 @@ def _meaning(
     return meaning
 
 
-def _check_moments(contents: Contents, root: Path_, parameters: ParameterList | None) -> None:
-    """Compare pieces with the shapes of the model's parameters; without a model, with those of the checkpoint's own model."""
+def _check_moments(contents: Contents, root: Path_, models: Models) -> None:
+    """Compare pieces with the shapes of the parameters of the model, or of those that the checkpoint holds."""
     pieces: list[Piece] = []
     beside: dict[str, set[str]] = {}
     for item in contents.items:
@@ -241,7 +245,6 @@ def _check_moments(contents: Contents, root: Path_, parameters: ParameterList | 
             beside.setdefault(split[1], set()).add(split[2])
             if isinstance(item, OutTensor):
                 pieces.append(Piece(item.key, split[1], split[2], item.source.shape))
-    models = [parameters.shapes] if parameters is not None else model_shapes(contents.checkpoint)
     wrong = [
         f"{piece.key} has shape {piece.shape}, and the parameter has {shape}"
         for piece, shape in misshapen(pieces, beside, models, permuted=True)

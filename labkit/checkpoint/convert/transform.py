@@ -29,9 +29,18 @@ from labkit.checkpoint.dtypes import is_convertible
 from labkit.checkpoint.errors import CheckpointError, CheckpointMismatchError, FQNMismatchError, IncompleteCheckpointError
 from labkit.checkpoint.index.coverage import coverage
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry
-from labkit.checkpoint.index.names import FLAT_PARAMETER, WRAPPERS, canonical_fqn, canonical_names, check_unique, match_names
+from labkit.checkpoint.index.names import (
+    FLAT_PARAMETER,
+    WRAPPERS,
+    canonical_fqn,
+    canonical_names,
+    check_unique,
+    flat_key,
+    match_names,
+    twins,
+)
 from labkit.checkpoint.index.sections import Nest, model_nests, name_in, nest_of
-from labkit.checkpoint.wording import counted, listed
+from labkit.checkpoint.wording import counted, listed, quoted
 
 
 @dataclass(frozen=True)
@@ -102,11 +111,13 @@ def _refuse_idle_drops(contents: Contents, parameters: ParameterList | None) -> 
 
 def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
     """Remove the wrappers from the names: by the model's names if it is known, else by the rules of :mod:`names`."""
-    nests: dict[Nest, list[str]] = {}
+    nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
     for item in contents.tensors:
         if item.section == "model":
-            nests.setdefault(nest_of(item.path), []).append(name_in(item.path))
-    found = {nest: _canonical_in(contents, names, parameters, nest) for nest, names in nests.items()}
+            nests.setdefault(nest_of(item.path), {})[name_in(item.path)] = item.source.shape
+    if parameters is None:
+        _refuse_twins(contents, nests)
+    found = {nest: _canonical_in(contents, list(names), parameters, nest) for nest, names in nests.items()}
     for index, item in enumerate(contents.tensors):
         if item.section == "model":
             contents.tensors[index] = _renamed(item, found[nest_of(item.path)][name_in(item.path)])
@@ -116,6 +127,19 @@ def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
     names = _canonical_in(contents, named, parameters, ("optimizer",))
     map_state_names(contents, lambda name: names.get(name, name))
     map_group_names(contents, lambda name: names.get(name, name))
+
+
+def _refuse_twins(contents: Contents, nests: Mapping[Nest, Mapping[str, tuple[int, ...]]]) -> None:
+    pairs = [[flat_key((*nest, name)) for name in same] for nest, shapes in nests.items() for same in twins(shapes)]
+    if pairs:
+        heads = {flat_key((*nest, "module")) for nest, shapes in nests.items() if twins(shapes)}
+        every = all(key.startswith(f"{head}.") for pair in pairs for key in pair[1:] for head in heads)
+        drop = " ".join(f"--drop {quoted(f'{head}.*')}" for head in sorted(heads)) if every else "--drop NAME"
+        raise FQNMismatchError(
+            contents.checkpoint.path,
+            problems=[f"{' and '.join(pair)} may be one parameter, once from inside DDP, or two" for pair in pairs],
+            advice=f"Name the model, whose names decide: model=... (--model FILE.py:FUNCTION); or leave one of each out: {drop}.",
+        )
 
 
 def _renamed(item: OutTensor, name: str) -> OutTensor:

@@ -12,12 +12,36 @@ from typing import Any, BinaryIO
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
 from labkit.checkpoint.files.checksums import read_into
+from labkit.checkpoint.files.mistaken_files import refuse_mistaken
 from labkit.checkpoint.files.zip_reader import ZipReader
 from labkit.checkpoint.index.layout import span
 from labkit.checkpoint.pickles import safe_pickle
 from labkit.checkpoint.pickles.pickle_records import TensorRef
 
 _MAX_INDEX_BYTES = 1 << 32
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+
+
+def refuse_other(path: Path, magic: bytes) -> None:
+    """Raise the error for a file that is no torch.save archive, by its first bytes.
+
+    Raises:
+        CheckpointFormatError: It is in the format from before torch 1.6, a plain pickle, or came in the place of the file.
+        IncompleteCheckpointError: It is empty.
+    """
+    if magic.startswith(_LEGACY):
+        raise CheckpointFormatError(
+            path, "it is in torch's format from before 1.6. Convert it: torch.save(torch.load(file, weights_only=True), new_file)."
+        )
+    if not magic:
+        raise IncompleteCheckpointError(path, "it is empty")
+    if magic.startswith(b"\x80"):
+        raise CheckpointFormatError(
+            path,
+            "it is a plain pickle, no torch.save archive. Where you trust it, load it with pickle and save it with torch.save.",
+        )
+    if not magic.startswith(b"PK"):
+        refuse_mistaken(path)
 
 
 def expanded_bytes(stored: int) -> int:

@@ -22,12 +22,11 @@ from labkit.checkpoint.formats.parts import (
     Part,
     check_numbered,
     format_of,
-    is_pattern,
     listed_in,
-    matching_files,
     only_part,
     parts_of,
 )
+from labkit.checkpoint.formats.patterns import is_pattern, matching_files
 from labkit.checkpoint.formats.rank_files import missing_ranks
 from labkit.checkpoint.formats.safetensors_format import read_safetensors
 from labkit.checkpoint.formats.torch_format import indexed_files, read_torch

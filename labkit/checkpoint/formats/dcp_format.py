@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
+from labkit.checkpoint.files.mistaken_files import refuse_mistaken
 from labkit.checkpoint.files.plain_files import is_inside, read_regular, regular_size
 from labkit.checkpoint.formats.dcp_versions import METADATA_MODULE, note_form
 from labkit.checkpoint.index.layout import is_shape
@@ -42,6 +43,8 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
         raise IncompleteCheckpointError(
             root, "it has no .metadata: the save into it did not finish, or .metadata was not copied along"
         ) from None
+    if not data.startswith(b"\x80"):
+        refuse_mistaken(path)
     with task("read the index"):
         metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
         if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:

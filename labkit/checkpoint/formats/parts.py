@@ -16,7 +16,7 @@ belong together is decided in :mod:`labkit.checkpoint.formats.rank_files`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,9 +28,12 @@ from labkit.checkpoint.errors import (
     CheckpointNotFoundError,
     IncompleteCheckpointError,
 )
+from labkit.checkpoint.files.mistaken_files import refuse_mistaken
 from labkit.checkpoint.files.plain_files import is_inside, open_regular, parse_json, read_regular, refuse_special, regular_size
 from labkit.checkpoint.formats.archive import TorchArchive
 from labkit.checkpoint.formats.counted_names import lacking, rank_pattern
+from labkit.checkpoint.formats.patterns import by_number, is_pattern
+from labkit.checkpoint.formats.rank_folders import rank_folders
 from labkit.checkpoint.wording import counted, listed, quoted
 
 METADATA_FILE = ".metadata"
@@ -39,7 +42,6 @@ TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 Format = Literal["dcp", "torch", "safetensors", "directory"]
 
 _WHAT = {"dcp": "DCP", "torch": "torch.save", "safetensors": "safetensors", "directory": "a directory with a checkpoint"}
-_PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ def listed_in(index: Path) -> list[str] | None:
         content = parse_json(read_regular(index))
         names = sorted(set(content["weight_map"].values())) if isinstance(content, dict) and "weight_map" in content else None
     except (ValueError, TypeError, AttributeError, RecursionError):
+        refuse_mistaken(index)
         raise CheckpointFormatError(index, "it has no readable weight_map") from None
     for name in names or ():
         if not is_inside(name):
@@ -173,11 +176,6 @@ def _is_torch_archive(file: Path) -> bool:
     return True
 
 
-def by_number(names: Sequence[str]) -> list[str]:
-    """Return names sorted so that the numbers in them are compared as numbers."""
-    return sorted(names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", name)])
-
-
 def only_part(root: Path) -> Part:
     """Return the only checkpoint in a directory.
 
@@ -188,7 +186,15 @@ def only_part(root: Path) -> Part:
     """
     parts = parts_of(root)
     if not parts:
-        raise CheckpointNotFoundError(root, "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors)")
+        empty = not any(root.iterdir())
+        raise CheckpointNotFoundError(
+            root,
+            "the directory holds no checkpoint, since it is empty. Name the one that holds the checkpoint, or copy its files into "
+            "this one."
+            if empty
+            else "the directory holds no checkpoint that labkit knows (DCP, torch.save, safetensors). Name the file or the "
+            "directory that holds it.",
+        )
     if len(parts) == 1 and parts[0].format != "directory":
         check_numbered(root, parts[0].files)
         return parts[0]
@@ -203,8 +209,7 @@ def only_part(root: Path) -> Part:
     example = next((part for part in parts if not is_pattern(Path(part.offered))), parts[0])
     number = counted(len(parts), "checkpoint")
     folders = [part.name for part in parts if part.format == "directory"]
-    alike = len(folders) > 1 and len({re.sub("[0-9]+", "", name) for name in folders}) == 1
-    pattern = root / _pattern_of(folders).replace("*", "{rank}", 1) / "FILE" if alike else None
+    files = {name: [part.files for part in _own_parts(root / name) if part.files] for name in folders} if not here else {}
     raise AmbiguousCheckpointError(
         root,
         f"it holds {number}, and labkit does not guess which you mean"
@@ -212,8 +217,7 @@ def only_part(root: Path) -> Part:
         else f"it holds none itself, and {number} in folders",
         [part.text for part in parts[:20]],
         advice=f"Name one of them, such as {quoted(root / example.offered)}. If they are parts of one checkpoint, migrate puts "
-        "them together: --part NAME=PART reads a part under that name, and may be repeated."
-        + (f" If each folder is that of a rank, write {quoted(pattern)}." if pattern is not None else ""),
+        "them together: --part NAME=PART reads a part under that name, and may be repeated." + rank_folders(root, files),
     )
 
 
@@ -226,60 +230,3 @@ def check_numbered(root: Path, names: Sequence[str]) -> None:
             root,
             f"its files are numbered to {total:,}, and {counted(number, 'file')} of them {are} missing: {listed(missing, number)}",
         )
-
-
-# -- paths with a pattern ---------------------------------------------------------------------------------------------
-
-
-def is_pattern(path: Path) -> bool:
-    """Return whether a path contains ``{rank}``, ``{rank+1}`` or ``*``."""
-    return _PLACEHOLDER.search(str(path)) is not None
-
-
-def matching_files(pattern: Path) -> tuple[Path, list[str], Mapping[str, int] | None]:
-    """Find the files of a path with ``{rank}`` for the rank and ``*`` for any text, in one or several components.
-
-    ``{rank+1}`` is for names that count from 1.
-
-    Returns:
-        The directory before the first placeholder, the files relative to it, and file to rank if the pattern contains the rank.
-
-    Raises:
-        CheckpointNotFoundError: No file matches.
-        CheckpointFormatError: Two files have the same rank, or it is below 0.
-    """
-    components = pattern.parts
-    first = next(index for index, part in enumerate(components) if _PLACEHOLDER.search(part))
-    root = Path(*components[:first])
-    found: list[tuple[Path, set[int]]] = [(root, set())]
-    for component in components[first:]:
-        found = [step for folder, ranks in found if folder.is_dir() for step in _children(folder, component, ranks)]
-    files = {str(path.relative_to(root)): ranks for path, ranks in found if path.is_file() and len(ranks) < 2}
-    if not files:
-        raise CheckpointNotFoundError(pattern, "no file matches this pattern")
-    if "{rank" not in str(pattern):
-        return root, by_number(list(files)), None
-    numbers = {name: next(iter(files[name])) for name in by_number(list(files))}
-    for rank in numbers.values():
-        same = [other for other, number in numbers.items() if number == rank]
-        if len(same) > 1 or rank < 0:
-            raise CheckpointFormatError(pattern, f"{' and '.join(same)} have rank {rank}. Write a pattern that tells them apart.")
-    return root, list(numbers), numbers
-
-
-def _children(folder: Path, component: str, ranks: set[int]) -> list[tuple[Path, set[int]]]:
-    expression, end = "", 0
-    offsets: list[int] = []
-    for place in _PLACEHOLDER.finditer(component):
-        expression += re.escape(component[end : place.start()]) + (".*" if place[0] == "*" else "([0-9]+)")
-        if place[0] != "*":
-            offsets.append(1 if place[1] else 0)
-        end = place.end()
-    expression += re.escape(component[end:])
-    result = []
-    for child in folder.iterdir():
-        match = re.fullmatch(expression, child.name)
-        if match is not None and (child.name[0] != "." or component[0] == "."):
-            mine = {int(number) - offset for number, offset in zip(match.groups(), offsets, strict=True)}
-            result.append((child, ranks | mine))
-    return result

@@ -7,14 +7,15 @@
 :mod:`labkit.checkpoint.formats.counted_names` says whether one is missing |
 | each holds tensors that say which rank wrote them (DTensor, ShardedTensor), all differ, and so do the names in that number alone \
 | the files of the ranks that they say |
-| weights that are in several files are equal, so are the optimizer's settings and step counts, the numbers at the top level are \
-equal or the rank, and the names differ in one number, by which no more ranks are missing than there are | the files of the ranks \
-that this number says |
-| anything else: two numbers differ, weights differ, only random states or the like are in common | not decided: ask |
+| each holds the same entries, weights among them, and all that they hold is equal, but for what each rank has its own of \
+(:mod:`labkit.checkpoint.formats.own_entries`) and shares of numbered moments; and the names differ in one number, by which no \
+more ranks are missing than there are | the files of the ranks that this number says |
+| anything else: two numbers differ, an entry differs or is in some files only, no weights are in common | not decided: ask |
 
-Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights say that the files are of one
-moment, since training changes weights; they are compared by length, torch's checksum and first bytes here, and bit for bit before
-anything is migrated.
+Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights do not say that files are of one
+moment, since weights may be frozen: a count that differs, ``epoch`` or ``rank``, may be a rank's own or tell two checkpoints apart.
+Tensors are compared by length, torch's checksum and first bytes here, and bit for bit before anything is migrated. A numbered
+moment is a share, and no copy, where its length is another one in another file, or that of no weight.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from labkit.checkpoint.errors import AmbiguousCheckpointError, CheckpointError, CheckpointFormatError
 from labkit.checkpoint.files.plain_files import open_regular
 from labkit.checkpoint.formats.counted_names import MOST_RANKS, rank_pattern
+from labkit.checkpoint.formats.own_entries import own_entries, shares_of
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry
 from labkit.checkpoint.index.sections import classify
 from labkit.checkpoint.pickles import safe_pickle
@@ -94,6 +96,7 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     Ranks: local. Reads the first bytes of tensors that several files hold.
     """
     if told is not None:
+        _refuse_contradiction(files, root, told)
         return dict(told)
     if len(files) == 1:
         return {files[0].name: next(iter(files[0].writers))} if len(files[0].writers) == 1 else None
@@ -104,6 +107,14 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     if any(file.writers for file in files):
         raise _undecided(files, root, "not each of them says of one rank that it wrote it")
     return _by_equal_weights(files, root)
+
+
+def _refuse_contradiction(files: Sequence[RankFile], root: Path, told: Mapping[str, int]) -> None:
+    said = {file.name: next(iter(file.writers)) for file in files if len(file.writers) == 1}
+    wrong = [name for name, rank in said.items() if told[name] != rank]
+    if wrong and len(set(said.values())) == len(files):  # ranks of a group of replicas, which several files have, say nothing
+        name = wrong[0]
+        raise _undecided(files, root, f"{name} says that rank {said[name]} wrote it, where the path gives it rank {told[name]}")
 
 
 def missing_ranks(path: object, ranks: Collection[int], world_size: int = 0) -> tuple[int, ...]:
@@ -168,48 +179,51 @@ def _columns(files: Sequence[RankFile]) -> list[list[int]]:
 
 
 def _different_moments(files: Sequence[RankFile], root: Path, numbers: Mapping[str, int]) -> str:
-    """Return why the files may be from different moments of a training; an empty text if they are from the same moment.
+    """Return why the files may be several checkpoints; an empty text if they are copies of one, but for what is each rank's own.
 
     Args:
         files: The files.
         root: Their directory.
         numbers: File name to the number that may be its rank.
     """
-    sections = _sections(files[0], root)
-    counts = {key for key, found in files[0].tensors.items() if sections[key] == "optimizer" and not found.shape}
-    weights = {key for key in files[0].tensors if sections[key] == "model"}
-    first = _prints(root, files[0], weights | counts)
-    num_weights = 0
-    for file in files[1:]:
-        num_weights += len(weights & file.tensors.keys())
-        differing = [key for key, print_ in _prints(root, file, weights | counts).items() if print_ != first[key]]
-        differing += [
+    contents = [_classified(file, root) for file in files]
+    shares, numbered = shares_of(contents)
+    compared: list[dict[str, str]] = []
+    for file, content in zip(files, contents, strict=True):
+        entries: list[TensorEntry | ValueEntry] = [*content.tensors.values(), *content.values.values()]
+        left = own_entries(content, numbers[file.name]) | shares | numbered
+        compared.append({entry.key: str(entry.path[0]) for entry in entries if entry.key not in left})
+    first, prints = files[0], _prints(root, files[0], compared[0].keys())
+    for file, keys in zip(files[1:], compared[1:], strict=True):
+        for one, other, name in ((keys, compared[0], file.name), (compared[0], keys, first.name)):
+            alone = [key for key in one if key not in other]
+            heads = set(other.values())
+            more = dict.fromkeys(one[key] if one[key] not in heads else key for key in alone)
+            if more:
+                return f"only {name} holds {listed(list(more))}"
+        differing = [
             key
-            for key in file.values.keys() & files[0].values.keys()
-            if sections[key] == "optimizer" and not _same_value(files[0].values[key][1], file.values[key][1])
+            for key in keys.keys() & file.values.keys()
+            if key not in first.values or not _same_value(first.values[key][1], file.values[key][1])
         ]
-        differing += [
-            key
-            for key, (path, value) in file.values.items()
-            if len(path) == 1
-            and isinstance(value, int | float)
-            and (first_value := files[0].values.get(key, (path, value))[1]) != value
-            and (first_value, value) != (numbers[files[0].name], numbers[file.name])
-        ]
+        differing += [key for key, print_ in _prints(root, file, keys.keys()).items() if print_ != prints.get(key)]
         if differing:
-            return f"{differing[0]} differs between {files[0].name} and {file.name}"
-    return "" if num_weights else "they have no weights in common by which to see that they are of one moment"
+            return f"{min(differing)} differs between {first.name} and {file.name}"
+        dark = [key for key in keys.keys() & file.values.keys() if not _is_plain(file.values[key][1])]
+        if dark:
+            return f"{min(dark)} is no plain data, so it is unknown whether it differs"
+    weights = any(entry.key in compared[0] for entry in contents[0].section("model"))
+    return "" if weights else "they have no weights in common by which to see that they are of one moment"
 
 
-def _sections(file: RankFile, root: Path) -> dict[str, str]:
+def _classified(file: RankFile, root: Path) -> Checkpoint:
     content = Checkpoint(root, root, "torch")
     for key, found in file.tensors.items():
         content.tensors[key] = TensorEntry(key, found.path, found.shape, found.dtype, ChunkTable.of([], len(found.shape)))
     for key, (path, value) in file.values.items():
         content.values[key] = ValueEntry(key, path, file.name, inline=value)
     classify(content)
-    entries: list[TensorEntry | ValueEntry] = [*content.tensors.values(), *content.values.values()]
-    return {entry.key: entry.section for entry in entries}
+    return content
 
 
 def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
@@ -229,6 +243,14 @@ def _prints(root: Path, file: RankFile, keys: Set[str]) -> dict[str, Any]:
     return result
 
 
+def _is_plain(value: Any) -> bool:
+    try:
+        safe_pickle.plain(value, "a value")
+    except CheckpointError:
+        return False
+    return True
+
+
 def _same_value(left: Any, right: Any) -> bool:
     try:
         return digest(safe_pickle.plain(left, "a value")) == digest(safe_pickle.plain(right, "a value"))
@@ -238,12 +260,19 @@ def _same_value(left: Any, right: Any) -> bool:
 
 def _undecided(files: Sequence[RankFile], root: Path, why: str) -> AmbiguousCheckpointError:
     patterns = [str(root / pattern) for pattern in _patterns(files)]
+    said = [*(writer for file in files for writer in file.writers)]
+    if not patterns and len(set(said)) == len(said) == len(files) and len({_NUMBER.sub("*", file.name) for file in files}) == 1:
+        patterns = [str(root / _NUMBER.sub("*", files[0].name))]  # a path without the rank leaves it to what the files say
+    way = f"say where the rank stands in their names: {listed([quoted(pattern) for pattern in patterns])}"
+    if not patterns:
+        way = "rename them, or link them in one folder, so that their names differ in the rank alone, as 'rank_0.pt' and so on"
+    elif "{" not in patterns[0]:
+        way = f"let them say which rank each is of: {quoted(patterns[0])}"
     return AmbiguousCheckpointError(
         root,
         f"{len(files)} files may be {len(files)} checkpoints or those of the ranks of one, and {why}",
         [*(str(root / file.name) for file in files[:8]), *patterns],
-        advice="Name one file; or, if they are the files of ranks, say where the rank stands in their names: "
-        f"{listed([quoted(pattern) for pattern in patterns]) or quoted(root / '...{rank}...')}.",
+        advice=f"Name one file; or, if they are the files of ranks, {way}.",
     )
 
 

@@ -20,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError
+from labkit.checkpoint.files.mistaken_files import refuse_mistaken
 from labkit.checkpoint.files.plain_files import is_inside, open_regular, parse_json, read_regular
 from labkit.checkpoint.index.layout import is_shape
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, TensorEntry
@@ -71,6 +72,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
             raise IncompleteCheckpointError(path, "it is too short for a safetensors file")
         raw = file.read(8)
         (length,) = struct.unpack("<Q", raw)
+        if length > MAX_HEADER_BYTES or 8 + length > size:
+            refuse_mistaken(path)
         if length > MAX_HEADER_BYTES:
             raise CheckpointFormatError(path, f"its safetensors header claims {length} bytes; it is damaged or no safetensors file")
         if 8 + length > size:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Self
 
 from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError
-from labkit.checkpoint.formats.parts import is_pattern, matching_files
+from labkit.checkpoint.formats.patterns import is_pattern, matching_files
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsupportedTensorError
 from labkit.checkpoint.files.plain_files import is_inside, open_regular, parse_json, read_regular
-from labkit.checkpoint.formats.archive import RecordRange, TorchArchive, expanded_bytes
+from labkit.checkpoint.formats.archive import RecordRange, TorchArchive, expanded_bytes, refuse_other
 from labkit.checkpoint.formats.rank_files import Found, RankFile, missing_ranks, ranks_of
 from labkit.checkpoint.index.layout import ShardDim, is_contiguous, local_box, span
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, Path_, TensorEntry, ValueEntry, tie
@@ -17,8 +17,6 @@ from labkit.checkpoint.index.names import FLAT_PARAMETER
 from labkit.checkpoint.pickles.pickle_records import Record, TensorRef, UnsupportedTensor, is_dtensor, is_sharded_tensor
 from labkit.checkpoint.pickles.safe_pickle import Unknown, Walk
 from labkit.checkpoint.wording import counted
-
-LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def read_torch(
@@ -98,19 +96,7 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
     path = root / name
     result = RankFile(name)
     with open_regular(path) as file:
-        magic = file.read(16) or b""
-        if magic.startswith(LEGACY):
-            raise CheckpointFormatError(
-                path,
-                "it is in torch's format from before 1.6. Convert it: torch.save(torch.load(file, weights_only=True), new_file).",
-            )
-        if not magic:
-            raise IncompleteCheckpointError(path, "it is empty")
-        if magic.startswith(b"\x80"):
-            raise CheckpointFormatError(
-                path,
-                "it is a plain pickle, no torch.save archive. Where you trust it, load it with pickle and save it with torch.save.",
-            )
+        refuse_other(path, file.read(16) or b"")
         archive = TorchArchive(file, path, 0, path.stat().st_size)
         state, result.opaque = archive.load(unknown)
         places = _Places(archive, path, name)
@@ -118,7 +104,11 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
             nested = found_at or ("value",)  # a file that holds a single tensor or value, without a dict
             key = ".".join(map(str, nested))
             if key in result.tensors or key in result.values:
-                raise CheckpointFormatError(path, f"two different entries flatten to the name {key!r}")
+                raise CheckpointFormatError(
+                    path,
+                    f"two different entries flatten to the name {key!r}, which DCP could not tell apart either. Load the file with "
+                    "torch, give one of the keys that make it another name without a dot, and save it again.",
+                )
             found = _tensor(nested, leaf, places)
             if isinstance(found, Found):
                 result.tensors[key] = found

@@ -9,6 +9,8 @@ rules for it:
 2. Without a model, a leading ``module.`` is removed only if every name of the model begins with it, and the caller asks for it
    (:func:`canonical_names`).
 3. ``module`` inside a name stays.
+4. Without a model, a name that is there with and without a ``module`` part (:func:`twins`) may be one parameter or two. The user is
+   asked.
 """
 
 from __future__ import annotations
@@ -124,13 +126,31 @@ def match_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
     return found | {ours[bare]: theirs[bare] for bare in ours if bare in theirs}
 
 
+def twins(shapes: Mapping[str, object]) -> list[list[str]]:
+    """Return the names of one model that are equal but for ``module`` parts, where their shapes are equal too.
+
+    >>> twins({"weight": (2, 2), "module.weight": (2, 2), "bias": (2,)})
+    [['weight', 'module.weight']]
+    """
+    found = []
+    for same in _bare_names(shapes).values():
+        alike = [name for name in same if shapes[name] == shapes[min(same, key=len)]]
+        if len(alike) > 1:
+            found.append(sorted(alike, key=len))
+    return found
+
+
 def _by_bare_name(names: Iterable[str]) -> dict[str, str]:
     """Map names without their ``module`` parts to the full names, if they are unique."""
+    return {bare: same[0] for bare, same in _bare_names(names).items() if len(same) == 1}
+
+
+def _bare_names(names: Iterable[str]) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for name in names:
         *owners, last = canonical_fqn(name).split(".")
         groups.setdefault(".".join([*(part for part in owners if part != "module"), last]), []).append(name)
-    return {bare: same[0] for bare, same in groups.items() if len(same) == 1}
+    return groups
 
 
 def flat_key(path: Path_) -> str:

@@ -26,6 +26,10 @@ _TYPES: dict[tuple[str, str], type] = {
 }
 
 
+# What a defaultdict makes for a key that is not there: classes that a pickle may name, and not call.
+_FACTORIES = ("list", "dict", "int", "float", "str", "tuple", "bool", "long", "unicode")  # the last two: int and str in protocol 2
+
+
 class NumpyArray(Record):
     """The result of numpy's ``_reconstruct`` and its state; :func:`plain` turns it into an array."""
 
@@ -54,6 +58,7 @@ class SafeMachine(PickleMachine):
         super().__init__(data)
         self._storages = storages
         self._classes: dict[tuple[str, str], Class] = {}
+        self._factories: dict[str, Class] = {}
         self.unknown: set[str] = set()
         self._own: dict[tuple[str, str], Function] = {
             ("builtins", "getattr"): Function(self._member),
@@ -82,7 +87,15 @@ class SafeMachine(PickleMachine):
             made = NumpyArray if name == "_reconstruct" else NumpyScalar
             kind = Class(module, name, opaque=False)
             return Function(lambda *arguments: made(kind, arguments))
+        if pair[0] == "builtins" and name in _FACTORIES:
+            return self._factories.setdefault(name, Class(*pair, opaque=False))
         return storage_kind(module, name) or self._class(*pair)
+
+    def _defaultdict(self, kind: Class, arguments: tuple[Any, ...]) -> Any:
+        # A plain dict holds the same; the factory is only asked for keys that are not there.
+        factory = arguments[0] if arguments else None
+        known = factory is None or factory is OrderedDict or isinstance(factory, Function) or factory in self._factories.values()
+        return {} if known and len(arguments) < 2 else Record(kind, arguments)
 
     def _class(self, module: str, name: str) -> Class:
         made = self._classes.get((module, name))
@@ -110,6 +123,10 @@ class SafeMachine(PickleMachine):
 
     def call(self, function: Any, arguments: tuple[Any, ...]) -> Any:
         if type(function) is Class:
+            if function.name == "collections.defaultdict":
+                return self._defaultdict(function, arguments)
+            if function is self._factories.get(function.qualname):
+                function = self._class(function.module, function.qualname)
             return Record(function, arguments)
         if type(function) is Function:
             return function.call(*arguments)

@@ -1,0 +1,85 @@
+"""Know what trainers have cut without places, by their own keys. labkit does not join it; the program that cut it does.
+
+| key | trainer | meaning |
+| --- | --- | --- |
+| ``single_partition_of_fp32_groups``, ``fp32_flat_groups`` | DeepSpeed | ZeRO: a rank's partition of the flattened parameters |
+| ``param_shapes`` beside empty tensors | DeepSpeed | ZeRO stage 3: placeholders |
+| ``mp_world_size`` above 1 | DeepSpeed | tensor parallelism has cut the model |
+| ``tensor_model_parallel_size`` and the like above 1, in ``args`` or in any dict | Megatron-LM | tensor, pipeline or expert \
+parallelism has cut the model |
+
+Tensors that say where they lie (DTensor) are joined whatever such a key says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from labkit.checkpoint.errors import RankDivergenceError
+from labkit.checkpoint.index.model import Checkpoint, ValueEntry
+from labkit.checkpoint.pickles.pickle_records import Record
+from labkit.checkpoint.wording import listed
+
+_PARTITIONS = frozenset({"single_partition_of_fp32_groups", "fp32_flat_groups"})
+_SHAPES = "param_shapes"
+_JOIN = "Let the program that cut them join them"
+_MEGATRON = (
+    f"{_JOIN}, Megatron-LM's tools/checkpoint/convert.py with --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
+)
+#: Into how many parts the model is cut; no key says where they lie in it. With what each part holds, and what joins them.
+_CUTS = {
+    "mp_world_size": ("tensor parallelism has cut the model, and each file holds shards of its tensors", _JOIN),
+    "tensor_model_parallel_size": (
+        "tensor parallelism has cut the model, and each file holds shards of its tensors",
+        _MEGATRON,
+    ),
+    "pipeline_model_parallel_size": (
+        "pipeline parallelism has cut the model, and each file holds some layers under numbers of its own",
+        _MEGATRON,
+    ),
+    "expert_model_parallel_size": ("expert parallelism has cut the model, and each file holds some of its experts", _MEGATRON),
+}
+
+
+def refuse_shards(checkpoint: Checkpoint, part: Checkpoint) -> None:
+    """Raise :class:`RankDivergenceError` if the entries to copy are parts of tensors or of a model, by the table of this module.
+
+    Args:
+        checkpoint: The checkpoint.
+        part: It without what is left out.
+    """
+    keys = [key for key, entry in part.tensors.items() if _PARTITIONS.intersection(map(str, entry.path))]
+    problems = [f"{listed(keys, most=4)}: a rank's partition of the flattened parameters, and no whole tensor"] if keys else []
+    shaped = any(_SHAPES in map(str, value.path) for value in checkpoint.values.values())
+    empty = [entry.key for entry in part.section("model") if not entry.numel]
+    problems += [f"{key} is empty, as ZeRO stage 3 leaves a parameter of which each rank has a part" for key in empty if shaped]
+    cuts: dict[str, int] = {}
+    for value in checkpoint.values.values():
+        for name, size in _sizes(value):
+            cuts[name] = max(size, cuts.get(name, 1))
+    model = list(part.section("model"))
+    placed = any(len(entry.chunks) != 1 or entry.chunks[0].sizes != entry.shape for entry in model)
+    if cuts and model and not placed:
+        raise RankDivergenceError(
+            checkpoint.path,
+            [f"{name} is {size}: {_CUTS[name][0]}" for name, size in cuts.items()],
+            advice="labkit does not join them, since no file says where in the model they belong. "
+            f"{_CUTS[next(iter(cuts))][1]}, or save them as DTensors.",
+        )
+    if problems:
+        raise RankDivergenceError(
+            checkpoint.path,
+            problems,
+            advice="These are partitions of DeepSpeed's ZeRO, which labkit does not join. DeepSpeed's own zero_to_fp32.py, beside "
+            "each of its checkpoints, does: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR. What it writes, the weights in fp32, "
+            "labkit migrates. Optimizer state stays behind.",
+        )
+
+
+def _sizes(value: ValueEntry) -> Iterator[tuple[str, int]]:
+    """Yield the names and numbers above 1 by which a value says that the model is cut, in any rank's file."""
+    for content in (value.inline, *value.replicas.values()):
+        pairs = content.state if isinstance(content, Record) else {str(value.path[-1]): content}
+        for name in _CUTS.keys() & pairs.keys():
+            if isinstance(pairs[name], int) and pairs[name] > 1:
+                yield name, pairs[name]
