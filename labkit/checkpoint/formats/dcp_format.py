@@ -45,8 +45,9 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
         ) from None
     if not data.startswith(b"\x80"):
         refuse_mistaken(path)
-    with task("read the index"):
+    with task("read the index", len(data)) as reading:
         metadata, opaque = safe_pickle.load(data, path, unknown=unknown)
+        reading.advance(len(data))
         if not isinstance(metadata, Record) or "state_dict_metadata" not in metadata.state:
             raise UnsafeCheckpointError(path, opaque) if opaque else CheckpointFormatError(path, "it holds no DCP metadata")
         checkpoint = Checkpoint(path=root, root=root, kind="dcp", opaque=opaque)

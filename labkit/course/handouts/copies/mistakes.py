@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-_PACKAGE = "labkit.course"
+_PACKAGE = "labkit.course.labs"
 _MAX_CODE = 110
 
 
