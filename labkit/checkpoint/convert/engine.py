@@ -17,7 +17,8 @@ from labkit.checkpoint.checks.findings import Finding, Gate, way_on
 from labkit.checkpoint.contents.sources import origin
 from labkit.checkpoint.data.read import Reader
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError, CorruptCheckpointError
-from labkit.checkpoint.formats.source_files import FileState, changed, states_of
+from labkit.checkpoint.files.plain_files import FileState
+from labkit.checkpoint.formats.source_files import changed, states_of
 from labkit.checkpoint.index import manifest
 from labkit.checkpoint.index.coverage import coverage
 from labkit.checkpoint.index.manifest import FileSum, Manifest

@@ -23,9 +23,9 @@ from labkit.checkpoint.errors import (
     UnsupportedTensorError,
 )
 from labkit.checkpoint.files.checksums import crc32, file_crc, read_into
-from labkit.checkpoint.files.plain_files import open_regular
+from labkit.checkpoint.files.plain_files import FileState, open_regular
 from labkit.checkpoint.formats.archive import RecordRange, TorchArchive, expanded_bytes
-from labkit.checkpoint.formats.source_files import FileState, changed
+from labkit.checkpoint.formats.source_files import changed
 from labkit.checkpoint.index.layout import is_contiguous, span
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.pickles import safe_pickle

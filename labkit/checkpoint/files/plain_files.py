@@ -10,8 +10,9 @@ import io
 import json
 import os
 import stat
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, Self
 
 from labkit import places
 from labkit.checkpoint.errors import CheckpointFormatError
@@ -103,3 +104,19 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_constant(text: str) -> None:
     raise ValueError(f"{text} is no JSON")
+
+
+@dataclass(frozen=True, slots=True)
+class FileState:
+    """The properties of a file by which a change is detected."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+    ctime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> Self:
+        """Return the state in a result of ``stat``."""
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)

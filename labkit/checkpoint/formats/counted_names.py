@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Literal
 
+from labkit.checkpoint.index.model import Gap
 from labkit.checkpoint.wording import counted, listed, quoted
 
 MOST_RANKS = 1 << 20
@@ -29,19 +28,6 @@ _NUMBER = re.compile(r"[0-9]+")
 _STATED = re.compile(r"-([0-9]+)-of-([0-9]+)\b")
 _ONE_OF_SEVERAL = re.compile(r"(?<![a-z])(?:rank|shard|stage|part)[-_=.]?([0-9]+)", re.IGNORECASE)
 _MOST_NAMED = 4
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Files that are not there, or not read, as far as names tell.
-
-    Attributes:
-        severity: ``error`` where something is missing, ``warning`` where it may be.
-        what: Which files, and what to do.
-    """
-
-    severity: Literal["error", "warning"]
-    what: str
 
 
 def lacking(names: Sequence[str]) -> tuple[int, int, list[str]]:

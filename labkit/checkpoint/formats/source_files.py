@@ -19,28 +19,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
 
 from labkit.checkpoint.errors import CheckpointError, CheckpointFormatError
+from labkit.checkpoint.files.plain_files import FileState
 from labkit.checkpoint.formats.patterns import is_pattern, matching_files
-
-
-@dataclass(frozen=True, slots=True)
-class FileState:
-    """The properties of a file by which a change is detected."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> Self:
-        """Return the state in a result of ``stat``."""
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def states_of(source: Path) -> dict[Path, FileState]:

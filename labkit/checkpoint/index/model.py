@@ -7,17 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from labkit.checkpoint.files.plain_files import FileState
 from labkit.checkpoint.pickles.pickle_records import Lazy, UnsupportedTensor
-
-if TYPE_CHECKING:
-    from labkit.checkpoint.formats.counted_names import Gap
-    from labkit.checkpoint.formats.source_files import FileState
 
 _NOT_LAZY = Lazy()
 Kind = Literal["dcp", "torch", "torch_ranks", "safetensors", "parts"]
@@ -37,6 +34,19 @@ def writer_rank(file: str) -> int | None:
         return None
     dcp, shard = match.groups()
     return int(shard) - 1 if shard else int(dcp)
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Files that are not there, or not read, as far as names tell.
+
+    Attributes:
+        severity: ``error`` where something is missing, ``warning`` where it may be.
+        what: Which files, and what to do.
+    """
+
+    severity: Literal["error", "warning"]
+    what: str
 
 
 @dataclass(frozen=True, slots=True)
