@@ -23,13 +23,14 @@ from nbformat import NotebookNode
 
 from labkit import places
 from labkit.errors import LabkitError
-from labkit.places import PlaceError
+from labkit.places import NotRegularError, PlaceError
 
 _MARK = "labkit"
 # A mark is at the beginning of a file, which may be large or not a text at all.
 _HEAD_BYTES = 4096
 # nbformat 4.5 introduced ids of cells.
 _WITH_IDS = 5
+_MOST_BYTES = 512 << 20
 
 
 class NotebookError(LabkitError, ValueError):
@@ -63,13 +64,19 @@ def read_notebook(path: Path) -> NotebookNode:
         NotebookError: It cannot be read or is not valid.
     """
     try:
-        with open(path, encoding="utf-8") as file:
-            notebook: NotebookNode = nbformat.read(file, as_version=4)
+        with places.open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size > _MOST_BYTES:
+                raise NotebookError(f"{shown(path)} has more than {_MOST_BYTES >> 20} MiB. Clear its outputs, or choose another.")
+            notebook: NotebookNode = nbformat.reads(file.read().decode(), as_version=4)
         if notebook.nbformat_minor < _WITH_IDS:
             notebook = nbformat.v4.upgrade(notebook)
             for number, cell in enumerate(notebook.cells, start=1):
                 cell.id = f"cell-{number}"  # the same ids each time
         nbformat.validate(notebook, relax_add_props=True)
+    except NotebookError:
+        raise
+    except NotRegularError as error:
+        raise NotebookError(f"{shown(path)} is {error.kind}, and was not opened.") from None
     except OSError as error:
         raise NotebookError(f"{shown(path)} cannot be read: {error.strerror}.") from None
     except Exception as error:  # nbformat raises its parser's errors and its own

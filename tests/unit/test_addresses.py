@@ -162,3 +162,8 @@ def test_s1_a_store_whose_way_is_not_known_listens_nowhere(environ: dict[str, st
 )
 def test_gloo_uses_the_device_on_the_way_to_the_store(store: str, device: str | None) -> None:
     assert gloo_device(store) == device
+
+
+@pytest.mark.parametrize("node_rank", [-1, 2])
+def test_h6_a_machine_that_claims_a_place_that_the_pool_has_not_gets_none(node_rank: int) -> None:
+    assert "counted from 0" in str(place_for(arrived("c", node_rank), seated("", "")))

@@ -16,6 +16,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 import labkit
 from labkit.cli import main
+from labkit.course.files import NotebookError, read_notebook
 from labkit.course.script import ScriptError, write_script
 from labkit.notebook.views.rank_names import OPTIONS
 from labkit.spmd.script.cells import future_flags, run_cell, text_of
@@ -357,3 +358,9 @@ def test_what_a_value_shows_as_a_whole_comes_before_its_repr() -> None:
             return "Picture(svg='...')"
 
     assert text_of(Picture()) == "in words"
+
+
+def test_h6_a_fifo_in_a_notebook_s_place_is_refused_and_holds_no_command(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "lab.ipynb")
+    with pytest.raises(NotebookError, match="is a FIFO, and was not opened"):
+        read_notebook(tmp_path / "lab.ipynb")

@@ -75,7 +75,7 @@ def place_for(tag: Arrived, nodes: Sequence[Node]) -> Node | str:
         free = sorted((node for node in nodes if not node.reachable), key=lambda node: node.arrived is not None)
         return free[0] if free else f"the pool has its {len(nodes)} machine{'s' if len(nodes) != 1 else ''} already"
     claim = f"{tag.source} says that it is node {tag.node_rank}"
-    if tag.node_rank >= len(nodes):
+    if not 0 <= tag.node_rank < len(nodes):
         return f"{claim}, and the notebook attaches {len(nodes)}, counted from 0: make both equal"
     node = nodes[tag.node_rank]
     if not node.reachable:

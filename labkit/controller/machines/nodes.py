@@ -7,11 +7,12 @@ import pickle
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from labkit.controller.machines.node import Node, NodeStatus, place_for
 from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
-from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
+from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, printable
 from labkit.ranks import name_ranks
 from labkit.wire.hub import Hub
 from labkit.wire.messages import FromWorker, ToControl, ToMain
@@ -236,6 +237,8 @@ class Nodes:
             on_exit(WorkerExit(handle, _NO_EXIT_CODE, cause=cause))
 
     def _arrive(self, tag: Arrived) -> None:
+        # Shown in tables and errors; a machine's name comes from the machine.
+        tag = replace(tag, hostname=printable(tag.hostname), source=printable(tag.source))
         self._next_probe = 0.0
         self._probe()  # so that a machine that has just gone frees its place for its replacement
         node = place_for(tag, self.nodes)

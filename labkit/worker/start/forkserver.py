@@ -94,7 +94,8 @@ class Server:
                 if not self.handle(request):
                     break
             elif not ready and idle_imports and idle:
-                with contextlib.suppress(ImportError), ending_with_controller(self.connection, self.end):
+                # A worker can do without, and says itself why where its cell cannot.
+                with contextlib.suppress(Exception), ending_with_controller(self.connection, self.end):
                     importlib.import_module(idle_imports.pop(0))
         self.end()
 
@@ -267,6 +268,8 @@ def main() -> None:
     # The notebook's interrupt goes to its whole process group, and the controller passes it on in its own way.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
+    # What is imported here may read files from the working directory, as matplotlib reads matplotlibrc, and others may write there.
+    os.chdir("/")
     # Without this variable matplotlib would choose a backend that shows nothing.
     os.environ.setdefault("MPLBACKEND", INLINE_FIGURES)
     started = time.monotonic()

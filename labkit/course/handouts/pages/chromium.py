@@ -21,8 +21,18 @@ from labkit.course.handouts.errors import HandoutError
 
 PDF_TIMEOUT_S = 120
 _FLAGS = (
-    "--headless --disable-gpu --no-first-run --disable-background-networking --disable-component-update --disable-sync "
-    "--disable-extensions --proxy-server=127.0.0.1:9 --proxy-bypass-list=<-loopback> --remote-debugging-pipe"
+    "--headless",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-extensions",
+    "--remote-debugging-pipe",
+    "--proxy-server=none.invalid:9",
+    "--proxy-bypass-list=<-loopback>",
+    # No name has an address, the proxy's included: whoever listened at one would get Chromium's own requests.
+    "--host-resolver-rules=MAP * ~NOTFOUND",
 )
 # Chromium reads commands from descriptor 3 and answers on 4.
 _START = (
@@ -39,7 +49,7 @@ class _Browser:
     def __init__(self, chromium: str, folder: str, deadline: float) -> None:
         command, self._commands = os.pipe()
         self._answers, answer = os.pipe()
-        arguments = [chromium, *_FLAGS.split(), "--generate-pdf-document-outline", f"--user-data-dir={folder}/profile"]
+        arguments = [chromium, *_FLAGS, "--generate-pdf-document-outline", f"--user-data-dir={folder}/profile"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             arguments.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
         self._errors = open(f"{folder}/errors.txt", "w+")  # noqa: SIM115  # closed with the browser
