@@ -1,6 +1,6 @@
-"""How long labkit waits before it takes its next step: one record of seconds.
+"""Limits of time after which labkit takes its next step: one record of seconds.
 
-Whoever waits reads its limit from :data:`LIMITS` each time. Each process has its own: a change in the notebook's reaches no rank.
+Code that waits reads its limit from :data:`LIMITS` each time. Each process has its own: a change in the notebook's reaches no rank.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What is to be written: tensors with the sources of their values, and values."""
+"""Contents of a checkpoint to write: tensors with the sources of their values, and values."""

@@ -33,7 +33,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Reading:
-    """What the names of an order may mean.
+    """One meaning of the names of an order.
 
     Attributes:
         names: A name as it is given, without wrappers, to the name that is written.

@@ -1,1 +1,1 @@
-"""What holds up a run: looks at the ranks, and the judgement of what they report."""
+"""Diagnosis of a run that waits: looks at the ranks, and the judgement of their reports."""

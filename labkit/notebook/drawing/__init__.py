@@ -1,1 +1,1 @@
-"""What all pictures are drawn with: style, boxes, lanes, texts under the pointer."""
+"""Building blocks of all pictures: style, boxes, lanes, texts under the pointer."""
