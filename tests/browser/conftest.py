@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 import nbformat
 import psutil
 import pytest
+from jupyter_core.utils import run_sync
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from playwright.sync_api import Browser, sync_playwright
 
@@ -110,6 +112,9 @@ def browser() -> Iterator[Browser]:
     assert chromium is not None  # else these tests are skipped
     root = ["--no-sandbox"] if os.geteuid() == 0 else []
     with sync_playwright() as playwright:
+        # Its event loop runs in this thread from now on. Beside a running loop jupyter_core starts a thread that it keeps: not in
+        # the first test that starts a kernel, whose leak guard would see it.
+        run_sync(asyncio.sleep)(0)
         running = playwright.chromium.launch(executable_path=chromium, args=[*_FLAGS, *root])
         yield running
         running.close()

@@ -12,7 +12,6 @@ import psutil
 import pytest
 from jupyter_client.blocking.client import BlockingKernelClient
 from jupyter_client.manager import KernelManager
-from jupyter_core.utils import run_sync
 
 from labkit.controller.start.launchers import fork_server
 from tests.process.patience import ORPHANS_S, survivors, until
@@ -40,16 +39,6 @@ while True:
     pass
 """
 LIMIT_S = 120.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def runner_of_jupyter() -> None:
-    """Let jupyter_core start its thread, which it keeps, before the leak guard looks: it needs one where a browser's loop runs."""
-
-    async def nothing() -> None:
-        pass
-
-    run_sync(nothing)()
 
 
 class Kernel:
