@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.utils.data
@@ -380,6 +381,11 @@ WAITS: dict[str, Callable[[str], Any]] = {
     "handler that tidies up": lambda device: _tidy_up(),
     "handler that swallows": lambda device: _swallow(),
 }
+
+
+def zombies() -> int:
+    """Count this rank's children that have ended and were not collected."""
+    return sum(child.status() == psutil.STATUS_ZOMBIE for child in psutil.Process().children())
 
 
 def wait(what: str, ranks: Sequence[int], device: str, signs: str) -> str:
