@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from labkit.base.own_python import import_nbformat
+from labkit.base.version import __version__
 from labkit.errors import LabkitError, printable
-from labkit.own_python import import_nbformat
-from labkit.version import __version__
 
 if TYPE_CHECKING:
     from labkit.course.running.execution import NotebookResult

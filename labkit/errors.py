@@ -30,7 +30,7 @@ class LabkitError(Exception):
         """Return the lines that IPython shows: the reader's own lines and the message, without labkit's frames."""
         from IPython import get_ipython  # only IPython calls this method
 
-        from labkit.tracebacks import format_error
+        from labkit.base.tracebacks import format_error
 
         compiled = get_ipython().compile
         return [format_error(self, compiled._filename_map.get, own_lines_only=True)]
@@ -369,6 +369,6 @@ def indent(text: str) -> str:
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
-    from labkit.ranks import name_ranks  # labkit.ranks raises RankSpecError from this module, so it imports this one
+    from labkit.base.ranks import name_ranks  # labkit.base.ranks raises RankSpecError from this module, so it imports this one
 
     return name_ranks(ranks)

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.base.ranks import RankResults, format_ranks, parse_ranks
 from labkit.errors import LabkitError, RankSpecError
-from labkit.ranks import RankResults, format_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(

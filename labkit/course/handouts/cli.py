@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from labkit import machine
+from labkit.base import machine
 from labkit.errors import LabkitError, printable
 
 NOTEBOOKS = "notebooks/*.ipynb"

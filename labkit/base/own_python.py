@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from labkit import torch_caches
+from labkit.base import torch_caches
 
 # jsonschema, which nbformat imports, makes 38 grammars of it at once. That is half of the time that a process takes to start which
 # reads notebooks, and no schema of a notebook has an IRI to look at.
@@ -51,7 +51,7 @@ def import_path() -> str:
 
     Relative entries are left out as well: they depend on the working directory. labkit's own folder is there in any case.
     """
-    home = str(Path(__file__).parents[1])
+    home = str(Path(__file__).parents[2])
     folders = [folder for folder in sys.path if os.path.isabs(folder)]
     return os.pathsep.join(folders if home in folders else [home, *folders])
 
