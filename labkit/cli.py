@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from labkit.base.own_python import import_nbformat
 from labkit.base.version import __version__
+from labkit.course.light_nbformat import import_nbformat
 from labkit.errors import LabkitError, printable
 
 if TYPE_CHECKING:

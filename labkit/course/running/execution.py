@@ -44,7 +44,7 @@ _MARK = "LABKIT_RUN_FOLDER"
 _START = """\
 import sys
 sys.path.append(sys.argv.pop())
-from labkit.base.own_python import import_nbformat
+from labkit.course.light_nbformat import import_nbformat
 import_nbformat()
 from labkit.course.running.reader import main
 main()
