@@ -9,7 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from labkit.base.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
+from labkit.base.plain_text import format_ranks, name_ranks
+from labkit.base.ranks import RankResults, RankSpec, parse_ranks
 from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool, starting
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.machines.attach import AttachedSite, Meeting, ShownCommand, earlier_site, local_site, own_address

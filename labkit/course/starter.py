@@ -10,7 +10,7 @@ import click
 
 from labkit.base import places
 from labkit.base.places import PlaceError
-from labkit.errors import printable
+from labkit.base.plain_text import printable
 
 STARTER = Path(__file__).with_name("starter.ipynb")
 _TITLE = "Title of the lab"

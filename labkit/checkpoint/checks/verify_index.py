@@ -6,7 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from labkit.base.ranks import format_ranks, name_ranks
+from labkit.base.plain_text import format_ranks, name_ranks
 from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.formats.dcp_format import METADATA_FILE

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from labkit.base.ranks import format_ranks
+from labkit.base.plain_text import format_ranks
 from labkit.checkpoint.data.read import Reader, same_bits
 from labkit.checkpoint.errors import CheckpointError, RankDivergenceError
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry, ValueEntry

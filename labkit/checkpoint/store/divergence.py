@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labkit.base.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 from labkit.checkpoint.errors import STATE, RankDivergenceError
 from labkit.checkpoint.files.plain_tensors import to_cpu
 from labkit.checkpoint.index.model import Path_

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from labkit.base.plain_text import name_ranks
 from labkit.base.progress import task
-from labkit.base.ranks import name_ranks
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.files.plain_tensors import to_cpu
 from labkit.checkpoint.index import manifest

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from labkit.base.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 from labkit.controller.hang.diagnosis import Diagnosis, Kind, RankState, State, recorded, sizes_of
 from labkit.controller.hang.proof import is_in, is_point_to_point, members, needs, same_number
 from labkit.wire.messages import Collective, RankReport

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from labkit.base.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 from labkit.controller.output import Screen, heading, labelled
 from labkit.wire.messages import Display, Stream, StreamName
 

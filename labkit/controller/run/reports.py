@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from labkit.base.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 from labkit.controller.run.run import Run
 from labkit.errors import (
     OpenCollectiveError,

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
-from labkit.base.ranks import RankResults, format_ranks, name_ranks
+from labkit.base.plain_text import format_ranks, name_ranks
+from labkit.base.ranks import RankResults
 from labkit.controller.hang import leftovers
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.verdict import judge

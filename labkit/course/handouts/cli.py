@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from labkit.base import machine
-from labkit.errors import LabkitError, printable
+from labkit.base.plain_text import printable
+from labkit.errors import LabkitError
 
 NOTEBOOKS = "notebooks/*.ipynb"
 

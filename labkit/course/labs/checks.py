@@ -20,7 +20,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
-from labkit.base.ranks import RankResults, format_ranks
+from labkit.base.plain_text import format_ranks
+from labkit.base.ranks import RankResults
 from labkit.base.tracebacks import is_library
 from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
 

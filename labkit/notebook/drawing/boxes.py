@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from labkit.base.ranks import format_ranks
+from labkit.base.plain_text import format_ranks
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, rank_style
 
 if TYPE_CHECKING:

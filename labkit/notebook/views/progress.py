@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.base.plain_text import name_ranks
 from labkit.base.progress import SHOWN_AFTER_S, Task, running
-from labkit.base.ranks import name_ranks
 from labkit.controller.current import num_starting, open_pool
 from labkit.controller.start.launchers import fork_server
 from labkit.notebook.views.live import LiveDisplay, person_watches

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.base.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 from labkit.base.tracebacks import is_library
 from labkit.worker.groups import backends
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from labkit.base.ranks import RankResults, name_ranks
+from labkit.base.plain_text import name_ranks
+from labkit.base.ranks import RankResults
 from labkit.course.labs.checks import Pool, hint_for, refuse, require_on_ranks
 from labkit.course.labs.lab00.trial import Mistake, Trial, distance, is_close, on_ranks, try_function
 
