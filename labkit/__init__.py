@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from labkit.lazy import lazy_names
-from labkit.version import __version__
+from labkit.base.lazy import lazy_names
+from labkit.base.version import __version__
 
 if TYPE_CHECKING:
+    from labkit.base.ranks import RankResults
     from labkit.controller.current import current_pool
     from labkit.controller.pool import WorkerPool
     from labkit.errors import (
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
         WorkerDiedError,
     )
     from labkit.notebook.expect import expect_error
-    from labkit.ranks import RankResults
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -33,7 +33,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "controller.pool": "WorkerPool",
         "errors": ("LabkitError OpenCollectiveError PoolStateError RankFailedError RunInterrupted RunTimeoutError WorkerDiedError"),
         "notebook.expect": "expect_error",
-        "ranks": "RankResults",
+        "base.ranks": "RankResults",
     },
 )
 __all__ += ["__version__", "load_ipython_extension"]

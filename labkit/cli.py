@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from labkit.errors import LabkitError, printable
-from labkit.own_python import import_nbformat
-from labkit.version import __version__
+from labkit.base.plain_text import printable
+from labkit.base.version import __version__
+from labkit.course.light_nbformat import import_nbformat
+from labkit.errors import LabkitError
 
 if TYPE_CHECKING:
     from labkit.course.running.execution import NotebookResult

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from rich.console import Console
 from rich.table import Table
 
-from labkit import machine
+from labkit.base import machine
 
 DISTRIBUTION = "torch-labkit"
 SHM = "/dev/shm"

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, TypeVar
 
+from labkit.base.plain_text import indent, name_ranks, printable
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -30,7 +32,7 @@ class LabkitError(Exception):
         """Return the lines that IPython shows: the reader's own lines and the message, without labkit's frames."""
         from IPython import get_ipython  # only IPython calls this method
 
-        from labkit.tracebacks import format_error
+        from labkit.base.tracebacks import format_error
 
         compiled = get_ipython().compile
         return [format_error(self, compiled._filename_map.get, own_lines_only=True)]
@@ -156,7 +158,7 @@ class RunReport(BaseException):
         super().__init__(self._message())
         # Only IPython calls _render_traceback_. Python, pytest and loggers show notes.
         for ranks, told in self._told():
-            self.add_note(f"{_name_ranks(ranks)}:\n{told}")
+            self.add_note(f"{name_ranks(ranks)}:\n{told}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reduce(self)
@@ -179,13 +181,13 @@ class RunReport(BaseException):
         if self.diagnosis:
             lines.append(self.diagnosis)
         elif self.interrupted_ranks:
-            rest = f"; {_name_ranks(self.finished)} finished" if self.finished else ""
-            lines.append(f"{_name_ranks(self.interrupted_ranks)} did not finish and had to be interrupted{rest}.")
+            rest = f"; {name_ranks(self.finished)} finished" if self.finished else ""
+            lines.append(f"{name_ranks(self.interrupted_ranks)} did not finish and had to be interrupted{rest}.")
         return "\n".join([*lines, *self.notes])
 
     def _headline(self) -> str:
-        parts = [f"{_name_ranks(ranks)}: {text}" for text, ranks in self._by_headline().items()]
-        return "; ".join(parts) or f"{_name_ranks(self.interrupted_ranks)}: interrupted"
+        parts = [f"{name_ranks(ranks)}: {text}" for text, ranks in self._by_headline().items()]
+        return "; ".join(parts) or f"{name_ranks(self.interrupted_ranks)}: interrupted"
 
     def _by_headline(self) -> Mapping[str, list[int]]:
         groups: dict[str, list[int]] = {}
@@ -212,7 +214,7 @@ class RunReport(BaseException):
 
     def _render_traceback_(self) -> list[str]:
         """Return the lines that IPython shows instead of the kernel's own frames: each different remote traceback once."""
-        lines = [line for ranks, told in self._told() for line in (f"{_BOLD}{_name_ranks(ranks)}{_PLAIN}", told, "")]
+        lines = [line for ranks, told in self._told() for line in (f"{_BOLD}{name_ranks(ranks)}{_PLAIN}", told, "")]
         lines.append(f"{_RED}{type(self).__name__}{_PLAIN}: {self}")
         return lines
 
@@ -249,8 +251,8 @@ class LeftOpen:
 
     def __str__(self) -> str:
         verb = "has" if len(self.begun) == 1 else "have"
-        missing = f"{_name_ranks(self.missing)} {'has' if len(self.missing) == 1 else 'have'} not"
-        return f"{_name_ranks(self.begun)} {verb} begun {self.name} #{self.number} of {self.group}, {missing}."
+        missing = f"{name_ranks(self.missing)} {'has' if len(self.missing) == 1 else 'have'} not"
+        return f"{name_ranks(self.begun)} {verb} begun {self.name} #{self.number} of {self.group}, {missing}."
 
 
 class OpenCollectiveError(RunError):
@@ -349,26 +351,3 @@ class CheckpointError(LabkitError):
 
     def __str__(self) -> str:
         return printable(super().__str__())
-
-
-def printable(text: str, *, keep: str = "") -> str:
-    """Return a text with everything escaped that is not plainly visible: control and bidirectional characters, lone surrogates.
-
-    Args:
-        text: Any text, such as a name from a file.
-        keep: Characters to leave as they are: a newline, in a text of several lines whose parts are already printable.
-    """
-    if text.isprintable():
-        return text
-    return "".join(char if char.isprintable() or char in keep else repr(char)[1:-1] for char in text)
-
-
-def indent(text: str) -> str:
-    """Indent each line by four columns."""
-    return "\n".join("    " + line for line in text.rstrip("\n").split("\n"))
-
-
-def _name_ranks(ranks: Sequence[int]) -> str:
-    from labkit.ranks import name_ranks  # labkit.ranks raises RankSpecError from this module, so it imports this one
-
-    return name_ranks(ranks)

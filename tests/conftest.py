@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 from nbformat.v4 import new_code_cell, new_notebook
 
-from labkit import machine
+from labkit.base import machine
 from tests import leaks
 from tests.order import place_of
 

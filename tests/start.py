@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from labkit.own_python import import_nbformat
+from labkit.course.light_nbformat import import_nbformat
 
 # Before anything imports torch: several ranks on few cores, each with a thread pool of its own, only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

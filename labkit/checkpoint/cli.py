@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from labkit.base.machine import ends_lines
+from labkit.base.plain_text import printable
 from labkit.checkpoint.checks.findings import CODES
-from labkit.errors import CheckpointError, printable
-from labkit.machine import ends_lines
+from labkit.errors import CheckpointError
 
 # Commands import what they need when they run, so that help texts appear at once and reading does not import the writers.
 if TYPE_CHECKING:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from labkit.errors import CheckpointError, printable
+from labkit.base.plain_text import printable
+from labkit.errors import CheckpointError
 
 __all__ = [
     "AmbiguousCheckpointError",

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from labkit.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 from labkit.wire.messages import StreamName
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
+from labkit.base.plain_text import format_ranks, name_ranks
+from labkit.base.ranks import RankResults, RankSpec, parse_ranks
 from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool, starting
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.machines.attach import AttachedSite, Meeting, ShownCommand, earlier_site, local_site, own_address
@@ -21,7 +23,6 @@ from labkit.controller.run.runner import Runner
 from labkit.controller.start import plan
 from labkit.controller.start.world import LocalSite, Site
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, raises_here
-from labkit.ranks import RankResults, RankSpec, format_ranks, name_ranks, parse_ranks
 from labkit.wire.key_file import KeyFile
 
 T = TypeVar("T")

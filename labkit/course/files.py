@@ -2,8 +2,8 @@
 
 The rule: a file may be replaced when it is yours, carries labkit's own mark and is as labkit left it. A notebook's mark is a hash
 of its cells in its metadata; of a text it is a line near its beginning. An input, a link, and anything else is somebody's own work,
-and is refused. A file that you have marked by hand is not told apart. :mod:`labkit.places` has the rule for folders that others may
-write to.
+and is refused. A file that you have marked by hand is not told apart. :mod:`labkit.base.places` has the rule for folders that
+others may write to.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 import nbformat
 from nbformat import NotebookNode
 
-from labkit import places
+from labkit.base import places
+from labkit.base.places import NotRegularError, PlaceError
 from labkit.errors import LabkitError
-from labkit.places import NotRegularError, PlaceError
 
 _MARK = "labkit"
 # A mark is at the beginning of a file, which may be large or not a text at all.
@@ -178,7 +178,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterator[int]:
-    """Open the folder of a file as :mod:`labkit.places` says."""
+    """Open the folder of a file as :mod:`labkit.base.places` says."""
     named = path.parent if within is None else within
     inside = path.parent.relative_to(named).parts
     with places.opened(named, make=make) as outer, places.inside(outer, named, *inside, make=make) as fd:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
-from labkit import places
-from labkit.errors import printable
-from labkit.places import PlaceError
+from labkit.base import places
+from labkit.base.places import PlaceError
+from labkit.base.plain_text import printable
 
 STARTER = Path(__file__).with_name("starter.ipynb")
 _TITLE = "Title of the lab"

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from labkit import errors
+from labkit.base.plain_text import indent
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -113,7 +114,7 @@ class LessonText:
         self.text = text
 
     def __repr__(self) -> str:
-        return f"Expected error, {self.title}:\n{errors.indent(self.text)}"
+        return f"Expected error, {self.title}:\n{indent(self.text)}"
 
     def _repr_html_(self) -> str:
         # Set no background and no text colour: either would be unreadable in one of JupyterLab's light and dark themes.

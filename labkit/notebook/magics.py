@@ -16,13 +16,13 @@ from typing import Any, NoReturn
 
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class, needs_local_scope
 
+from labkit.base.ranks import parse_ranks
 from labkit.controller.current import current_pool, refuse_second_pool
 from labkit.controller.pool import WorkerPool
 from labkit.controller.start.launchers import fork_server
 from labkit.errors import LabkitError, PoolStateError, RankFailedError
 from labkit.notebook.expect import error_class, expect_error
 from labkit.notebook.views import pool_view, progress, rank_names, rank_tabs
-from labkit.ranks import parse_ranks
 
 
 class MagicUsageError(LabkitError, ValueError):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from labkit.lazy import lazy_names
+from labkit.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from labkit.plan.process import make_plan

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from labkit.lookup import FunctionNotFoundError, find_function
+from labkit.base.lookup import FunctionNotFoundError, find_function
 from labkit.plan.records import MAX_RANKS, JobError, TrainingJob
 from labkit.spmd.shards.layouts import DATA_AXES, MeshRecord, parse_mesh
 

@@ -12,8 +12,8 @@ from typing import IO
 
 import cloudpickle
 
+from labkit.base.own_python import own_environ, own_python
 from labkit.errors import LabkitError
-from labkit.own_python import own_environ, own_python
 from labkit.plan.records import JobError, Plan, TrainingJob
 
 _LAST_LINES = 12

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit import places
+from labkit.base import places
+from labkit.base.places import PlaceError
 from labkit.errors import InvalidPoolError
-from labkit.places import PlaceError
 from labkit.wire.transport import Keys
 
 

@@ -266,7 +266,7 @@ class Collective(Record):
 
 @dataclass(frozen=True, slots=True)
 class TaskReport(Record):
-    """The progress of a long task; see :mod:`labkit.progress`.
+    """The progress of a long task; see :mod:`labkit.base.progress`.
 
     Attributes:
         title: The task's name.

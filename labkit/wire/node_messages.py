@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from labkit.machine import MemoryAtDeath
+from labkit.base.machine import MemoryAtDeath
 from labkit.wire.messages import GroupSpec
 from labkit.wire.pipes import Rest
 from labkit.wire.record import Record

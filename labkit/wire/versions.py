@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 
-from labkit.version import __version__
+from labkit.base.version import __version__
 
 
 def versions() -> dict[str, str]:

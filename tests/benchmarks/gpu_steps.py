@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from labkit import machine
+from labkit.base import machine
 from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss, rotary_tables
 
 REHEARSAL = os.environ.get("LABKIT_BENCH_REHEARSAL") == "1"

@@ -25,7 +25,7 @@ from jupyter_core.utils import run_sync
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from playwright.sync_api import Browser, sync_playwright
 
-from labkit import machine
+from labkit.base import machine
 from tests.browser.lab_page import LabPage
 from tests.notebooks.conventions import ROOT
 

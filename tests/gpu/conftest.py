@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from labkit import WorkerPool, machine
+from labkit import WorkerPool
+from labkit.base import machine
 
 
 @pytest.fixture(scope="session")

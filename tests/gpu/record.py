@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from labkit import machine
+from labkit.base import machine
 from tests.benchmarks.table import OUT
 
 RESULTS = Path(__file__).with_name("RESULTS.md")

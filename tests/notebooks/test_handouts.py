@@ -25,7 +25,7 @@ from click.testing import CliRunner, Result
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from labkit import machine
+from labkit.base import machine
 from labkit.cli import main
 from labkit.course.handouts import build
 from labkit.course.handouts.build import Handouts, make_handouts

@@ -14,11 +14,11 @@ import pytest
 from click.testing import CliRunner, Result
 from nbformat.v4 import new_markdown_cell, new_notebook
 
-from labkit import machine
+from labkit.base import machine
+from labkit.base.places import PlaceError
 from labkit.cli import main
 from labkit.course.handouts.build import Handouts, make_handouts
 from labkit.course.handouts.errors import HandoutError
-from labkit.places import PlaceError
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
@@ -205,7 +205,7 @@ def test_s5_a_handout_is_deleted_only_when_all_new_ones_are_in_their_places(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("labkit.places.write_new", full)
+    monkeypatch.setattr("labkit.base.places.write_new", full)
     with pytest.raises(OSError, match="No space left"):
         _made(lab, out)
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before

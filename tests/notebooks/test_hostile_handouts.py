@@ -21,7 +21,7 @@ from bs4 import BeautifulSoup, Tag
 from click.testing import CliRunner, Result
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from labkit import machine
+from labkit.base import machine
 from labkit.cli import main
 from labkit.course.handouts.build import make_handouts
 from labkit.course.handouts.copies.instructor import instructor_copy

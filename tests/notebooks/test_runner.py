@@ -22,6 +22,7 @@ import pytest
 from click.testing import CliRunner, Result
 from nbformat.v4 import new_markdown_cell
 
+from labkit.base.limits import other_limits
 from labkit.cli import main
 from labkit.course.files import NotebookError
 from labkit.course.parameters import known_parameters
@@ -29,7 +30,6 @@ from labkit.course.running import outputs
 from labkit.course.running.execution import Attempt
 from labkit.course.running.runner import run_notebooks
 from labkit.course.running.summary import write_summary
-from labkit.limits import other_limits
 from tests.conftest import MakeNotebook
 from tests.matrix import matrix
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from labkit import RunInterrupted, RunTimeoutError, WorkerPool
+from labkit.base.limits import other_limits
 from labkit.controller.hang.diagnosis import Diagnosis
-from labkit.limits import other_limits
 from labkit.wire.messages import StreamName
 from tests.process.patience import LOAD, until
 

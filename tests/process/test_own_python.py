@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.own_python import with_folder
+from labkit.base.own_python import with_folder
 from tests.conftest import TESTS
 
 POOL = """

@@ -18,6 +18,7 @@ import torch
 
 import labkit
 from labkit import PoolStateError, RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
+from labkit.base.limits import other_limits
 from labkit.controller.machines import attach
 from labkit.controller.machines.agents import LocalAgents
 from labkit.controller.machines.attach import AttachedSite, Meeting
@@ -26,7 +27,6 @@ from labkit.controller.machines.node import Node
 from labkit.controller.run.members import Members
 from labkit.controller.start import plan
 from labkit.errors import InvalidPoolError, WorkerStartError
-from labkit.limits import other_limits
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
 from labkit.worker.__main__ import main as agent_main
@@ -121,7 +121,7 @@ def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
     end_store(pool)
     until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
     node_0(pool).store = former  # as if it did not
-    pool.run_cell("from labkit.limits import LIMITS\nLIMITS.connect_s = 2.0", ranks=0)
+    pool.run_cell("from labkit.base.limits import LIMITS\nLIMITS.connect_s = 2.0", ranks=0)
     with pytest.raises(PoolStateError, match=r"could not form their groups .*rank 0 keeps its variables"):
         restart_rank_1(pool)
     node_0(pool).store = ""

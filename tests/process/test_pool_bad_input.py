@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from labkit import LabkitError, PoolStateError, WorkerPool, current_pool, machine
+from labkit import LabkitError, PoolStateError, WorkerPool, current_pool
+from labkit.base import machine
 from labkit.errors import InvalidPoolError, InvalidRunError, RankSpecError, WireError
 
 

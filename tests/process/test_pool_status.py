@@ -78,7 +78,7 @@ def test_a_run_shows_who_works_who_waits_where_and_for_how_long(
 
 
 def test_a_rank_that_says_how_far_it_is_is_quoted(pool: WorkerPool, running: Callable[[WorkerPool, str], None]) -> None:
-    source = "import time\nfrom labkit.progress import task\nwith task('save step 3', 3 << 20) as writing:\n"
+    source = "import time\nfrom labkit.base.progress import task\nwith task('save step 3', 3 << 20) as writing:\n"
     running(pool, source + "    writing.advance((1 + rank) << 20)\n    time.sleep(1000)")
     statuses = _until(lambda: rank_statuses(pool), lambda found: all("%" in status.runs for status in found))
     assert [status.runs for status in statuses] == [f"Cell In[7], line 5: save step 3 {share} %" for share in (33, 66)]

@@ -79,7 +79,8 @@ def test_a_call_of_the_pool_counts_too(kernel: Kernel) -> None:
 
 
 def test_a_task_of_the_notebook_itself_says_how_many_bytes_are_done(kernel: Kernel) -> None:
-    code = "import time\nfrom labkit.progress import task\nwith task('migrate', 4 << 20) as moving:\n    moving.advance(1 << 20)\n"
+    code = "import time\nfrom labkit.base.progress import task\n"
+    code += "with task('migrate', 4 << 20) as moving:\n    moving.advance(1 << 20)\n"
     *shown, last = kernel.displays(code + "    time.sleep(3)", person=True)
     assert shown[0]["text/plain"].startswith("migrate: 1.0 of 4.0 MiB, ")
     assert '<progress value="1048576" max="4194304"' in shown[0]["text/html"]
@@ -88,7 +89,7 @@ def test_a_task_of_the_notebook_itself_says_how_many_bytes_are_done(kernel: Kern
 
 def test_what_ranks_say_of_a_long_task_is_shown_together(kernel: Kernel) -> None:
     cell = (
-        "%%spmd\nimport time\nfrom labkit.progress import task\n"
+        "%%spmd\nimport time\nfrom labkit.base.progress import task\n"
         "with task('save step 3', 3 << 20) as writing:\n    writing.advance((1 + rank) << 20)\n    time.sleep(6)"
     )
     shown = kernel.displays(cell, person=True)

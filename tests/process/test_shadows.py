@@ -44,7 +44,7 @@ if __name__ == "__main__":
         print(pool.run(lambda: 1).same())
 """
 # As in a kernel, whose import path has the folder behind the standard library.
-KERNEL = "sys.path[:] = __import__('labkit').own_python.with_folder(sys.path, '')"
+KERNEL = "sys.path[:] = __import__('labkit.base.own_python').base.own_python.with_folder(sys.path, '')"
 STARTS = {
     "agents": POOL.format(how="", path="", options=", launcher='agents'"),
     "fork server": POOL.format(how="", path=KERNEL, options=""),

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from labkit import RunInterrupted, WorkerPool
+from labkit.base.limits import other_limits
 from labkit.errors import RunReport
-from labkit.limits import other_limits
 from tests.process.interrupts import ARRIVES_WITHIN_S
 from tests.process.stop_scenarios import PREPARE, RIGHT, WRONG
 

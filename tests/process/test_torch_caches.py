@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit import torch_caches
+from labkit.base import torch_caches
 from tests.conftest import TESTS
 
 COMPILES = """

@@ -15,9 +15,9 @@ from click.testing import CliRunner
 from safetensors.torch import save_file
 from torch import nn
 
+from labkit.base.lookup import FunctionNotFoundError, find_function
 from labkit.checkpoint.convert.rename import Rule, read_names, read_rules
 from labkit.cli import main
-from labkit.lookup import FunctionNotFoundError, find_function
 
 MODELS = """
 import sys

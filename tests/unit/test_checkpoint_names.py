@@ -14,10 +14,10 @@ import torch.distributed.checkpoint as dcp
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
+from labkit.base.plain_text import printable
 from labkit.checkpoint import CheckpointError, open_checkpoint, verify
 from labkit.checkpoint.errors import FQNMismatchError, UnsafeCheckpointError
 from labkit.cli import main
-from labkit.errors import printable
 
 # Clears the screen, sets the title, fakes a line, turns the reading direction, hides what follows.
 EVIL = "\x1b[2J\x1b]0;owned\x07\nx.pt: ok\r\u202egnp\u2066\u200b\u0085\x9b31m\u2028\x7f"

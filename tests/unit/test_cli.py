@@ -15,7 +15,7 @@ import nbformat
 import pytest
 from click.testing import CliRunner, Result
 
-from labkit import machine
+from labkit.base import machine
 from labkit.cli import ELSEWHERE, main, parse_value
 from labkit.course.parameters import UnknownParameterError
 from labkit.course.running import runner

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.base.limits import LIMITS
 from labkit.controller.run import run as module
 from labkit.controller.run.run import Run, RunWait
 from labkit.controller.start.deaths import LastWords
 from labkit.controller.start.launchers.launcher import WorkerExit
 from labkit.errors import RankFailure
-from labkit.limits import LIMITS
 from labkit.wire.messages import Failed, FromWorker, Output, Result, Stream, ToControl
 from labkit.wire.pipes import KEPT_BYTES, Kept, Rest, make_pipes, take_rest
 

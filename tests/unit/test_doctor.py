@@ -18,7 +18,8 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from labkit import doctor, machine
+from labkit import doctor
+from labkit.base import machine
 from labkit.cli import main
 from labkit.doctor import Finding
 

@@ -8,11 +8,11 @@ import re
 import pytest
 from PIL import Image
 
+from labkit.base.ranks import RankResults
 from labkit.notebook.drawing.hover import HoverPicture, Spot
 from labkit.notebook.drawing.style import rank_style
 from labkit.notebook.pictures.mesh_maps import block_map
 from labkit.notebook.pictures.shard_maps import shard_map
-from labkit.ranks import RankResults
 from labkit.spmd.shards.records import Chunk, ShardRecord
 
 

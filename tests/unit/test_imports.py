@@ -63,7 +63,7 @@ def test_every_public_name_is_there_and_importing_them_brings_no_torch(tmp_path:
 
 
 def test_a_process_that_reads_notebooks_makes_no_grammars_and_leaves_them_to_whoever_wants_them(tmp_path: Path) -> None:
-    code = "from labkit.own_python import import_nbformat; import_nbformat(); import nbformat"
+    code = "from labkit.course.light_nbformat import import_nbformat; import_nbformat(); import nbformat"
     modules = _after(code, tmp_path)["modules"]
     assert "nbformat" in modules
     assert "rfc3987_syntax" not in modules

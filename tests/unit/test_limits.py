@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from labkit.limits import LIMITS, Limits, other_limits
+from labkit.base.limits import LIMITS, Limits, other_limits
 
 
 def _fail_inside() -> None:

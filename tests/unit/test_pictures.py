@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from labkit.base.ranks import RankResults
 from labkit.notebook.drawing.boxes import number_text
 from labkit.notebook.pictures.collectives import collective_picture, process_picture
-from labkit.ranks import RankResults
 
 ROWS = {0: [1, 2], 1: [10, 20]}
 

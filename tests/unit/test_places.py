@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from labkit import places
+from labkit.base import places
+from labkit.base.places import NotRegularError, PlaceError
 from labkit.cli import main
-from labkit.places import NotRegularError, PlaceError
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from click.testing import CliRunner
 from torch import Tensor, nn
 
+from labkit.base.lookup import FunctionNotFoundError, find_function
 from labkit.checkpoint.index.layout import ShardDim
-from labkit.lookup import FunctionNotFoundError, find_function
 from labkit.notebook.pictures.plans import draw_plans
 from labkit.plan import JobError, Plan, TrainingJob, checkpoint, private
 from labkit.plan.cli import plan as command

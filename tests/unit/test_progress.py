@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import nn
 
-from labkit import progress
+from labkit.base import progress
+from labkit.base.progress import Task, running, task
 from labkit.checkpoint import load, migrate, reshard, save, verify
-from labkit.progress import Task, running, task
 
 SLOW = (
-    "import time\nfrom labkit import progress\nprogress.SHOWN_AFTER_S = 0.1\n"
+    "import time\nfrom labkit.base import progress\nprogress.SHOWN_AFTER_S = 0.1\n"
     "with progress.task('[b]migrate[/b]', 4 << 20) as present:\n    present.advance(1 << 20)\n    time.sleep(1)\nprint('done')"
 )
 

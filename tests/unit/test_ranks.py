@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from labkit.base.plain_text import format_ranks
+from labkit.base.ranks import RankResults, parse_ranks
 from labkit.errors import LabkitError, RankSpecError
-from labkit.ranks import RankResults, format_ranks, parse_ranks
 
 
 @pytest.mark.parametrize(

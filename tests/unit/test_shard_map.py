@@ -7,9 +7,9 @@ import xml.dom.minidom
 
 import pytest
 
+from labkit.base.ranks import RankResults
 from labkit.notebook.drawing.style import rank_style
 from labkit.notebook.pictures.shard_maps import shard_map
-from labkit.ranks import RankResults
 from labkit.spmd.shards.records import Chunk, ShardRecord
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from labkit.base.plain_text import printable
 from labkit.checkpoint.errors import CheckpointError, VerificationError
-from labkit.errors import printable
 
 Severity = Literal["error", "warning"]
 

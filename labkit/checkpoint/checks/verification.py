@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from labkit.base.progress import task
 from labkit.checkpoint.checks import verify_against, verify_data, verify_index, verify_optimizer
 from labkit.checkpoint.checks.findings import Gate, Report
 from labkit.checkpoint.checks.unsafe_entries import way_without
@@ -22,7 +23,6 @@ from labkit.checkpoint.formats.catalog import open_checkpoint, open_parts, read_
 from labkit.checkpoint.index.manifest import Manifest
 from labkit.checkpoint.index.model import Checkpoint
 from labkit.checkpoint.pickles.safe_pickle import Unknown
-from labkit.progress import task
 
 
 def verify(

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from labkit.base.lookup import FunctionNotFoundError, find_function
 from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.checks.name_findings import NOT_THE_SAME, report_alone, report_misfit
 from labkit.checkpoint.checks.verify_data import Progress, each
@@ -22,7 +23,6 @@ from labkit.checkpoint.index.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.index.names import canonical_names, flat_key, fqn_of, match_names
 from labkit.checkpoint.index.sections import Nest, model_nests, name_in, nest_of
 from labkit.checkpoint.wording import counted, listed
-from labkit.lookup import FunctionNotFoundError, find_function
 
 ModelSource = nn.Module | str | Callable[[], nn.Module]
 

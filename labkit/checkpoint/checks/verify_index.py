@@ -6,6 +6,7 @@ from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+from labkit.base.plain_text import format_ranks, name_ranks
 from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.formats.dcp_format import METADATA_FILE
@@ -18,7 +19,6 @@ from labkit.checkpoint.index.model import Checkpoint, TensorEntry, unsupported
 from labkit.checkpoint.index.names import twins
 from labkit.checkpoint.index.sections import Nest, name_in, nest_of, wrappers_of
 from labkit.checkpoint.wording import bytes_text, counted, listed
-from labkit.ranks import format_ranks, name_ranks
 
 _LATE_S = 2.0
 UNREAD = "labkit migrates and loads what is left without it"

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from labkit.base.progress import task
 from labkit.checkpoint.checks.findings import Gate
 from labkit.checkpoint.checks.verification import check_ranks
 from labkit.checkpoint.checks.verify_against import ModelSource, build_model
@@ -30,7 +31,6 @@ from labkit.checkpoint.wording import quoted
 from labkit.checkpoint.write.out_files import OutFile, Ties, Writer, whole
 from labkit.checkpoint.write.safetensors_writer import SafetensorsWriter
 from labkit.checkpoint.write.torch_writer import TorchWriter
-from labkit.progress import task
 
 Format = Literal["dcp", "safetensors", "torch"]
 DEFAULT_FILE_BYTES = 1 << 29

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from labkit.base.progress import task
 from labkit.checkpoint.checks.findings import Gate
 from labkit.checkpoint.contents.contents import Contents, OutTensor, OutValue, read_values, refuse_unsupported
 from labkit.checkpoint.contents.entry_names import split_state
@@ -24,7 +25,6 @@ from labkit.checkpoint.index.model import Checkpoint
 from labkit.checkpoint.index.sections import name_in
 from labkit.checkpoint.write.dcp_directory import DcpWriter
 from labkit.checkpoint.write.out_files import OutFile, Piece, Ties
-from labkit.progress import task
 from labkit.spmd.shards.layouts import DATA_AXES, parse_mesh
 
 _MOST_RANKS = 1 << 16

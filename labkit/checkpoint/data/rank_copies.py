@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from labkit.base.plain_text import format_ranks
 from labkit.checkpoint.data.read import Reader, same_bits
 from labkit.checkpoint.errors import CheckpointError, RankDivergenceError
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry, ValueEntry
@@ -24,7 +25,6 @@ from labkit.checkpoint.index.sections import is_moment_piece, optimizer_roots
 from labkit.checkpoint.pickles import safe_pickle
 from labkit.checkpoint.pickles.values import digest
 from labkit.checkpoint.wording import counted, listed
-from labkit.ranks import format_ranks
 
 Copies = Literal["refuse", "first"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
-from labkit import places
+from labkit.base import places
 from labkit.checkpoint.errors import CheckpointFormatError
 
 

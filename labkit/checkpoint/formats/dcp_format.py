@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from labkit.base.progress import task
 from labkit.checkpoint.errors import CheckpointFormatError, IncompleteCheckpointError, UnsafeCheckpointError
 from labkit.checkpoint.files.mistaken_files import refuse_mistaken
 from labkit.checkpoint.files.plain_files import is_inside, read_regular, regular_size
@@ -23,7 +24,6 @@ from labkit.checkpoint.index.model import Checkpoint, ChunkTable, Int64s, Path_,
 from labkit.checkpoint.pickles import safe_pickle
 from labkit.checkpoint.pickles.pickle_records import Record
 from labkit.checkpoint.pickles.safe_pickle import Unknown
-from labkit.progress import task
 
 METADATA_FILE = ".metadata"
 

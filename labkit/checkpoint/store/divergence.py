@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from labkit.base.plain_text import name_ranks
 from labkit.checkpoint.errors import STATE, RankDivergenceError
 from labkit.checkpoint.files.plain_tensors import to_cpu
 from labkit.checkpoint.index.model import Path_
@@ -13,7 +14,6 @@ from labkit.checkpoint.index.names import flat_key, fqn_of
 from labkit.checkpoint.pickles.values import digest
 from labkit.checkpoint.state.state import Captured
 from labkit.checkpoint.store.ranks import Comm
-from labkit.ranks import name_ranks
 
 # Maps a key to its nested keys and a text with its shape and dtype (or "a value"), for everything but per-rank values.
 _Forms = dict[str, tuple[Path_, str]]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from labkit.base.progress import task
 from labkit.checkpoint.data.read import Reader
 from labkit.checkpoint.dtypes import convert, is_lossless
 from labkit.checkpoint.errors import DtypeNarrowingError
@@ -23,7 +24,6 @@ from labkit.checkpoint.state.shards import is_tensor, local_tensor
 from labkit.checkpoint.state.state import Captured, PerRank, capture
 from labkit.checkpoint.state.state_load import OptimizerTarget, key_of, keys_below, nest, optimizer_targets, put_value
 from labkit.checkpoint.store.ranks import Comm
-from labkit.progress import task
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
+from labkit.base.progress import task
 from labkit.checkpoint.checks.findings import Gate
 from labkit.checkpoint.checks.verification import check_loaded
 from labkit.checkpoint.errors import (
@@ -25,7 +26,6 @@ from labkit.checkpoint.errors import (
 from labkit.checkpoint.index import manifest
 from labkit.checkpoint.store.load_plan import LoadPlan, Problems
 from labkit.checkpoint.store.ranks import Comm
-from labkit.progress import task
 
 Check = Literal["full", "size", "none"]
 

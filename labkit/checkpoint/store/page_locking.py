@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from labkit.machine import usable_cores
+from labkit.base.machine import usable_cores
 
 _MOST_THREADS = 8
 

@@ -21,6 +21,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from labkit.base.plain_text import name_ranks
+from labkit.base.progress import task
 from labkit.checkpoint.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.files.plain_tensors import to_cpu
 from labkit.checkpoint.index import manifest
@@ -32,8 +34,6 @@ from labkit.checkpoint.store.host_memory import HostMemory
 from labkit.checkpoint.store.ranks import Comm
 from labkit.checkpoint.store.store_folder import StoreFolder
 from labkit.checkpoint.write.dcp_writer import DirectoryWriter, Leaf, LeafPlanner
-from labkit.progress import task
-from labkit.ranks import name_ranks
 
 
 def save(

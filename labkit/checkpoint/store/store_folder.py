@@ -1,8 +1,8 @@
 """The folder of a store, held open while a step is saved: what a save makes and removes in it.
 
 A store may lie where others can write. A step that is a link, or another user's, is not this user's to remove: it is passed over
-and does not count among the steps to keep. The rule is that of :mod:`labkit.places`; whose a step is, is told by comparing it with
-a directory that was just made, since some file systems give all files to one user. What is removed is removed through open
+and does not count among the steps to keep. The rule is that of :mod:`labkit.base.places`; whose a step is, is told by comparing it
+with a directory that was just made, since some file systems give all files to one user. What is removed is removed through open
 directories, so that names exchanged meanwhile lead nowhere.
 
 Where this ends: the data of a step are written by path, from every rank. Whoever may rename entries of the store can exchange the
@@ -19,10 +19,10 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from labkit import places
+from labkit.base import places
+from labkit.base.places import PlaceError
 from labkit.checkpoint.errors import CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.index.manifest import MANIFEST_FILE, step_of
-from labkit.places import PlaceError
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

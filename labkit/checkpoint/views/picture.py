@@ -6,11 +6,11 @@ import base64
 import html
 from collections.abc import Mapping, Sequence
 
+from labkit.base.plain_text import printable
 from labkit.checkpoint.index.model import Checkpoint, Section
 from labkit.checkpoint.views.describe import totals
 from labkit.checkpoint.views.table import KINDS
 from labkit.checkpoint.wording import bytes_text, counted
-from labkit.errors import printable
 
 # Okabe and Ito's colours; the patterns keep the parts apart in black and white.
 _COLOURS: Mapping[Section, str] = {"model": "#0072B2", "optimizer": "#E69F00", "other": "#999999"}

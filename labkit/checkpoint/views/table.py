@@ -9,6 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from labkit.base.plain_text import format_ranks, printable
 from labkit.checkpoint.formats.catalog import open_checkpoint
 from labkit.checkpoint.formats.dcp_versions import is_new
 from labkit.checkpoint.index.held import also_in, missing_files
@@ -17,8 +18,6 @@ from labkit.checkpoint.index.sections import wrappers_of
 from labkit.checkpoint.views.describe import SECTIONS, dtype_text, matches, select, ties, totals
 from labkit.checkpoint.views.small_values import SmallValue, small_values
 from labkit.checkpoint.wording import bytes_text, counted
-from labkit.errors import printable
-from labkit.ranks import format_ranks
 
 KINDS = {
     "dcp": "DCP directory",

@@ -20,7 +20,8 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from labkit import places
+from labkit.base import places
+from labkit.base.places import PlaceError
 from labkit.checkpoint.errors import CheckpointExistsError, CheckpointWriteError
 from labkit.checkpoint.files.staging_leftovers import (
     DATA,
@@ -36,7 +37,6 @@ from labkit.checkpoint.files.staging_leftovers import (
     remove_leftover,
 )
 from labkit.checkpoint.index import manifest
-from labkit.places import PlaceError
 
 _ATTEMPTS = 10  # other runs for this destination may begin and end meanwhile
 

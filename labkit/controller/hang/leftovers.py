@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from labkit.base.plain_text import name_ranks
 from labkit.controller.hang.verdict import DEFAULT_GROUP
 from labkit.errors import LeftOpen
-from labkit.ranks import name_ranks
 from labkit.wire.messages import Begun, Collective, RankReport
 
 

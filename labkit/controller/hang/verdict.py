@@ -16,9 +16,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from labkit.base.plain_text import name_ranks
 from labkit.controller.hang.diagnosis import Diagnosis, Kind, RankState, State, recorded, sizes_of
 from labkit.controller.hang.proof import is_in, is_point_to_point, members, needs, same_number
-from labkit.ranks import name_ranks
 from labkit.wire.messages import Collective, RankReport
 
 # A rank that used a smaller share of the time between two reports is waiting; gloo's waiting threads use almost nothing.

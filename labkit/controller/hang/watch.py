@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Protocol
 
+from labkit.base.limits import LIMITS
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.verdict import APART_S, judge
-from labkit.limits import LIMITS
 from labkit.wire.messages import Inspect, Inspection, RankReport, ToControl
 
 

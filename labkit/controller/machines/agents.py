@@ -12,11 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from labkit.base.limits import LIMITS
+from labkit.base.own_python import own_environ
 from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.nodes import Nodes
 from labkit.errors import WorkerStartError
-from labkit.limits import LIMITS
-from labkit.own_python import own_environ
 
 _TAIL_LINES = 20
 

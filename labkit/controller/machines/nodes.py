@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from labkit.base.plain_text import name_ranks, printable
 from labkit.controller.machines.node import Node, NodeStatus, place_for
 from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
-from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, printable
-from labkit.ranks import name_ranks
+from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError
 from labkit.wire.hub import Hub
 from labkit.wire.messages import FromWorker, ToControl, ToMain
 from labkit.wire.node_messages import (

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from labkit.base.limits import LIMITS
 from labkit.controller.machines.nodes_world import NodesWorld
 from labkit.controller.run.run import Run
 from labkit.controller.start.deaths import LastWords, describe_exit
 from labkit.controller.start.launchers.launcher import WorkerExit
 from labkit.controller.start.world import World
 from labkit.errors import RankFailure, WorkerStartError
-from labkit.limits import LIMITS
 from labkit.wire.messages import (
     Aborted,
     Bye,

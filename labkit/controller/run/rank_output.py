@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from labkit.base.plain_text import name_ranks
 from labkit.controller.output import Screen, heading, labelled
-from labkit.ranks import name_ranks
 from labkit.wire.messages import Display, Stream, StreamName
 
 # The limit for a rank's text in one run: a notebook of 100 MB cannot be opened.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from labkit.base.plain_text import name_ranks
 from labkit.controller.run.run import Run
 from labkit.errors import (
     OpenCollectiveError,
@@ -12,7 +13,6 @@ from labkit.errors import (
     RunTimeoutError,
     WorkerDiedError,
 )
-from labkit.ranks import name_ranks
 
 
 def raise_for(run: Run, timeout_s: float | None, ways_back: str) -> None:

@@ -18,10 +18,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from labkit.base.limits import LIMITS
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.watch import Watch
 from labkit.errors import LeftOpen, RankFailure
-from labkit.limits import LIMITS
 from labkit.wire.messages import (
     Abort,
     Aborted,

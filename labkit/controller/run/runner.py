@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
+from labkit.base.plain_text import format_ranks, name_ranks
+from labkit.base.ranks import RankResults
 from labkit.controller.hang import leftovers
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.verdict import judge
@@ -20,7 +22,6 @@ from labkit.controller.run.reports import raise_for
 from labkit.controller.run.run import Run, RunWait
 from labkit.controller.start.deaths import LOST
 from labkit.errors import PoolStateError, WireError
-from labkit.ranks import RankResults, format_ranks, name_ranks
 from labkit.wire.messages import Execute, Failed, Output, RankReport, Release, Result
 from labkit.wire.payload import Packed, unpack
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from labkit import torch_caches
+from labkit.base import torch_caches
 from labkit.controller.start import plan as plan_module
 from labkit.controller.start.launchers.fork_server import ForkServer
 from labkit.controller.start.launchers.launcher import Launcher, OnExit

@@ -9,7 +9,7 @@ from pathlib import Path
 import nbformat
 from nbformat import NotebookNode
 
-from labkit import machine
+from labkit.base import machine
 from labkit.course.files import papermill_of, read_notebook, shown
 from labkit.course.handouts.bundle import INDEX, Entry, about, write_index, write_zip
 from labkit.course.handouts.copies.cells import is_executed, title, without_dead_links

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import click
 
-from labkit import machine
-from labkit.errors import LabkitError, printable
+from labkit.base import machine
+from labkit.base.plain_text import printable
+from labkit.errors import LabkitError
 
 NOTEBOOKS = "notebooks/*.ipynb"
 

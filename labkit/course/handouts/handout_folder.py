@@ -2,8 +2,8 @@
 
 A new set is built in a folder of its own and put in the place of the old one at the end. `handouts.json` in the folder lists what
 was written, each file with its hash: a file that is not listed, or that has been changed since, is somebody's own work. Others may
-be able to write to the folder, so the list and what it lists count only as far as they are the caller's (:mod:`labkit.places`), and
-each file is looked at once more, in folders that are held open, before it is replaced or deleted.
+be able to write to the folder, so the list and what it lists count only as far as they are the caller's
+(:mod:`labkit.base.places`), and each file is looked at once more, in folders that are held open, before it is replaced or deleted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
-from labkit import places
+from labkit.base import places
+from labkit.base.places import PlaceError
 from labkit.course.handouts.errors import HandoutError
-from labkit.places import PlaceError
 
 LIST = "handouts.json"
 

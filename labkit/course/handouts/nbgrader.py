@@ -14,10 +14,10 @@ import click
 import nbformat
 from nbformat import NotebookNode
 
+from labkit.base.places import PlaceError
 from labkit.course.files import is_sealed, read_notebook, refuse_foreign, replace_file, sealed, shown
 from labkit.course.handouts.copies.cells import tags
 from labkit.errors import LabkitError
-from labkit.places import PlaceError
 
 BEGIN = "### BEGIN SOLUTION"
 _WRITER = "labkit nbgrader"

@@ -20,9 +20,10 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from labkit.base.plain_text import format_ranks
+from labkit.base.ranks import RankResults
+from labkit.base.tracebacks import is_library
 from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
-from labkit.ranks import RankResults, format_ranks
-from labkit.tracebacks import is_library
 
 T = TypeVar("T")
 MeasuredT = TypeVar("MeasuredT")

@@ -23,12 +23,12 @@ import psutil
 from nbformat import NotebookNode
 
 import labkit
-from labkit import torch_caches
+from labkit.base import torch_caches
+from labkit.base.limits import LIMITS
+from labkit.base.own_python import own_python
 from labkit.course.files import plain, replace_file, sealed, shown
 from labkit.course.parameters import INJECTED, source_of
 from labkit.course.running import outputs
-from labkit.limits import LIMITS
-from labkit.own_python import own_python
 
 Status = Literal["passed", "failed", "timed out", "died", "output cut", "interrupted", "not run"]
 Event = tuple["Attempt", int, int]
@@ -44,7 +44,7 @@ _MARK = "LABKIT_RUN_FOLDER"
 _START = """\
 import sys
 sys.path.append(sys.argv.pop())
-from labkit.own_python import import_nbformat
+from labkit.course.light_nbformat import import_nbformat
 import_nbformat()
 from labkit.course.running.reader import main
 main()

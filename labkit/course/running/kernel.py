@@ -7,7 +7,7 @@ import sys
 import psutil  # noqa: F401  # the kernel's end imports it, when the folder is on the path
 from ipykernel.kernelapp import IPKernelApp
 
-from labkit.own_python import with_folder
+from labkit.base.own_python import with_folder
 
 
 class RunKernelApp(IPKernelApp):

@@ -28,12 +28,12 @@ from papermill.execute import raise_for_execution_errors, remove_error_markers
 from papermill.iorw import load_notebook_node
 
 import labkit
+from labkit.base.own_python import own_python
 from labkit.course.files import NotebookError, read_notebook, shown
 from labkit.course.parameters import inject
 from labkit.course.running.client import Channel, Client, Copy
 from labkit.course.running.execution import COPY, kill_descendants
 from labkit.course.running.outputs import shortened
-from labkit.own_python import own_python
 
 START_TIMEOUT_S = 120
 LAST_WORDS_LINES = 15

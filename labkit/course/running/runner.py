@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from labkit import machine, places
+from labkit.base import machine, places
 from labkit.course.files import NotebookError, OverwriteError, is_sealed, refuse_foreign, shown
 from labkit.course.parameters import refuse_unknown, source_of
 from labkit.course.running.execution import WRITER, Attempt, Event, NotebookResult

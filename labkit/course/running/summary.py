@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from labkit.base.version import __version__
 from labkit.course.files import has_mark, refuse_foreign, replace_file, shown
 from labkit.course.running.execution import NotebookResult
-from labkit.version import __version__
 
 PAGE = "index.html"
 _MARK = '<meta name="generator" content="labkit run">'

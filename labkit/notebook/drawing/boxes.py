@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from labkit.base.plain_text import format_ranks
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, rank_style
-from labkit.ranks import format_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from labkit.base.plain_text import format_ranks, name_ranks
 from labkit.notebook.drawing.boxes import canvas
 from labkit.notebook.drawing.hover import mark, with_hover
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style, text_color_on
 from labkit.notebook.pictures.shard_maps import Box, boxes_of, rows_by_tensor, span
-from labkit.ranks import format_ranks, name_ranks
 from labkit.spmd.shards.layouts import Split, splits_of
 
 if TYPE_CHECKING:

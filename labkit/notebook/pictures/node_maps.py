@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from labkit.base.plain_text import format_ranks
 from labkit.notebook.drawing.boxes import canvas
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style
-from labkit.ranks import format_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

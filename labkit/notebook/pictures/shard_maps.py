@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from labkit.base.plain_text import format_ranks
 from labkit.notebook.drawing.hover import mark, with_hover
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style, text_color_on
-from labkit.ranks import format_ranks
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
-from labkit.errors import printable
+from labkit.base.plain_text import printable
 from labkit.notebook.drawing.style import rank_style, text_table
 from labkit.notebook.pictures.bars import scale_for
 from labkit.notebook.views.explore import FreeText, explore

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.base.plain_text import name_ranks
+from labkit.base.progress import SHOWN_AFTER_S, Task, running
 from labkit.controller.current import num_starting, open_pool
 from labkit.controller.start.launchers import fork_server
 from labkit.notebook.views.live import LiveDisplay, person_watches
-from labkit.progress import SHOWN_AFTER_S, Task, running
-from labkit.ranks import name_ranks
 from labkit.wire.messages import TaskReport
 
 MIB = 1 << 20

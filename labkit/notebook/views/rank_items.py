@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from labkit.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _PRE = '<pre tabindex="0" style="margin:0;max-height:30em;overflow:auto;white-space:pre-wrap">'

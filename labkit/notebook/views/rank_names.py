@@ -12,9 +12,9 @@ import shlex
 from collections.abc import Callable
 from typing import Any
 
+from labkit.base.ranks import parse_ranks
 from labkit.controller.current import open_pool
 from labkit.errors import LabkitError
-from labkit.ranks import parse_ranks
 
 # Keep this short, because a person waits for the list.
 ANSWER_S = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from labkit.ranks import RankResults, RankSpec
+from labkit.base.ranks import RankResults, RankSpec
 
 if TYPE_CHECKING:
     from labkit.spmd.script.torchrun import Job

@@ -21,8 +21,9 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from labkit.base.plain_text import name_ranks
+from labkit.base.ranks import RankResults, RankSpec, parse_ranks
 from labkit.errors import LabkitError
-from labkit.ranks import RankResults, RankSpec, name_ranks, parse_ranks
 from labkit.spmd.script.cells import future_flags, run_cell, text_of
 from labkit.spmd.script.script_pool import ScriptPool, renew
 

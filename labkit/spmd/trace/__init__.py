@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from labkit.lazy import lazy_names
+from labkit.base.lazy import lazy_names
 
 if TYPE_CHECKING:
     from labkit.spmd.trace.collectives import count_collectives

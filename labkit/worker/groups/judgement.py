@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from labkit.ranks import format_ranks
+from labkit.base.plain_text import format_ranks
 from labkit.worker.groups.conditions import Condition, GroupCondition, StepCondition
 
 # The largest number of parameters that a note names.

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-from labkit.ranks import name_ranks
+from labkit.base.plain_text import name_ranks
 
 # How long a rank that found a difference looks for the groups that the others make; they are at the same call.
 LOOK_S = 0.5

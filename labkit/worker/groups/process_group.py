@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
-from labkit.limits import LIMITS
+from labkit.base.limits import LIMITS
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
 from labkit.worker.groups import backends, loopback_peers, new_groups

@@ -27,10 +27,10 @@ from typing import Any
 
 import zmq
 
-from labkit import torch_caches
+from labkit.base import torch_caches
+from labkit.base.machine import MemoryAtDeath
+from labkit.base.own_python import own_environ, own_python, with_folder
 from labkit.errors import InvalidPoolError
-from labkit.machine import MemoryAtDeath
-from labkit.own_python import own_environ, own_python, with_folder
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
 from labkit.wire.node_messages import (

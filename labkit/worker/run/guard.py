@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labkit.ranks import name_ranks
-from labkit.tracebacks import is_library
+from labkit.base.plain_text import name_ranks
+from labkit.base.tracebacks import is_library
 from labkit.worker.groups import backends
 
 # The operators' names that differ from the functions that readers call.

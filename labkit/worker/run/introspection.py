@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 
 from labkit import errors
-from labkit.progress import running
-from labkit.tracebacks import is_library
+from labkit.base.progress import running
+from labkit.base.tracebacks import is_library
 from labkit.wire.messages import Collective, RankReport, TaskReport
 from labkit.worker.groups import backends, loopback_peers, new_groups
 from labkit.worker.groups.process_group import DEFAULT_GROUP, ProcessGroups

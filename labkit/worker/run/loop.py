@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from labkit import tracebacks
+from labkit.base import tracebacks
 from labkit.errors import FailureKind, RankFailure, StrangerError, WireError
 from labkit.wire.messages import Begun, Bye, Display, Execute, Failed, Ready, Result, Shutdown
 from labkit.wire.payload import Packed, pack, unpack

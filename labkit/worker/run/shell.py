@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import ExecutionInfo, InteractiveShell
 from traitlets import Type
 from traitlets.config import Config
 
-from labkit.tracebacks import format_error
+from labkit.base.tracebacks import format_error
 from labkit.wire.messages import Display
 from labkit.worker.run.capture import Emit
 from labkit.worker.run.display import RankDisplayHook, RankDisplayPublisher

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import os
 
-from labkit import torch_caches
+from labkit.base import torch_caches
 
 # Forking waits for them.
 FIRST_IMPORTS = (

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from labkit.machine import MemoryAtDeath
+from labkit.base.machine import MemoryAtDeath
 
 # A process of hundreds of gigabytes takes seconds to end after it has been killed.
 FRESH_S = 10.0

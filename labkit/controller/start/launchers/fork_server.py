@@ -15,9 +15,9 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from labkit.base.own_python import own_environ, own_python
 from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
 from labkit.errors import WorkerStartError
-from labkit.own_python import own_environ, own_python
 from labkit.wire.spec import WorkerSpec
 
 # The first answer waits for `import torch`, which took 26 s on a loaded 2-core machine.

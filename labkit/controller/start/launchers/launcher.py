@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from labkit.machine import MemoryAtDeath
+from labkit.base.machine import MemoryAtDeath
 from labkit.wire.pipes import Rest
 from labkit.wire.spec import WorkerSpec
 

@@ -10,8 +10,8 @@ import tempfile
 import threading
 from dataclasses import dataclass
 
+from labkit.base.own_python import own_environ, own_python
 from labkit.controller.start.launchers.launcher import OnExit, WorkerExit
-from labkit.own_python import own_environ, own_python
 from labkit.wire.pipes import Kept, make_pipes, take_rest
 from labkit.wire.spec import WorkerSpec
 

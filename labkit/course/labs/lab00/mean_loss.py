@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from labkit.base.plain_text import name_ranks
+from labkit.base.ranks import RankResults
 from labkit.course.labs.checks import Pool, hint_for, refuse, require_on_ranks
 from labkit.course.labs.lab00.trial import Mistake, Trial, distance, is_close, on_ranks, try_function
-from labkit.ranks import RankResults, name_ranks
 
 
 def check_mean_loss(pool: Pool, *, timeout_s: float) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from labkit.base.plain_text import name_ranks
 from labkit.course.labs.checks import Pool, hint_for, refuse, require_on_ranks
 from labkit.course.labs.lab00.trial import Mistake, Trial, listed, on_ranks, require_kept, try_function
-from labkit.ranks import name_ranks
 
 _NUMBERS_PER_PIECE = 3
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.base.ranks import RankResults
 from labkit.course.labs.checks import Pool, ask, from_cell, refuse, refuse_hang, run_on_ranks, trying
 from labkit.errors import RunTimeoutError
-from labkit.ranks import RankResults
 
 
 @dataclass(frozen=True)

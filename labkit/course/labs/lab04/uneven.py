@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from labkit.base.ranks import RankResults
 from labkit.course.labs.checks import Pool, ask, from_cell, hint_for, refuse, refuse_hang, require_on_ranks, run_on_ranks
 from labkit.course.labs.lab04.steps import sharded_model
 from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
-from labkit.ranks import RankResults
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence, Set
 from typing import Any, NoReturn
 
+from labkit.base.plain_text import format_ranks
 from labkit.course.labs.checks import Pool, ask, refuse
 from labkit.course.labs.lab05.owner_layouts import Case, Grid, Shape, pretended_cases, real_cases
 from labkit.course.labs.lab05.owner_mistakes import hint_for_answers, hint_for_error
 from labkit.errors import ExerciseError
-from labkit.ranks import format_ranks
 from labkit.spmd.shards.layouts import Split
 
 Owner = Callable[[int, int, Shape, Grid, Sequence[Split]], Iterable[int]]

@@ -21,7 +21,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from labkit.errors import LabkitError, printable
+from labkit.base.plain_text import printable
+from labkit.errors import LabkitError
 
 _KINDS = {
     stat.S_IFDIR: "a directory",

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from labkit import torch_caches
-
-# jsonschema, which nbformat imports, makes 38 grammars of it at once. That is half of the time that a process takes to start which
-# reads notebooks, and no schema of a notebook has an IRI to look at.
-_GRAMMARS = "rfc3987_syntax"
+from labkit.base import torch_caches
 
 
 def own_python(*arguments: str, program: str = sys.executable) -> list[str]:
@@ -51,18 +45,6 @@ def import_path() -> str:
 
     Relative entries are left out as well: they depend on the working directory. labkit's own folder is there in any case.
     """
-    home = str(Path(__file__).parents[1])
+    home = str(Path(__file__).parents[2])
     folders = [folder for folder in sys.path if os.path.isabs(folder)]
     return os.pathsep.join(folders if home in folders else [home, *folders])
-
-
-def import_nbformat() -> None:
-    """Import nbformat at half its cost, in a process of labkit's own: there ``jsonschema`` will not look at formats of IRIs."""
-    if _GRAMMARS in sys.modules or "jsonschema" in sys.modules:
-        return
-    sys.modules[_GRAMMARS] = None  # type: ignore[assignment]  # this is how Python notes that there is no such module
-    try:
-        with contextlib.suppress(ModuleNotFoundError):  # without the lab extra; whoever needs it says so
-            importlib.import_module("nbformat")
-    finally:
-        del sys.modules[_GRAMMARS]

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from labkit import places
-from labkit.places import PlaceError
+from labkit.base import places
+from labkit.base.places import PlaceError
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _NAMES = ("labkit", "torchinductor")

@@ -20,7 +20,8 @@ _MACHINERY = ("/labkit/worker/", "/IPython/core/interactiveshell.py", "/IPython/
 _LIBRARIES = tuple(
     {os.path.join(path, "") for path in (*site.getsitepackages(), site.getusersitepackages(), sysconfig.get_paths()["stdlib"])}
 )
-_OWN_FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+# The folder of the package: labkit/, above base/.
+_OWN_FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
 

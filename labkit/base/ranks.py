@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, SupportsIndex, TypeVar
 
+from labkit.base.plain_text import format_ranks, name_ranks
 from labkit.errors import RankSpecError
 
 T = TypeVar("T")
@@ -68,23 +69,6 @@ def _parse_text(text: str, world_size: int) -> set[int]:
         # For a slip such as 0-99999999 the loop stops at the first rank outside the world, which is then reported.
         ranks.update(range(low, min(high, max(low, world_size)) + 1))
     return ranks
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks in short form: ``[0, 1, 2, 5]`` gives ``"0-2, 5"``."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks as the subject of a sentence: ``rank 2``, ``ranks 0-2, 5``."""
-    text = format_ranks(ranks)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 class RankResults(Mapping[int, T], Generic[T]):
