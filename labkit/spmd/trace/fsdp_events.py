@@ -2,7 +2,7 @@
 
 Neither runtime has public hooks for "parameters are being gathered" or "freed". While a trace runs, this adapter wraps the few
 functions that do it and reports to an `Observer`, in the same terms for both runtimes. It changes nothing in what torch does and
-adds no collective. `self_test` checks every assumption about torch made here; they hold for torch 2.11 to 2.13.
+adds no collective. `self_test` checks every assumption about torch made here; they hold for torch 2.11 to 2.15.
 
 Sources: ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`` (FSDP2), ``torch/distributed/fsdp/_flat_param.py`` and
 ``_runtime_utils.py`` (FSDP1).
@@ -84,7 +84,8 @@ def whole_bytes(group: Group) -> int:
         flat = group.flat_param
         size = flat._unpadded_unsharded_size.numel() if group.uses_sharded_strategy else flat.numel()
         return int(size * (group._fwd_bwd_param_dtype or flat.dtype).itemsize)
-    dtypes = [group.mp_policy.param_dtype or param.sharded_param.dtype for param in group.fsdp_params]
+    # A group had a policy for all its parameters up to torch 2.14; since 2.15 each parameter may have another.
+    dtypes = [param.mp_policy.param_dtype or param.sharded_param.dtype for param in group.fsdp_params]
     return sum(param._orig_size.numel() * dtype.itemsize for param, dtype in zip(group.fsdp_params, dtypes, strict=True))
 
 
