@@ -5,7 +5,7 @@ of aborted groups, partial gradients. The functions here return a wrapper to its
 never touches the sharded parameters themselves, so they are bit for bit those of the last completed optimizer step.
 
 Torch offers this for FSDP2 only, and only since 2.13 (``FSDPModule.reset_iter_state``). That call first waits for pending
-collectives, which would raise after an abort, and it keeps unsharded gradients. The manual steps here are valid for 2.11 to 2.13;
+collectives, which would raise after an abort, and it keeps unsharded gradients. The manual steps here are valid for 2.11 to 2.15;
 the public call follows if it exists. :mod:`labkit.worker.mend.self_test` checks the assumptions.
 """
 
@@ -121,6 +121,7 @@ _PENDING_OF_TREE = (
     "reduce_scatter_states",
     "post_forward_order",
     "_last_post_reduce_events",
+    "active_gradient_reduction",  # since 2.15; the public reset refuses to drop that of another root
 )
 _PENDING_OF_GROUP = (
     "_all_gather_result",
@@ -141,7 +142,8 @@ def _reset_fsdp2_group(group: Any) -> None:
             unsharded.grad = None
             # Do this whatever the state says: the cut may have come between two parameters of one group.
             parameter.to_sharded()
-        parameter.unsharded_accumulated_grad = None
+        # Up to 2.14 this is a gradient of its own. Since 2.15 it cannot be set: it is the unsharded parameter's, dropped above.
+        _clear(parameter, "unsharded_accumulated_grad")
         _clear(parameter, "grad_offload_event", "_sharded_post_forward_param", "_sharded_post_forward_param_data")
         parameter.sharded_param.grad = None
     group._sharded_state = type(group._sharded_state).SHARDED
