@@ -5,17 +5,21 @@ from __future__ import annotations
 import functools
 import os
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from labkit.worker.groups import backends
+from labkit.worker.groups import backends, loopback_peers
 from labkit.worker.mend import self_test
 from labkit.worker.steps import cut
+
+TIMEOUT = timedelta(seconds=7)
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +59,34 @@ def test_a_group_is_not_broken_because_an_earlier_one_of_its_name_was() -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_fsdp2_fsdp1_and_ddp_come_back_from_the_middle_of_an_iteration() -> None:
     self_test.models()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere gloo stays as torch makes it")
+@pytest.mark.parametrize(
+    ("args", "more", "watched"),
+    [
+        ((), {"timeout": TIMEOUT}, True),
+        ((TIMEOUT,), {}, True),
+        ((), {}, True),
+        # As torch 2.14 and newer call it.
+        ((), {"timeout": TIMEOUT, "enable_reconfigure": False}, True),
+        ((), {"enable_reconfigure": True, "timeout": TIMEOUT}, False),
+        ((TIMEOUT, True), {}, False),
+    ],
+)
+def test_gloo_is_watched_however_torch_makes_it(
+    monkeypatch: pytest.MonkeyPatch, args: tuple[Any, ...], more: dict[str, Any], watched: bool
+) -> None:
+    made: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(loopback_peers, "_native_init", lambda *given, **named: made.append((*given, named)))
+    loopback_peers._init("backend", dist.HashStore(), 0, 1, *args, **more)
+    ((*_, given, named),) = made
+    if watched:
+        assert named == {}
+        assert len(given._devices) == 1
+        assert given._timeout == (TIMEOUT if args or more else type(given)()._timeout)
+    else:
+        assert (*made[0][4:-1], named) == (*args, more)
 
 
 def test_a_thread_that_waits_in_a_file_store_is_freed_when_the_store_is_cut(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ is so told apart, unless it is native code that does as gloo does (a gRPC server
 most, and if there are always two such listeners that group stays as torch makes it. A store's listener is in no device's epoll.
 The connections of a group are those in the same epoll that have not been looked at before.
 
-Where this ends: devices that the reader's code makes itself and passes to ``ProcessGroupGloo`` are left alone. Who is let in by a
+Where this ends: devices that the reader's code makes itself and passes to ``ProcessGroupGloo`` are left alone, and so are groups
+with ``enable_reconfigure=True`` (torch 2.14 and newer), which connect later. Who is let in by a
 program of the reader's that connects for anybody (``ssh -D``) has the reader's uid. While a group is being made a neighbour
 can still end it, and a rank with it: he can send gloo nonsense, or take up all descriptors. The limit of open files is not
 raised against this: all that a cell starts inherits it, programs that use ``select()`` or close every possible descriptor
@@ -99,8 +100,11 @@ def create_device(interface: str = "") -> Any:
 
 
 def _init(backend: Any, store: Any, rank: int, size: int, *args: Any, **more: Any) -> None:
-    """Stand in for ``ProcessGroupGloo.__init__``, which takes options or a time-out."""
-    (given,) = (*args, *more.values()) or (None,)
+    """Stand in for ``ProcessGroupGloo.__init__``, which takes options, or a time-out and since 2.14 ``enable_reconfigure``."""
+    given = more.get("options", more.get("timeout", args[0] if args else None))
+    if more.get("enable_reconfigure") or any(args[1:]):  # such a backend connects later, when it is told its peers
+        _native_init(backend, store, rank, size, *args, **more)
+        return
     if isinstance(given, _native.ProcessGroupGloo._Options):
         options, loops = given, [loop for device in given._devices for loop in _shared.get(id(device), (None, []))[1]]
     else:
