@@ -52,14 +52,15 @@ def sizes_in(dtype: torch.dtype) -> StepSizes:
 
 
 @pytest.mark.parametrize("recomputed", [0, 3], ids=["keep", "recompute"])
-@pytest.mark.parametrize("precision", ["float32", "mixed", "bfloat16"])
+@pytest.mark.parametrize("precision", ["float32", "mixed", "mixed, reduced in float32", "bfloat16"])
 @pytest.mark.parametrize("replicas", [1, 2, 4])
 def test_the_predicted_peak_is_the_trackers(ranks: None, replicas: int, precision: str, recomputed: int) -> None:
     stored = torch.bfloat16 if precision == "bfloat16" else torch.float32
     computed = torch.float32 if precision == "float32" else torch.bfloat16
     mesh = init_device_mesh("cpu", (replicas, WORLD // replicas), mesh_dim_names=("replicate", "shard"))
     model = build_model(CONFIG).to(stored)
-    policy = MixedPrecisionPolicy(param_dtype=computed)
+    reduced = torch.float32 if precision == "mixed, reduced in float32" else None
+    policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
     for place, block in enumerate(model.layers):
         if place < recomputed:
             checkpoint(block)
@@ -69,7 +70,7 @@ def test_the_predicted_peak_is_the_trackers(ranks: None, replicas: int, precisio
     tracked = tracked_peak(model, optimizer, (BATCH,), step)
 
     choices = [Choice.RECOMPUTE] * recomputed + [Choice.KEEP] * (4 - recomputed)
-    sharding = Sharding(WORLD // replicas, stored.itemsize, computed.itemsize)
+    sharding = Sharding(WORLD // replicas, stored.itemsize, computed.itemsize, reduced and reduced.itemsize)
     predicted = predict_peak(sizes_in(computed), choices, sharding)
     assert sum(predicted.values()) == pytest.approx(tracked.total, rel=0.05)
     assert predicted["optimizer"] == pytest.approx(tracked.optimizer, rel=0.01)

@@ -50,13 +50,23 @@ class Sharding:
         stored_bytes: Bytes of one element of a parameter, its gradient and each moment, as sharded.
         computed_bytes: Bytes of one element of a parameter and its gradient while its block runs
             (``MixedPrecisionPolicy.param_dtype``).
+        reduced_bytes: Bytes of one element of a gradient while it is reduced (``MixedPrecisionPolicy.reduce_dtype``). None for what
+            torch does without a ``reduce_dtype``: it reduces as it computes up to 2.14, and as the parameter is stored since 2.15.
         num_moments: Moments that the optimizer keeps: 2 for Adam.
     """
 
     num_shards: int = 1
     stored_bytes: int = 4
     computed_bytes: int = 4
+    reduced_bytes: int | None = None
     num_moments: int = 2
+
+    @property
+    def bytes_in_reduction(self) -> int:
+        """Bytes of one element of a gradient while it is reduced."""
+        if self.reduced_bytes is not None:
+            return self.reduced_bytes
+        return self.stored_bytes if torch.__version__ >= "2.15" else self.computed_bytes
 
 
 def predict_peak(
@@ -102,7 +112,7 @@ def _parts_at(
         if sharding.num_shards > 1:
             # This block runs, the one before it is being gathered, and gradients of the one after it are being reduced.
             gathered += elements[place] + before
-            gradients += (elements[place] + after) * whole
+            gradients += elements[place] * whole + after * sharding.bytes_in_reduction
         gradients += sum(elements[place + 1 :]) * share
     num_parameters = sum(elements) + sizes.root_elements
     moving = sum(cost.moved(choice) for cost, choice in zip(sizes.costs, choices, strict=True))
