@@ -1,14 +1,17 @@
 # Everything happens in .venv, which the first call makes; nothing is installed outside this folder.
 # Another Python:         make lab PYTHON=/path/to/python3.12
+# Another torch:          make lab TORCH='torch==2.15.0'
 # Other parameters:       make run ARGS="-p world_size 2"
 # One folder of tests:    make test ARGS="tests/unit -x"
 
 .DEFAULT_GOAL := help
-.PHONY: help lab test test-all run handouts lint bench gpu soak strip clean
+.PHONY: help lab test test-all versions run handouts lint bench gpu soak strip clean FORCE
 
 BIN := .venv/bin
 READY := .venv/.installed
 ARGS ?=
+# What pip is to install as torch, such as torch==2.15.0. Empty: the newest, on a machine without a GPU the newest CPU build that pip sees.
+TORCH :=
 # A GPU machine without network that has torch: wheels of what else is needed, for its own Python. make gpu WHEELS=folder PYTHON=python3
 WHEELS ?=
 SITE := build/site
@@ -20,8 +23,8 @@ NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 
 # The newest supported Python that runs and can make a virtual environment. A name on PATH is not enough: version
 # managers put names there that do not run, and Debian's Python has no ensurepip before python3-venv is installed.
-PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
-	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 \
+PYTHON ?= $(shell for python in python3.14 python3.13 python3.12 python3.11 python3; do \
+	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' >/dev/null 2>&1 \
 	&& echo $$python && break; done)
 
 # Kernels on Unix sockets in a folder of yours: at Jupyter's usual TCP ports every user of the machine can read a notebook's outputs.
@@ -40,6 +43,9 @@ test: $(READY) ## run what a change needs: every test once, every notebook with 
 
 test-all: $(READY) ## run what make test leaves out: other numbers of ranks, scripts under torchrun, kills, long soaks
 	$(PYTEST) -m slow $(ARGS)
+
+versions: ## run the tests with each torch that was tried, and each Python found; the counts go to tests/VERSIONS.md
+	$(PYTHON) .ci/versions $(if $(TORCH),--torch '$(TORCH)') -- -n $(WORKERS) --no-loadscope-reorder $(ARGS)
 
 run: $(READY) ## run every notebook; executed copies and a summary page go to build/notebooks
 	$(BIN)/labkit run $(NOTEBOOKS) --out build/notebooks $(ARGS)
@@ -82,8 +88,16 @@ clean: ## remove build outputs and caches; .venv stays
 	find .ci labkit tests notebooks -name __pycache__ -o -name .ipynb_checkpoints | xargs rm -rf
 
 $(READY): pyproject.toml .ci/install
-	@test -n "$(PYTHON)" || { echo "No Python 3.11, 3.12 or 3.13 with venv found on PATH." >&2; \
+	@test -n "$(PYTHON)" || { echo "No Python 3.11 to 3.14 with venv found on PATH." >&2; \
 	echo "Install one (on Debian: apt-get install python3 python3-venv), or name one: make PYTHON=/path/to/python3.12" >&2; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python .ci/install
+	$(BIN)/python .ci/install $(if $(TORCH),'$(TORCH)')
 	@touch $@
+	@echo '$(TORCH)' > .venv/.torch
+
+# Another torch than the last one that was asked for is a reason to install again; not to ask leaves what is there.
+ifneq ($(TORCH),)
+ifneq ($(TORCH),$(shell cat .venv/.torch 2>/dev/null))
+$(READY): FORCE
+endif
+endif

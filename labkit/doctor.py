@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from labkit.base import machine
+from labkit.base.tried_versions import PYTHON, TORCH, newer_than
 
 DISTRIBUTION = "torch-labkit"
 SHM = "/dev/shm"
@@ -120,7 +121,8 @@ def _system() -> Iterator[Finding]:
         return
     wanted = Requirement(f"python{metadata['Requires-Python']}").specifier
     bad = "" if wanted.contains(platform.python_version()) else f"labkit needs Python {wanted}"
-    yield Finding("Python", found, bad, "Make a new environment with a Python in this range.", fatal=bool(bad))
+    tried = f"{found} (labkit was tried with {', '.join(PYTHON)})"
+    yield Finding("Python", tried, bad, "Make a new environment with a Python in this range.", fatal=bool(bad))
     yield Finding("labkit", metadata["Version"])
 
 
@@ -154,7 +156,9 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch's build", "does not import", f"{type(error).__name__}: {error}", "Install torch again.", fatal=True)
         return
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "no CUDA"
-    yield Finding("torch's build", f"{torch.__version__}, {build}")
+    yield Finding("torch's build", f"{torch.__version__}, {build} (labkit was tried with {', '.join(TORCH)})")
+    if newer_than(TORCH, torch.__version__):
+        yield _self_test()
     if not (dist.is_available() and dist.is_gloo_available()):
         yield Finding("gloo", "missing", "this torch has no gloo backend", "Install torch from PyPI.", fatal=True)
         return
@@ -165,6 +169,14 @@ def _torch() -> Iterator[Finding]:
         yield Finding("NCCL", "missing", "this torch has CUDA but no NCCL backend", "Install torch from PyPI.")
     else:
         yield Finding("NCCL", ".".join(map(str, torch.cuda.nccl.version())))
+
+
+def _self_test() -> Finding:
+    from labkit.controller.start import newer_torch
+
+    failure = newer_torch.run_self_test(lambda: None)
+    advice = f"pip install 'torch<{newer_torch.first_untried()}'"
+    return Finding("self-test on this torch", "fails" if failure else "passes", failure, advice, fatal=bool(failure))
 
 
 def _gpus() -> Iterator[Finding]:

@@ -67,7 +67,7 @@ def test_a_package_that_is_missing_or_out_of_range_is_named_with_its_command(
 
 
 def test_a_python_outside_the_range_is_fatal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.14.1")
+    monkeypatch.setattr(doctor.platform, "python_version", lambda: "3.10.9")
     assert _one(doctor._system, "Python").level == "fatal"
 
 

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from labkit.base import torch_caches
+from labkit.controller.start import newer_torch
 from labkit.controller.start import plan as plan_module
 from labkit.controller.start.launchers.fork_server import ForkServer
 from labkit.controller.start.launchers.launcher import Launcher, OnExit
@@ -105,6 +106,7 @@ class LocalSite:
         """Wait until the fork server has imported torch; see :class:`Site`."""
         self._launcher = plan_module.launcher()  # each time: the fork server of the last start may have died
         self._launcher.warm_up()
+        newer_torch.check(stop_if_asked)
 
     def open_world(self, plan: PoolPlan) -> World:
         """Make a directory and a wire; see :class:`Site`."""

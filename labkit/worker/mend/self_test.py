@@ -2,7 +2,8 @@
 
 labkit supports several releases of torch and repairs process groups and sharded models through attributes that torch does not
 promise to keep (:mod:`labkit.worker.groups.backends`, :mod:`labkit.worker.mend.fsdp_private`). These functions really use each of
-them in a world of torch's fake process group, which needs one process and no other rank. The test suite runs them.
+them in a world of torch's fake process group, which needs one process and no other rank. The test suite runs them, and so does a
+pool's start (``python -m labkit.worker.mend.self_test``) when torch is newer than those the suite ran on.
 
 Ranks: local. Never call them on a rank of a pool: they make a default process group and destroy it.
 """
@@ -10,6 +11,8 @@ Ranks: local. Never call them on a rank of a pool: they make a default process g
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -214,3 +217,10 @@ def _world(backend: str, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    # Without it gloo asks for the address of the host's name, which some machines do not know.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    groups()
+    models()
