@@ -1,0 +1,33 @@
+"""The table of `make versions`: what is counted, and which row a run replaces."""
+
+from __future__ import annotations
+
+import pytest
+
+from labkit.base import tried_versions
+from tests import scripts
+
+REPORT = """<testsuites><testsuite tests="5">
+<testcase name="a"/><testcase name="b"/>
+<testcase name="c"><failure message="AssertionError: 1 | 2&#10;more">text</failure></testcase>
+<testcase name="d"><error message="TraceError: gone">text</error></testcase>
+<testcase name="e"><skipped message="no GPU"/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_failures_and_errors_are_counted_with_their_first_line() -> None:
+    assert scripts.load("versions").counts(REPORT) == (2, 2, 1, "c: AssertionError: 1 / 2; d: TraceError: gone")
+
+
+def test_a_later_run_of_the_same_replaces_its_row_alone() -> None:
+    versions = scripts.load("versions")
+    first = "| 2.15.0 | 3.11.7 | tests/unit | 1 | 2 | 3 | 2026-11-29 | x |"
+    other = first.replace("tests/unit", "tests/process")
+    later = first.replace("| 1 |", "| 4 |")
+    table = versions.with_row(versions.with_row(versions.HEADER, first), other)
+    assert versions.with_row(table, later) == f"{versions.HEADER}{other}\n{later}\n"
+
+
+@pytest.mark.parametrize("name", ["TORCH", "PYTHON"])
+def test_the_versions_are_those_of_the_package(name: str) -> None:
+    assert scripts.load("versions").tried(name) == getattr(tried_versions, name)
