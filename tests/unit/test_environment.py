@@ -167,12 +167,12 @@ NONE_SEEN = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1\n"
 def pip_says(install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Pretend what pip would install by its own choice, each a file of 1 GB, and which versions it sees."""
 
-    def pretend(packages: list[str], versions: str = "") -> None:
+    def pretend(packages: list[str], own: str = "", at_index: str = "") -> None:
         def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
             if "--report" in command:
                 report = {"install": [{"metadata": {"name": name}, "download_info": {"url": name}} for name in packages]}
                 Path(command[command.index("--report") + 1]).write_text(json.dumps(report))
-            return subprocess.CompletedProcess(command, 0, stdout=versions)
+            return subprocess.CompletedProcess(command, 0, stdout=at_index if CPU_INDEX in command else own)
 
         monkeypatch.setattr(install.subprocess, "run", run)
         monkeypatch.setattr(install, "_size", lambda url: 10**9)
@@ -182,28 +182,31 @@ def pip_says(install: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("wanted", "versions", "build"),
+    ("wanted", "own", "at_index", "build", "places"),
     [
-        ("", SEEN, "2.14.1+cpu"),
-        ("torch==2.13.*", SEEN, "2.13.0+cpu"),
-        ("torch==2.15.0", SEEN, ""),
-        ("", NONE_SEEN, ""),
-        ("", "", ""),
+        ("", SEEN, "", "2.14.1+cpu", []),
+        ("torch==2.13.*", SEEN, "", "2.13.0+cpu", []),
+        ("", NONE_SEEN, SEEN, "2.14.1+cpu", ["--extra-index-url", CPU_INDEX]),
+        ("torch==2.15.0", SEEN, SEEN, "", []),
+        ("", NONE_SEEN, NONE_SEEN, "", []),
+        ("", "", "", "", []),
     ],
-    ids=["the newest", "the one that fits", "none fits", "none", "pip does not say"],
+    ids=["the newest", "the one that fits", "at the index", "none fits", "none", "pip does not say"],
 )
 def test_without_a_gpu_the_newest_cpu_build_that_fits_comes_first(
     install: ModuleType,
     pip_says: Callable[..., None],
     capsys: pytest.CaptureFixture[str],
     wanted: str,
-    versions: str,
+    own: str,
+    at_index: str,
     build: str,
+    places: list[str],
 ) -> None:
-    pip_says(CUDA, versions)
+    pip_says(CUDA, own, at_index)
     assert install.main(wanted) == 0
     last = ("install", wanted or TORCH, *EVERYTHING)
-    assert install.calls == ([("install", f"torch=={build}", "--extra-index-url", CPU_INDEX), last] if build else [last])
+    assert install.calls == ([("install", f"torch=={build}", *places), last] if build else [last])
     assert ("3.0 GB to download" in capsys.readouterr().out) == (not build)
 
 

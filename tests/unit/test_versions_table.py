@@ -28,6 +28,13 @@ def test_a_later_run_of_the_same_replaces_its_row_alone() -> None:
     assert versions.with_row(table, later) == f"{versions.HEADER}{other}\n{later}\n"
 
 
+def test_a_row_names_its_tests_and_not_how_they_were_spread() -> None:
+    named = scripts.load("versions").named
+    assert named(["-n", "3", "--no-loadscope-reorder"]) == "all"
+    assert named(["-n", "3", "--no-loadscope-reorder", "tests/unit", "-x"]) == "tests/unit -x"
+    assert named(["tests/process/test_trace.py", "tests/process/test_soak.py", "-k", "a b"]) == "process: trace, soak -k 'a b'"
+
+
 @pytest.mark.parametrize("name", ["TORCH", "PYTHON"])
 def test_the_versions_are_those_of_the_package(name: str) -> None:
     assert scripts.load("versions").tried(name) == getattr(tried_versions, name)
