@@ -67,7 +67,7 @@ class Door:
         self._monitor.close(0)
 
     def _take(self, event: int, fd: int) -> None:
-        """Handle an event through a copy of its descriptor and close the copy. The original number may belong to another file now."""
+        """Handle an event through a copy of its descriptor and close the copy. The original number may be another file's by now."""
         try:
             own = socket.socket(fileno=fd)
         except OSError:

@@ -122,7 +122,7 @@ def test_pieces_of_moments_in_rank_files_are_no_differing_copies(tmp_path: Path)
         )
     report = verify(tmp_path)
     assert [finding.code for finding in report.findings] == ["numbered-state"]
-    assert any("migrate with the model puts them together" in text for text in report.unchecked)
+    assert any("migrate joins them with the help of the model" in text for text in report.unchecked)
 
 
 def test_patterns_that_match_nothing_are_told(saved: Path, tmp_path: Path) -> None:

@@ -85,7 +85,7 @@ def _require_equal(contents: Contents, reader: Reader, item: OutTensor, first: O
         raise CheckpointMismatchError(
             contents.checkpoint.path,
             [f"{name} and {owner} are one tensor in the model, and differ in the checkpoint"],
-            advice=f"Leave one of them out: drop=[{item.key!r}] (--drop {quoted(item.key)}). The other is then taken for both.",
+            advice=f"Leave one of them out: drop=[{item.key!r}] (--drop {quoted(item.key)}). The other is then used for both.",
         )
 
 

@@ -133,7 +133,7 @@ def run(
 
     A note on each error says what is left on disk.
 
-    Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
+    Ranks: local. Memory for tensor data stays below the largest piece plus 64 MiB.
     """
     values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
     try:
