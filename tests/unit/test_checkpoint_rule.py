@@ -412,7 +412,7 @@ def moments(count: int, scale: float = 1) -> dict[str, Any]:
         ({"loop": {"seen": [1, 2]}}, {"loop": {"seen": [1, 3]}}, r"loop\.seen differs"),
         ({"ema": {"w": ONE}}, {"ema": {"w": ONE * 2}}, r"ema\.w differs"),
         ({"optimizer": moments(3)}, {"optimizer": moments(3, 2)}, r"optimizer\.state\.0\.exp_avg differs"),
-        ({"args": Namespace(epoch=0)}, {"args": Namespace(epoch=1)}, r"args is no plain data"),
+        ({"args": Namespace(epoch=0)}, {"args": Namespace(epoch=1)}, r"args is not plain data"),
         ({"model2": {"a": ONE}}, {"model2": {"a": ONE, "b": ONE}}, r"only ckpt_1\.pt holds model2\.b"),
     ],
 )

@@ -39,7 +39,7 @@ CODES: Mapping[str, str] = {
     "stranger-state": "optimizer state belongs to no parameter group",
     "stray-file": "a data file is not named by the index",
     "tied": "two parameters of the model are one tensor here",
-    "trainer-shards": "its trainer's own keys say that it holds part of a model or of flattened parameters; only that trainer joins it",
+    "trainer-shards": "its trainer's keys say that it holds part of a model or of flattened parameters, which that trainer joins",
     "uncovered": "some elements of a tensor are stored nowhere",
     "uneven-state": "a parameter has fewer pieces of optimizer state than others",
     "uneven-steps": "the step counters of one optimizer differ",

@@ -9,8 +9,7 @@ from labkit.checkpoint.pickles.pickle_records import Class, Record
 from labkit.checkpoint.wording import listed, quoted
 
 _MOST = 8
-#: The file cannot be loaded without the code that it asks for.
-_TRUST = "Where that code is installed, and if you trust who made the file"
+_TRUST = "Where the code that it asks for is installed, and if you trust who made the file"
 
 
 def way_without(checkpoint: Checkpoint | None) -> str:

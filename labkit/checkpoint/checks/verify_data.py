@@ -184,7 +184,7 @@ def _report_faults(path: Path, faults: Sequence[_Fault], report: Report) -> None
         held = Held()
         for entry, size in sorted(damaged.values(), key=lambda pair: isinstance(pair[0], ValueEntry)):
             held.add(entry, size)
-        what = f"what it holds of {held.text} is damaged"
+        what = f"its data of {held.text} are damaged"
     report.error(first.code, path, f"{what}. The first: {first.what}", first.consequence)
 
 

@@ -96,8 +96,8 @@ def migrate(
     Raises:
         CheckpointExistsError: The destination exists.
         AmbiguousCheckpointError: The source can be read in several ways.
-        CheckpointError: The format cannot hold entries that nobody asked to leave out; or the destination is inside the source, or
-            its suffix contradicts the format.
+        CheckpointError: The format cannot hold some entries, and they were not left out; or the destination is inside the source,
+            or its suffix contradicts the format.
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
         CheckpointFormatError: The source has no format that labkit supports, or changed while it was read

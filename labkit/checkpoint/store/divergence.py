@@ -18,7 +18,7 @@ from labkit.checkpoint.store.ranks import Comm
 # Maps a key to its nested keys and a text with its shape and dtype (or "a value"), for everything but per-rank values.
 _Forms = dict[str, tuple[Path_, str]]
 _ADVICE = {
-    "else": "Wrap values of which each rank has its own in PerRank(...).",
+    "else": "Wrap each rank's own values in PerRank(...).",
     "parameter": "Replicated weights that differ were initialised with different seeds, or not stepped together.",
     "buffer": "Buffers that each rank counts by itself, such as BatchNorm's, belong to their module: PerRank cannot hold them. "
     "Make them equal before the save: torch.nn.SyncBatchNorm keeps them equal, or broadcast them, for buffer in model.buffers(): "

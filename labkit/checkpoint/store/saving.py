@@ -55,8 +55,8 @@ def save(
     Args:
         store: A directory that all ranks see; created if needed.
         state: Nested dicts of modules, optimizers, objects with ``state_dict``, tensors, DTensors, plain values, and
-            :class:`labkit.checkpoint.PerRank` for values of which each rank has its own. Optimizer state is saved by FQN, so the
-            module that an optimizer trains must be in the state too. Schedulers and counters need entries of their own.
+            :class:`labkit.checkpoint.PerRank` for each rank's own values. Optimizer state is saved by FQN, so the module that an
+            optimizer trains must be in the state too. Schedulers and counters need entries of their own.
         step: The training step; it names the directory ``step_00000010``.
         keep: After publishing, remove complete steps beyond the newest ``keep``, and what unfinished saves of earlier steps
             left. Steps that are links or another user's stay, and do not count. None removes nothing.
@@ -69,7 +69,7 @@ def save(
     Raises:
         CheckpointExistsError: The step is already complete; or what is in its place is another user's, or not a directory.
         RankDivergenceError: Ranks hold different values under one key that is not per rank.
-        UnsavableStateError: A value or a tensor would not be restored unchanged; the message names all of them, each with a way out.
+        UnsavableStateError: A value or a tensor would not be restored unchanged; the message names all of them, each with advice.
         FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
         CheckpointWriteError: A rank could not write, or its files do not read back. All ranks raise it, and the step is not
             published.
@@ -256,7 +256,7 @@ class _Save:
             missing = [rank for rank, failure in error.failures.items() if isinstance(failure[0], FileNotFoundError)]
             unseen = [] if 0 in missing else missing
             where = (
-                f" Rank 0 has made it, but {name_ranks(unseen)} cannot see it: all need one directory, shared by their machines."
+                f" Rank 0 has made it, but {name_ranks(unseen)} cannot see it: all need one directory that their machines share."
             )
             raise CheckpointWriteError(
                 self.directory,
