@@ -178,7 +178,7 @@ def test_what_a_killed_run_has_left_is_named_and_the_same_command_starts_over(so
     with pytest.raises(CheckpointNotFoundError, match=r"out\.partial is being written by .* unfinished by one. The same command"):
         open_checkpoint(tmp_path / "out")
     for path in (partial, partial / "data"):
-        with pytest.raises(IncompleteCheckpointError, match=r"left unfinished\. The same command"):
+        with pytest.raises(IncompleteCheckpointError, match=r"left unfinished by one\. The same command"):
             open_checkpoint(path)
     migrate(source, tmp_path / "out")
     assert verify(tmp_path / "out", against=source).findings == []

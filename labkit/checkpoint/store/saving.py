@@ -235,7 +235,7 @@ class _Save:
     def _prepare(self) -> None:
         if (self.directory / manifest.MANIFEST_FILE).exists():
             raise CheckpointExistsError(
-                self.directory, f"step {self.step} is already there and complete. Save another step, or remove this one."
+                self.directory, f"step {self.step} already exists and is complete. Save another step, or remove this one."
             )
         self.folder = StoreFolder(self.store)
         self.folder.make_step(self.directory.name)
