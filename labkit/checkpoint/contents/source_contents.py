@@ -43,7 +43,7 @@ def contents_of(
         if not (checkpoint.root / name).is_file():
             raise IncompleteCheckpointError(
                 checkpoint.root / name,
-                "the checkpoint names this file, and it is missing",
+                "the checkpoint names this file, but it is missing",
                 **({"advice": f"{there}, or use an earlier checkpoint."} if (there := also_in(checkpoint.root, name)) else {}),
             )
     contents = Contents(checkpoint)

@@ -33,7 +33,7 @@ def check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meanin
             f"{unit or 'the root'} has {numbering.padded[unit].start}"
             for number, unit in wrong.items()
         ],
-        advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
+        advice=f"The names are not in the optimizer's order. {ORDER_ADVICE}"
         if fits_another
         else "The shares of other ranks are missing. Keep the files of all ranks together; DCP saves only one rank's share of "
         "numbered state. To go on without it, leave it out with drop=[...] (--drop).",
@@ -91,7 +91,7 @@ def join_pieces(contents: Contents, root: Path_, parameters: ParameterList) -> N
                 f"{key}: its pieces have {found} elements together, and the parameter has {size}"
                 for key, (found, size) in wrong.items()
             ],
-            advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
+            advice=f"The names are not in the optimizer's order. {ORDER_ADVICE}"
             if all(found in sizes for found, _ in wrong.values())
             else "Keep the files of all ranks together, and name the model that they were saved from.",
         )

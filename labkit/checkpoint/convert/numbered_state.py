@@ -253,5 +253,5 @@ def _check_moments(contents: Contents, root: Path_, models: Models) -> None:
         raise CheckpointMismatchError(
             contents.checkpoint.path,
             wrong,
-            advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}",
+            advice=f"The names are not in the optimizer's order. {ORDER_ADVICE}",
         )

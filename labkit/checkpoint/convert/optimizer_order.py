@@ -202,7 +202,7 @@ def _check_known(numbering: Numbering, names: Sequence[str], known: Iterable[str
             # Each search compares all names, and a message lists only a few.
             near = get_close_matches(name, known, 1) if len(problems) < FQNMismatchError.max_listed else []
             hint = f" (did you mean {near[0]}?)" if near else ""
-            problems.append(f"order names {name}, and the {whose} has no such parameter{hint}")
+            problems.append(f"order names {name}, but the {whose} has no such parameter{hint}")
     if problems:
         raise FQNMismatchError(numbering.path, problems=problems, advice="Correct the names in the order (--order FILE).")
     _check_twice(numbering, names)

@@ -192,7 +192,7 @@ def _refuse_unknown(contents: Contents, given: _Given, readings: Mapping[Path_, 
             free = [spelled for spelled, key, its in known if few and key not in taken and shape in (None, its)]
             near = _nearest(name, free)
             hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-            problems.append(f"order names {name}, and the {whose} has no such parameter{hint}")
+            problems.append(f"order names {name}, but the {whose} has no such parameter{hint}")
     places = listed(list(dict.fromkeys(model.where or "." for model in models)), most=8)
     raise FQNMismatchError(
         contents.checkpoint.path,

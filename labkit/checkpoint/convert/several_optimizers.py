@@ -46,7 +46,7 @@ def orders_of(
             raise FQNMismatchError(
                 path,
                 problems=[
-                    f"order is for {text}, and no optimizer with numbers lies there"
+                    f"order is for {text}, but no optimizer with numbers is there"
                     + (f" (did you mean {near[text][0]}?)" if near[text] else "")
                     for text in strange
                 ],

@@ -168,7 +168,7 @@ def _read_file(checkpoint: Checkpoint, path: Path, name: str, parts: dict[str, l
         header, base = read_header(path)
         checkpoint.files[name] = path.stat().st_size
     except FileNotFoundError:
-        raise IncompleteCheckpointError(path, "the index names this file, and it is missing") from None
+        raise IncompleteCheckpointError(path, "the index names this file, but it is missing") from None
     metadata = header.pop("__metadata__", {})
     sharding = _sharding(metadata.pop(_SHARDING, None), path)
     checkpoint.metadata.update(metadata)

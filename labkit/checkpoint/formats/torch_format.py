@@ -88,7 +88,7 @@ def indexed_files(index: Path) -> list[str]:
         if not is_inside(name):
             raise CheckpointFormatError(index, f"it points at {name!r}, outside its own directory")
         if not (index.parent / name).exists():
-            raise IncompleteCheckpointError(index.parent / name, "the index names this file, and it is missing")
+            raise IncompleteCheckpointError(index.parent / name, "the index names this file, but it is missing")
     return names
 
 

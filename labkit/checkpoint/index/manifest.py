@@ -196,7 +196,7 @@ def check_file(directory: Path, name: str, expected: FileSum, *, content: bool =
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise IncompleteCheckpointError(path, "the manifest lists this file, and it is missing", advice=_EARLIER) from None
+        raise IncompleteCheckpointError(path, "the manifest lists this file, but it is missing", advice=_EARLIER) from None
     if size != expected.size:
         raise IncompleteCheckpointError(path, f"it has {size} bytes, and {expected.size} were written", advice=_EARLIER)
     if content and hash_file(path, from_disk=from_disk).hash != expected.hash:

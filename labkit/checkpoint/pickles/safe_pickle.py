@@ -77,7 +77,7 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
 
 @contextmanager
 def _collector_paused(pause: bool) -> Iterator[None]:
-    # With millions of objects that all stay, the collector scans them again and again, which is half of the time.
+    # With millions of objects that all stay, the collector scans them again and again, which takes half of the time.
     pause = pause and gc.isenabled()
     if pause:
         gc.disable()
