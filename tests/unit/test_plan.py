@@ -254,7 +254,7 @@ def test_functions_are_found_in_modules_and_files(tmp_path: Path, monkeypatch: p
         ("no_such_module:build", "No module named"),
         ("no_such_file.py:build", "there is no file"),
         ("math:no_such_function", "no attribute"),
-        ("math:pi", "float and no function"),
+        ("math:pi", "of type float, not a function"),
     ],
 )
 def test_what_names_no_function_is_refused(reference: str, match: str) -> None:
