@@ -493,7 +493,7 @@ def test_an_interrupt_leaves_the_set_of_before_whole_and_exits_with_130(
         process.kill()
     assert process.returncode == 130, stderr
     assert "made " not in stdout
-    assert "is as it was" in stderr
+    assert "is unchanged" in stderr
     assert _contents(out) == before
 
 

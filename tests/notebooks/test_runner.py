@@ -239,7 +239,7 @@ def test_s7_output_beyond_the_limit_is_said_in_the_copy_the_summary_and_the_exit
     assert "characters left out" in result.output
     page = _Page((tmp_path / "out" / "index.html").read_text())
     assert page.rows == ["failed", "passed"]
-    assert "put out more than is kept" in page.text
+    assert "wrote more output than is kept" in page.text
     assert _outputs(tmp_path / "out" / "bars.ipynb") == "done\n"
 
 
@@ -274,7 +274,7 @@ def test_d_an_early_exit_fails_names_the_cell_and_counts_the_rest_as_not_run(
     result = _labkit("run", notebook, "--out", "out")
     assert result.exit_code == 1
     assert "0 of 1 notebooks passed" in result.output
-    assert re.search(r"cell 3 \(id \w+\); 2 code cells behind it were not run", result.output)
+    assert re.search(r"cell 3 \(id \w+\); 2 code cells after it were not run", result.output)
     assert "SystemExit" in result.output
     assert _outputs(tmp_path / "out" / "exits.ipynb").startswith("first\n")
     assert "second" not in _outputs(tmp_path / "out" / "exits.ipynb")

@@ -24,7 +24,7 @@ from labkit.course.running.junit import require_place, write_report
 
 # As IPython shows an error; the message has what XML cannot hold, and what it has to quote.
 TRACEBACK = """\
-cell 3 (id abc); 1 code cell behind it was not run. -------------------------------------
+cell 3 (id abc); 1 code cell after it was not run. -------------------------------------
 ValueError                                Traceback (most recent call last)
 Cell In[3], line 1
 ----> 1 f()
@@ -72,7 +72,7 @@ def test_one_suite_holds_one_case_a_notebook_and_counts_what_became_of_them(tmp_
 def test_a_failure_holds_the_traceback_and_its_message_the_cell_and_what_was_raised(tmp_path: Path) -> None:
     (failure,) = _report(tmp_path, _result("failed", TRACEBACK)).iter("failure")
     raised = r"""ValueError: <b>&"]]>\x00\x1b]0;title\x07\ud800\ufffe"""
-    assert failure.get("message") == f"failed: cell 3 (id abc); 1 code cell behind it was not run. {raised}"
+    assert failure.get("message") == f"failed: cell 3 (id abc); 1 code cell after it was not run. {raised}"
     assert "----> 1 f()" in failure.text
     assert failure.text.endswith(f"{raised}\nnot run: cell 4 (id d)")
 

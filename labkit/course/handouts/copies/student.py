@@ -1,4 +1,4 @@
-"""The students' copy: solutions are holes, predictions are open, and whatever would answer either is left out or folded."""
+"""The students' copy: solutions are holes, predictions are open, and text and outputs that answer them are left out or folded."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _OPEN_LINE = "**Your prediction:**"
 def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
     """Make the students' copy of an executed notebook.
 
-    After a **Predict first** or a cell with a solution, up to the next heading, outputs are left out and the notes on them are
-    folded: a later output of the same section often answers the question too. A cell is added in which to write the prediction. An
-    output that shows a line of a solution, such as a traceback through it, is left out everywhere.
+    From a **Predict first** or a cell with a solution to the next heading, outputs are left out and the notes on them are folded,
+    because a later output of the same section often answers the question too. A cell for the prediction is added. An output that
+    shows a line of a solution, such as a traceback through it, is left out everywhere.
 
     Args:
         executed: The notebook; it is not changed.
