@@ -237,5 +237,5 @@ def notice_stray_optimizer() -> tuple[str, list[float]]:
 
 def test_training_with_an_optimizer_of_other_tensors_is_refused(pool: labkit.WorkerPool) -> None:
     message, losses = pool.run(notice_stray_optimizer).same()
-    assert "20 of the 20 tensors in SGD are no parameters of the model" in message
+    assert "20 of the 20 tensors in SGD are not parameters of the model" in message
     assert losses[0] == losses[1]

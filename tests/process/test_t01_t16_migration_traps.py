@@ -117,7 +117,7 @@ def early_optimizer() -> tuple[bool, str, bool]:
 def test_t02_an_optimizer_built_before_sharding_moves_nothing_and_is_refused_here(pool: labkit.WorkerPool) -> None:
     for unmoved, refused, still_unmoved in pool.run(early_optimizer).values():
         assert unmoved  # the trap
-        assert "no parameters of the model" in refused
+        assert "not parameters of the model" in refused
         assert not still_unmoved
 
 

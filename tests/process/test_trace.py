@@ -246,7 +246,7 @@ def test_this_torch_is_as_the_tracer_expects() -> None:
 
 def test_a_torch_without_a_private_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(fsdp_events._ParamGroup, "wait_for_unshard")
-    with pytest.raises(fsdp_events.TraceError, match=r"FSDPParamGroup.wait_for_unshard is missing: the tracer does not know"):
+    with pytest.raises(fsdp_events.TraceError, match=r"FSDPParamGroup.wait_for_unshard is missing: the tracer does not support"):
         fsdp_events.self_test()
 
 
