@@ -681,7 +681,7 @@ def test_a_cell_for_the_instructor_is_in_the_instructors_copy_only(tag: str) -> 
 def test_a_mistake_is_told_by_what_the_check_sees_and_a_hint_with_a_value_of_the_run_is_left_out() -> None:
     (all_reduce,) = checks_in("lab00.check_my_all_reduce(pool)")
     assert (
-        Mistake("`got.kind in ('list', 'tuple')`", "These are the pieces. torch.cat makes one tensor of them.")
+        Mistake("`got.kind in ('list', 'tuple')`", "These are the pieces. torch.cat joins them into one tensor.")
         in all_reduce.mistakes
     )
     assert not [mistake for mistake in all_reduce.mistakes if "numbers: the all-gather" in mistake.hint]

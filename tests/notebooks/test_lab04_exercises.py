@@ -147,7 +147,7 @@ def order_with(
         pytest.param(
             lambda *case: [text for text in order_with()(*case) if text[0] == "U"],
             "number 3 in your list is 'U 1'",
-            "Nothing is freed in your order",
+            "Your order frees nothing",
             id="never freed",
         ),
         pytest.param(
@@ -540,10 +540,12 @@ EACH_PART = "near('gradients', {0}) and near('weights', {0}) and near_losses({0}
         pytest.param(
             EACH_PART.format("1e-5, 1e-8"), ": refused by rank", "default atol=1e-8 is too little", id="defaults of allclose"
         ),
-        pytest.param("near('gradients')", "an optimizer that holds other tensors", "before the first step", id="only gradients"),
+        pytest.param(
+            "near('gradients')", "an optimizer that does not hold the model's tensors", "before the first step", id="only gradients"
+        ),
         pytest.param(
             "torch.allclose(*(r['gradients']['layers.0.attention.wq.weight'] for r in (run, reference)), rtol=1e-4, atol=1e-6)",
-            "an optimizer that holds other tensors",
+            "an optimizer that does not hold the model's tensors",
             "what training has changed",
             id="one name",
         ),
@@ -587,9 +589,7 @@ SUMS = "all(abs(float((run[{0!r}][n] - reference[{0!r}][n]).sum())) < 1e-4 for n
             "Choose atol by the largest element",
             id="a large share of each number",
         ),
-        pytest.param(
-            EACH_PART.format("0.0, 1e-2"), "AdamW in the place of Adam: accepted", "hundreds of times the noise", id="loose"
-        ),
+        pytest.param(EACH_PART.format("0.0, 1e-2"), "AdamW instead of Adam: accepted", "hundreds of times the noise", id="loose"),
         pytest.param(
             "small('gradients', 1e-4) and small('weights', 1e-4)",
             "losses one place further, with the gradients and weights of the reference: accepted",
@@ -829,7 +829,7 @@ def test_a_slow_right_answer_is_not_called_a_hang(pool: labkit.WorkerPool) -> No
     pool.run_cell(slow.replace("        if place <", "        time.sleep(0.5)\n        if place <", 1))
     with pytest.raises(ExerciseError, match="eval_loss does not come back: the run did not finish in 1 s") as caught:
         lab04.check_eval_loss(pool, timeout_s=1.0)
-    assert "may be a slow machine and no hang" in str(caught.value)
+    assert "may be a slow machine, not a hang" in str(caught.value)
     assert "a longer timeout_s helps" in str(caught.value)
 
 

@@ -78,7 +78,7 @@ def assert_refused(found: dict[str, Any], told: str, ranks: int) -> None:
     """The neighbour was there, was named, got nothing, and what he did not prevent works."""
     assert found["came"] >= 1
     assert "the user nobody (uid 65534) connected to port " in told
-    assert "nothing was sent to it, and the group was not made" in told
+    assert "nothing was sent over it, and the group was not made" in told
     assert found["received"] == 0
     assert set(found["sums"]) <= {float(ranks)}
     assert found["after"] == float(ranks)

@@ -78,7 +78,7 @@ def test_s4_1_labkit_refuses_the_wrong_order_for_fsdp1_and_for_nothing_else(pool
     said = pool.run(refusals, pool.device, dp(pool)).same()
     assert [name for name, text in said.items() if text] == [f"FSDP1 {INSIDE}"]
     assert "'dp' is inside 'tp'" in said[f"FSDP1 {INSIDE}"]
-    assert "wrong weights without an error" in said[f"FSDP1 {INSIDE}"]
+    assert "wrong weights, without an error" in said[f"FSDP1 {INSIDE}"]
 
 
 # S4.2 ------------------------------------------------------------------------------------------------------------------

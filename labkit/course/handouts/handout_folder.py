@@ -119,7 +119,7 @@ class HandoutFolder:
     def take(self, built: Path, names: Sequence[str], stale: Iterable[str]) -> None:
         """Move the built files to their place, delete the files they replace, and rewrite the list.
 
-        Signals are ignored meanwhile, so that no half of a set is left. Before the first rename, everything is checked, and the
+        Signals are ignored meanwhile, so that no partial set is left. Before the first rename, everything is checked, and the
         files and their list are written beside their places. Old files are deleted once the list is in place. After the first
         rename, only a rename over a folder that somebody makes at the same moment can fail.
 

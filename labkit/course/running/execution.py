@@ -208,7 +208,9 @@ class Attempt:
             status, error = "interrupted", "interrupted from outside"
         if copy is not None:
             cut = [name for name, found in _numbered(copy) if found.get("id") in (self._done or {}).get("cut", ())]
-            error = "\n".join(filter(None, [error, *(f"{name} wrote more output than is kept; the rest was cut" for name in cut)]))
+            error = "\n".join(
+                filter(None, [error, *(f"{name} wrote more output than is kept; the rest was left out" for name in cut)])
+            )
             status = "output cut" if status == "passed" and cut else status
             try:
                 replace_file(self.executed, sealed(copy, WRITER))
