@@ -1,4 +1,4 @@
-"""Notebook 01's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 01's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def from_the_end(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return max(stop - size, 0), stop
 
 
-# One rank is enough to be found out: the check does not depend on the size of the pool.
+# One rank is enough to refuse these: the check does not depend on the size of the pool.
 @pytest.mark.parametrize("pool", [1, 4], indirect=True)
 @pytest.mark.parametrize(
     ("wrong", "case", "hint"),
@@ -332,7 +332,7 @@ Fingerprint = Callable[[Path], object]
 
 
 def manifest_of(fingerprint: Fingerprint, choose: Callable[[Path], list[Path]] = files) -> tuple[Any, Any]:
-    """A pair of functions that is right but for the fingerprint and the choice of files."""
+    """A pair of functions that is right except for the fingerprint and the choice of files."""
 
     def write_manifest(folder: Path) -> None:
         draft = folder / "manifest.json.draft"

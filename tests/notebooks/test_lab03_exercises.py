@@ -1,4 +1,4 @@
-"""Notebook 03's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 03's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -312,7 +312,7 @@ def test_the_notebook_s_by_name_passes() -> None:
 
 
 def named(state: OptimizerState, names: Sequence[str], **changed: Any) -> OptimizerState:
-    """The right answer, written unlike the notebook's."""
+    """The right answer, written differently from the notebook's."""
     table = dict(enumerate(names))
     groups = []
     for group in state["param_groups"]:
@@ -460,7 +460,7 @@ def judge(
     tensors: Callable[[torch.Tensor, torch.Tensor], bool] = lambda a, b: bits(a) == bits(b),
     values: Callable[[Any, Any], bool] = lambda a, b: type(a) is type(b) and a == b,
 ) -> set[str]:
-    """A right judge, or one with a part exchanged; written unlike the notebook's."""
+    """A right judge, or one with a part replaced; written differently from the notebook's."""
     found = set()
     for name in names(old, new):
         if name not in old or name not in new:

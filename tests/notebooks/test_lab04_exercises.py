@@ -1,4 +1,4 @@
-"""Notebook 04's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 04's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def order_with(
         pytest.param(
             lambda n, reshard, _: [*order_with()(n, reshard, False)[: 1 + 2 * n], f"U {n - 1}", f"U {n - 1}"],
             "number 9 in your list is 'U 2'",
-            "while it is whole",
+            "that is already whole",
             id="gathered twice in a row",
         ),
         pytest.param(
@@ -635,7 +635,7 @@ def apart(kind: str) -> float:
 
 @pytest.mark.parametrize("pool", [4], indirect=True)
 def test_the_smallest_bug_is_far_from_the_noise(pool: labkit.WorkerPool) -> None:
-    # What the hints say, and what leaves room for a tolerance.
+    # These are the facts in the hints, and they leave room for a tolerance.
     noise = max(*pool.run(apart, "ddp").values(), *pool.run(apart, "fsdp2").values())
     bug = min(pool.run(apart, "decay").values())
     assert noise < 1e-5
@@ -648,7 +648,7 @@ def test_a_second_attempt_trains_nothing(pool: labkit.WorkerPool) -> None:
     pool.run_cell(exercise("same_training"))
     lab04.check_same_training(pool)
     assert pool.run(trainings_of_a_second_attempt).same() == 0
-    # What a cut-off left on one rank only is no reason to wait for the others.
+    # Runs that a cut-off left on only one rank must not make it wait for the others.
     pool.run(forget, ranks=[1])
     assert lab04.check_same_training(pool, timeout_s=20.0).startswith("Solved")
 
@@ -750,7 +750,10 @@ def evaluation(*lines: str) -> str:
             (LOSSES.format(batches="batches"), TOTAL), "eval_loss hangs", "has to take part until all are done", id="naive"
         ),
         pytest.param(
-            (MOST.format(op="MIN"), LOSSES.format(batches="batches[: int(most)]"), TOTAL), "off.", "You stop after 2", id="cut off"
+            (MOST.format(op="MIN"), LOSSES.format(batches="batches[: int(most)]"), TOTAL),
+            "off.",
+            "You stop every rank after 2",
+            id="cut off",
         ),
         pytest.param(
             (MOST.format(op="MAX"), LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))"), TOTAL),

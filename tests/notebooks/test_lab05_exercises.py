@@ -1,4 +1,4 @@
-"""Notebook 05's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 05's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def solve(
     short: bool = True,
     num_places: tuple[int, int] | None = None,
 ) -> list[list[int]]:
-    """Places on both axes by a right or wrong rule, written unlike the notebook's solution."""
+    """Places on both axes by a right or wrong rule, written differently from the notebook's solution."""
     index, left, num = [row, col], list(shape), num_places or (len(mesh), len(mesh[0]))
     places = [list(range(len(mesh))), list(range(len(mesh[0])))]
     for axis in order(splits):
@@ -264,7 +264,7 @@ begins_so = by_parts(lambda part, pattern: fnmatchcase(part, f"{pattern}*"))
 
 def test_the_notebook_s_linter_passes() -> None:
     line = lab05.check_plan_linter(defined_by(exercise("lint"), "lint"))
-    assert line == "Solved: 11 plans judged rightly, 9 of them bad."
+    assert line == "Solved: 11 plans judged correctly, 9 of them bad."
 
 
 @pytest.mark.parametrize(
@@ -391,7 +391,7 @@ def first_file_only(folder: Path, name: str) -> torch.Tensor:
 
 
 def reading(start: bool = True, length: bool = True, named: Callable[[str, str], bool] = str.__eq__) -> Callable[..., torch.Tensor]:
-    """A rebuild that is right but for what the flags say."""
+    """A rebuild that is right except for the mistakes that the flags name."""
 
     def rebuild(folder: Path, name: str) -> torch.Tensor:
         whole = whole_of(folder, name)
@@ -577,7 +577,7 @@ def test_a_sum_over_the_dp_axis_only_is_refused_with_a_hint(pool: labkit.WorkerP
     pool.run_cell(ONE_RESULT.format(body=DP_ONLY))
     with pytest.raises(ExerciseError, match="has the norm") as caught:
         lab05.check_grad_norm(pool)
-    assert "on the other axis" in str(caught.value)
+    assert "along the other axis" in str(caught.value)
 
 
 @on_four

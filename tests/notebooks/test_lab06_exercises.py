@@ -1,4 +1,4 @@
-"""Notebook 06's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 06's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def solved(planted: SimpleNamespace, name: str) -> Any:
-    """What the notebook's exercise cell that sets ``name`` finds."""
+    """The value that the notebook's exercise cell sets ``name`` to."""
     cell = exercise_cell(NOTEBOOK, f"{name} = ")
     tools = {
         "Counter": Counter,
@@ -219,7 +219,7 @@ def test_wrong_without_moments_is_refused(planted: SimpleNamespace, wrong: Any, 
 
 
 def test_one_text_or_nothing_is_no_set_of_names(planted: SimpleNamespace) -> None:
-    with pytest.raises(ExerciseError, match="None is no set of names"):
+    with pytest.raises(ExerciseError, match="None is not a set of names"):
         lab06.check_not_finite(planted.cases, None)  # type: ignore[arg-type]
     with pytest.raises(ExerciseError, match="one text is not a set of names"):
         lab06.check_lost_state(planted.cases, "norm.weight")

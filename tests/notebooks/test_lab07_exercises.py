@@ -1,4 +1,4 @@
-"""Notebook 07's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 07's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def with_body(*lines: str) -> str:
         ),
         (lambda: with_mistake(solution(), "return result", "return piece"), "have to be put together again"),
         (lambda: with_mistake(solution(), "dist.all_reduce(piece, group=node)", "pass"), "The other nodes are missing"),
-        (lambda: with_body("dist.all_reduce(tensor)"), "returned no tensor on rank 0"),
+        (lambda: with_body("dist.all_reduce(tensor)"), "did not return a tensor on rank 0"),
         (lambda: with_mistake(solution(), "piece, group=node", "piece, group=dist.new_group([rank])"), "not the mesh's|missing"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Labs as assignments of nbgrader: each exercise is a hole to fill, the check after it gives its points, nothing else changes."""
+"""Labs as assignments of nbgrader: each exercise becomes a hole, the check after it gives points, nothing else changes."""
 
 from __future__ import annotations
 

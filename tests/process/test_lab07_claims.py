@@ -1,4 +1,4 @@
-"""What notebook 07 says of torch and gloo. Where a new torch fails one of these, the sentence in the notebook is wrong too."""
+"""Claims of notebook 07 about torch and gloo. If a new torch fails one of these tests, a sentence in the notebook is wrong."""
 
 from __future__ import annotations
 

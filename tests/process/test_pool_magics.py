@@ -1,4 +1,4 @@
-"""The magics in a real kernel: what a line can say, what it cannot, and that they do no more than a call of the pool."""
+"""The magics in a real kernel: valid lines, invalid lines, and equivalence with calls of the pool."""
 
 from __future__ import annotations
 

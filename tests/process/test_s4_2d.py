@@ -1,7 +1,7 @@
-"""Seed rows S4.1 to S4.7: FSDP over tensor parallelism, what it saves, and where torch goes wrong in silence.
+"""Seed rows S4.1 to S4.7: FSDP over tensor parallelism, its saved state, and the silent mistakes of torch.
 
 With two ranks one of the two axes has a single rank. FSDP2 runs there too. FSDP1 over a dp axis of one rank shards nothing, and
-with ``use_orig_params=True`` torch cannot run it over TP; what needs both axes is tested with four ranks.
+with ``use_orig_params=True`` torch cannot run it over TP; cases that need both axes are tested with four ranks.
 """
 
 from __future__ import annotations

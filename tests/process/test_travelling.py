@@ -1,4 +1,4 @@
-"""The checkpoint that travels: what notebook 01 leaves is what the later notebooks make when it is not there."""
+"""The travelling checkpoint: notebook 01 leaves the same one that later notebooks make if it is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Controls over a picture: what they offer, what follows from a move, and how the planner reads them."""
+"""Controls over a picture: their options, the effect of a move, and their use in the planner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mapping of FSDP1's arguments is complete, and the pictures of a migration say what their data say."""
+"""The mapping of FSDP1's arguments is complete, and the pictures of a migration agree with their data."""
 
 from __future__ import annotations
 

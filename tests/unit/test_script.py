@@ -1,4 +1,4 @@
-"""A notebook written as a script: what becomes of each kind of cell, and what is refused."""
+"""A notebook written as a script: the conversion of each kind of cell, and refusals."""
 
 from __future__ import annotations
 
