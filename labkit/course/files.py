@@ -105,7 +105,7 @@ def is_sealed(path: Path, writer: str) -> bool:
 
 
 def mark_of(path: Path) -> dict[str, Any] | None:
-    """Return the mark of the command that wrote a notebook, changed or not since; None where it has none."""
+    """Return the mark of the command that wrote a notebook, even if it has been changed since; None if it has no mark."""
     try:
         with places.open_regular(path) as file:
             mark = json.load(file)["metadata"][_MARK]

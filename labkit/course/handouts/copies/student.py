@@ -12,7 +12,7 @@ from labkit.course.handouts.copies.solutions import Secrets, has_solution, with_
 
 # Outputs of these cells reveal what a student has to find out.
 _SOLVED = {"exercise", "check", "recap"}
-# "Run all cells" goes on after an error in these, which fail or say less while an exercise is not solved.
+# "Run all cells" continues after an error in these cells, which fail or show less while an exercise is unsolved.
 _MAY_FAIL = {"exercise", "check", "uses-exercise"}
 _ANSWER = re.compile(r"^\*\*(What to notice|Read it aloud)", re.MULTILINE)
 _HEADING = re.compile(r"#{1,6} ")
