@@ -183,7 +183,7 @@ def test_expected_error_passes_the_cell_and_shows_as_lesson(cells: dict[str, Cel
         ("timeout zero", "InvalidRunError", "a number above 0, not 0.0"),
         ("timeout negative", "InvalidRunError", "a number above 0, not -1.0"),
         ("timeout nan", "InvalidRunError", "a number above 0, not nan"),
-        ("out of nothing", "MagicUsageError", "Write what nothing is to hold in a last line"),
+        ("out of nothing", "MagicUsageError", "End the cell with the expression that nothing is to hold"),
         ("unfilled", "MagicUsageError", "{limit_s} is not defined in this notebook"),
         ("out number", "MagicUsageError", "--out takes a variable's name, not '1x'"),
         ("out dotted", "MagicUsageError", "--out takes a variable's name, not 'a.b'"),
