@@ -688,7 +688,7 @@ def test_a_mistake_is_told_by_what_the_check_sees_and_a_hint_with_a_value_of_the
     (manifest,) = checks_in("lab01.check_manifest(a)")
     seen = {mistake.hint: mistake.seen for mistake in manifest.mistakes}
     assert seen["Compare every file, not only .metadata."] == "a shard is cut off at its end"
-    assert seen["Without manifest.json nobody knows whether the save was finished. Name it."] == "there is no manifest"
+    assert seen["Without manifest.json it is unknown whether the save was finished. Name it."] == "there is no manifest"
 
 
 def test_secrets_are_what_only_solutions_show() -> None:
