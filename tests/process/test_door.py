@@ -1,4 +1,4 @@
-"""Strangers at the port for machines: they take up few descriptors and little memory, and keep nobody out for long."""
+"""Strangers at the port for machines: they use few descriptors and little memory, and keep nobody out for long."""
 
 from __future__ import annotations
 
