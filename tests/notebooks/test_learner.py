@@ -179,12 +179,13 @@ def test_a_built_package_carries_the_labs_without_solutions(tmp_path: Path) -> N
         assert json.loads(path.read_text())["cells"]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("stem", matrix("06_checkpoint_forensics", *(path.stem for path in NOTEBOOKS if path.stem[:2] != "06")))
 def test_run_all_on_an_untouched_copy_goes_to_the_end_and_each_open_exercise_says_so_in_one_line(tmp_path: Path, stem: str) -> None:
     notebook = student_labs()[stem]
     first = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     first.source += "\nworld_size = 2\ndevice = 'cpu'"
-    client = nbclient.NotebookClient(notebook, timeout=180, resources={"metadata": {"path": str(tmp_path)}})
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     for cell in notebook.cells:
         failed = [output for output in cell.get("outputs", ()) if output.output_type == "error"]
