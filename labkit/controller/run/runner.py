@@ -41,10 +41,13 @@ class Runner:
     Args:
         members: The living ranks.
         world_size: Number of ranks in the pool.
+
+    Attributes:
+        members: The living ranks.
     """
 
     def __init__(self, members: Members, world_size: int) -> None:
-        self._members, self._world_size = members, world_size
+        self.members, self._world_size = members, world_size
         self._busy = threading.Lock()
         self._count = 0
         self._waiting: RunWait | None = None
@@ -70,15 +73,15 @@ class Runner:
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose process has ended. While a run is in progress: those whose end the run knows."""
         # A death is reported once, and a run in progress must be the one that gets the report.
-        if self._members.has_exits:  # otherwise this, in another thread, could block a run that begins
+        if self.members.has_exits:  # otherwise this, in another thread, could block a run that begins
             with contextlib.suppress(PoolStateError), self.alone():
-                self._members.note_deaths()
-        return self._members.dead_ranks
+                self.members.note_deaths()
+        return self.members.dead_ranks
 
     def look_around(self) -> None:
         """Record what has happened while no run was in progress. Do nothing while one is."""
         with contextlib.suppress(PoolStateError), self.alone():
-            self._members.look()
+            self.members.look()
 
     def refuse_dead(self, ranks: Sequence[int]) -> None:
         """Refuse work for a rank that is dead.
@@ -92,7 +95,7 @@ class Runner:
         dead = self.dead_ranks
         if not set(dead).isdisjoint(ranks):
             are = "is" if len(dead) == 1 else "are"
-            cause = self._members.deaths[dead[0]].message
+            cause = self.members.deaths[dead[0]].message
             living = tuple(rank for rank in range(self._world_size) if rank not in dead)
             self._ask_for_obstacle()
             look = ""
@@ -137,12 +140,12 @@ class Runner:
                 self._count += 1
                 run = Run(self._count, ranks)
                 message = Execute(run.run_id, ranks, kind, payload=packed.payload if packed is not None else None, **fields)
-                self._members.begin(run)
+                self.members.begin(run)
 
                 def send() -> None:
-                    self._members.send_work(ranks, message, packed.frames if packed is not None else ())
+                    self.members.send_work(ranks, message, packed.frames if packed is not None else ())
 
-                self._wait(run, timeout_s, send, screen or present_screen(self._members.places))
+                self._wait(run, timeout_s, send, screen or present_screen(self.members.places))
                 self._mend(run)
         finally:
             if packed is not None:
@@ -150,7 +153,7 @@ class Runner:
         if run.failures or run.left_open or self._sigint:
             for rank, (result, _) in run.results.items():
                 self._release(rank, result)  # nothing will read it
-        raise_for(run, timeout_s, self._ways_back(self._members.dead_ranks))
+        raise_for(run, timeout_s, self._ways_back(self.members.dead_ranks))
         if self._sigint:
             raise KeyboardInterrupt
         return run
@@ -170,10 +173,10 @@ class Runner:
             return
         with self.alone(), self._sigint_stops_the_run():
             run = Run(run_id, ranks)
-            self._members.begin(run)
-            self._wait(run, None, lambda: None, present_screen(self._members.places))
+            self.members.begin(run)
+            self._wait(run, None, lambda: None, present_screen(self.members.places))
             self._mend(run)
-        raise_for(run, None, self._ways_back(self._members.dead_ranks))
+        raise_for(run, None, self._ways_back(self.members.dead_ranks))
 
     def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None], screen: Screen) -> None:
         output = RankOutput(screen, run.run_id, label=self._world_size > 1)
@@ -184,7 +187,7 @@ class Runner:
         def show_hang(diagnosis: Diagnosis) -> None:
             screen.display({"text/plain": str(diagnosis), "text/html": diagnosis._repr_html_()}, {}, None, False)
 
-        self._waiting = waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
+        self._waiting = waiting = RunWait(run, self.members, timeout_s, show, output.tick, show_hang)
         try:
             if self._sigint:
                 self._sigint = False
@@ -201,9 +204,9 @@ class Runner:
 
     def _look_for_leftovers(self, waiting: RunWait) -> None:
         """Find what a run that ended well on all ranks has left open between them."""
-        run, all_ranks = waiting.run, self._members.all_ranks
+        run, all_ranks = waiting.run, self.members.all_ranks
         begun = {rank: result.begun for rank, (result, _) in run.results.items()}
-        if run.failures or run.group_lost or self._members.deaths or not leftovers.may_be_open(begun, all_ranks):
+        if run.failures or run.group_lost or self.members.deaths or not leftovers.may_be_open(begun, all_ranks):
             return
         reports = waiting.ask()
         if set(reports) == set(all_ranks):
@@ -212,7 +215,7 @@ class Runner:
 
     def _mend(self, run: Run) -> None:
         """Repair what the run has broken, if every rank still lives: process groups, then the objects that use them."""
-        if self._members.deaths:
+        if self.members.deaths:
             self._find_obstacle()
             return
         if not (run.failures or run.group_lost or run.left_open or run.uneven):
@@ -220,7 +223,7 @@ class Runner:
         began = time.monotonic()
         for _ in range(REBUILD_ATTEMPTS):
             rebuild = self._rebuild()
-            if not rebuild.failures or self._members.deaths:
+            if not rebuild.failures or self.members.deaths:
                 break
         if rebuild.failures:
             first = next(iter(rebuild.failures.values()))
@@ -242,15 +245,15 @@ class Runner:
 
     def _rebuild(self, replaced: tuple[int, ...] = ()) -> Run:
         """Make the ranks form new groups, with new processes in place of those that are replaced."""
-        group = self._members.next_group()
-        stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
+        group = self.members.next_group()
+        stay = tuple(rank for rank in self.members.all_ranks if rank not in replaced)
         if replaced:
-            self._members.start_again(replaced, group)
+            self.members.start_again(replaced, group)
         self._count += 1
         rebuild = Run(self._count, stay)
-        self._members.begin(rebuild)
-        self._members.send_work(stay, Execute(rebuild.run_id, stay, "rebuild", group=group))
-        wait = RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
+        self.members.begin(rebuild)
+        self.members.send_work(stay, Execute(rebuild.run_id, stay, "rebuild", group=group))
+        wait = RunWait(rebuild, self.members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
         with caught_sigint(wait.on_sigint):
             return wait.wait()
 
@@ -260,12 +263,12 @@ class Runner:
         Blocks for ASK_S at most. A rank that does not answer is ignored here; the next run will notice it.
         """
         self._count += 1
-        run = Run(self._count, tuple(rank for rank in self._members.all_ranks if rank not in replaced))
-        self._members.begin(run)
-        self._members.send_work(run.ranks, Execute(run.run_id, run.ranks, "ask"))
+        run = Run(self._count, tuple(rank for rank in self.members.all_ranks if rank not in replaced))
+        self.members.begin(run)
+        self.members.send_work(run.ranks, Execute(run.run_id, run.ranks, "ask"))
         deadline = time.monotonic() + ASK_S
         while run.pending and time.monotonic() < deadline:
-            for message, frames in self._members.receive(0.1):
+            for message, frames in self.members.receive(0.1):
                 if isinstance(message, Result) and message.run_id == run.run_id:
                     run.results[message.rank] = message, frames
                 elif isinstance(message, Failed) and message.run_id == run.run_id:
@@ -307,20 +310,20 @@ class Runner:
                 # The joining rank dies because of the error that the others report.
                 first = min(rebuild.failures.values(), key=lambda failure: failure.kind == "died")
                 self._obstacle = first.headline()
-                self._members.give_up(ranks, f"labkit ended its new process: no groups could be formed ({first.message})")
+                self.members.give_up(ranks, f"labkit ended its new process: no groups could be formed ({first.message})")
                 raise PoolStateError(
                     f"the ranks could not form their groups ({first.message}). "
                     f"{name_ranks(rebuild.ranks)} {'keeps its' if len(rebuild.ranks) == 1 else 'keep their'} variables; "
                     "pool.restart() gives fresh ranks."
                 )
-            self._members.await_ready(timeout_s)
+            self.members.await_ready(timeout_s)
             self._obstacle = ""
             notes = dict.fromkeys(note for item in self.values(rebuild).values() for note in item["notes"])
         return tuple(notes)
 
     def _ways_back(self, dead: Sequence[int]) -> str:
         """Return advice for the case that ranks have died."""
-        lost = any(self._members.deaths[rank].type_name == LOST for rank in dead)
+        lost = any(self.members.deaths[rank].type_name == LOST for rank in dead)
         when, fresh = "When the machine is back: " if lost else "", "pool.restart() gives fresh ranks."
         if len(dead) == self._world_size or self._obstacle:
             return when + fresh + (f" The dead alone cannot be replaced: {self._obstacle}." if self._obstacle else "")
@@ -357,7 +360,7 @@ class Runner:
     def _send_releases(self) -> None:
         while self._to_release:
             rank, run_id = self._to_release.pop()
-            self._members.send_control(rank, Release(run_id))
+            self.members.send_control(rank, Release(run_id))
 
     @contextlib.contextmanager
     def _sigint_stops_the_run(self) -> Iterator[None]:
@@ -379,7 +382,7 @@ class Runner:
         if waiting is not None and (found := self._ask(waiting, 2.0)) is not None:
             return found
         dead = self.dead_ranks
-        idle = {rank: RankReport(None) for rank in self._members.all_ranks}
+        idle = {rank: RankReport(None) for rank in self.members.all_ranks}
         return judge((), range(self._world_size), (), (), dead, {}, idle, 0.0)
 
     def look(self) -> Diagnosis | None:
