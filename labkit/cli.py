@@ -258,7 +258,7 @@ def launch(
     a manifest for kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
     """
     from labkit.controller.machines.launch_text import Launch
-    from labkit.controller.start.plan import is_endpoint
+    from labkit.controller.start.pool_plan import is_endpoint
 
     if not connect.startswith("tcp://") or not is_endpoint(connect.removeprefix("tcp://")):
         raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")

@@ -18,7 +18,7 @@ from labkit.controller.machines.node import NodeStatus
 from labkit.controller.output import Screen
 from labkit.controller.run import sending
 from labkit.controller.run.runner import Runner
-from labkit.controller.start import plan
+from labkit.controller.start import pool_plan
 from labkit.controller.start.world import LocalSite, Site
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, raises_here
 from labkit.wire.key_file import KeyFile
@@ -63,7 +63,7 @@ class WorkerPool:
         replace: bool = False,
     ) -> None:
         if not isinstance(launcher, AttachedSite):
-            plan.check_arguments(world_size, device, launcher, num_nodes)
+            pool_plan.check_arguments(world_size, device, launcher, num_nodes)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
         site: Site
@@ -72,7 +72,7 @@ class WorkerPool:
         elif launcher == "agents":
             site = local_site(num_nodes, (world_size or 0) // num_nodes, device)
         else:
-            site = LocalSite(plan.make_plan(world_size, device, plan.launcher().count_gpus))
+            site = LocalSite(pool_plan.make_plan(world_size, device, pool_plan.launcher().count_gpus))
         self._life = Lifetime(site, start_timeout_s, lambda: set_open_pool(self))
         if isinstance(site, AttachedSite) and site.has_ranks:
             self._life.adopt(site)
@@ -118,7 +118,7 @@ class WorkerPool:
             PoolStateError: Another pool is open and ``replace`` is False.
             WorkerStartError: A machine did not connect, or a rank did not start; the message names it.
         """
-        plan.check_attachment(num_nodes, workers_per_node, device, listen, host, linger_s)
+        pool_plan.check_attachment(num_nodes, workers_per_node, device, listen, host, linger_s)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
         path = Path(key_file).absolute()

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from labkit.plan import private
+from labkit.plan.held_boxes import Layout
 from labkit.plan.job import TP_AXIS, blocks_of, build_model, dtype_of, loss_of, mixed_precision_of, optimizer_of, tp_plan_of
-from labkit.plan.layout import Layout
 from labkit.plan.records import JobError, TrainingJob
 from labkit.spmd.memory.kinds import held_memory, tracked_peak
 from labkit.spmd.offload.saved import WatchedOffload, watch_saved

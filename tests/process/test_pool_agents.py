@@ -25,7 +25,7 @@ from labkit.controller.machines.attach import AttachedSite, Meeting
 from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.node import Node
 from labkit.controller.run.members import Members
-from labkit.controller.start import plan
+from labkit.controller.start import pool_plan
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
@@ -238,7 +238,7 @@ def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
         lost.abandon()
         site.abandon()
         with monkeypatch.context() as patch:
-            patch.setattr(plan, "attached_plan", lambda *args: (_ for _ in ()).throw(InvalidPoolError("in the way")))
+            patch.setattr(pool_plan, "attached_plan", lambda *args: (_ for _ in ()).throw(InvalidPoolError("in the way")))
             with pytest.raises(InvalidPoolError, match="in the way"):
                 WorkerPool.reattach(key_file)
         with pytest.raises(PoolStateError, match="no pool is open"):

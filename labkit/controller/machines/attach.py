@@ -17,8 +17,8 @@ from labkit.controller.machines.nodes import Nodes
 from labkit.controller.machines.nodes_world import NodesWorld
 from labkit.controller.machines.tables import arrival_html, arrival_text
 from labkit.controller.output import present_screen
-from labkit.controller.start import plan as plan_module
-from labkit.controller.start.plan import PoolPlan
+from labkit.controller.start import pool_plan
+from labkit.controller.start.pool_plan import PoolPlan
 from labkit.errors import InvalidPoolError
 from labkit.wire.key_file import KeyFile, read_private, write_private
 from labkit.wire.transport import Keys
@@ -164,9 +164,9 @@ class AttachedSite:
         """
         meeting, nodes = self.meeting, self.nodes
         if meeting.num_nodes > 1 or self.has_ranks:
-            self._plan = plan_module.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
+            self._plan = pool_plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
             return
-        self._plan = plan_module.make_plan(meeting.workers_per_node or None, meeting.device, lambda: nodes.num_gpus)
+        self._plan = pool_plan.make_plan(meeting.workers_per_node or None, meeting.device, lambda: nodes.num_gpus)
         self.meeting = replace(meeting, workers_per_node=self._plan.world_size)
         nodes.workers_per_node = self._plan.world_size
 

@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from labkit.base import torch_caches
-from labkit.controller.start import plan as plan_module
+from labkit.controller.start import pool_plan
 from labkit.controller.start.launchers.fork_server import ForkServer
 from labkit.controller.start.launchers.launcher import Launcher, OnExit
-from labkit.controller.start.plan import PoolPlan
+from labkit.controller.start.pool_plan import PoolPlan
 from labkit.wire.messages import FromWorker, GroupSpec, ToControl, ToMain
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import Channel, ControllerWire, Keys
@@ -114,7 +114,7 @@ class LocalSite:
 
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Wait until the fork server has imported torch; see :class:`Site`."""
-        self._launcher = plan_module.launcher()  # each time: the fork server of the last start may have died
+        self._launcher = pool_plan.launcher()  # each time: the fork server of the last start may have died
         self._launcher.warm_up()
 
     def open_world(self) -> World:

@@ -52,7 +52,7 @@ from labkit.wire.versions import versions
 from labkit.worker.groups.addresses import LOOPBACK, NodeClaim, address_towards, host_of, store_host
 from labkit.worker.machine.backlog import Backlog
 from labkit.worker.machine.rank_starter import RankStarter, make_spec
-from labkit.worker.start import store
+from labkit.worker.start import meeting_store
 
 LOOK_MS = 250
 
@@ -151,7 +151,7 @@ class Agent:
             self._pids[handle] = pid
 
     def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], memory: MemoryAtDeath) -> None:
-        if rank == store.RANK:
+        if rank == meeting_store.RANK:
             self._store = ""
             self._tell(StoreOpened("", f"the store's process ended with exit code {code}"))
             return
