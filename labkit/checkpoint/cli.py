@@ -43,8 +43,8 @@ layers.0.weight. A line of the file for --rename is 'old.*.weight -> new.*.weigh
 
 An optimizer's own state_dict() has numbers for names. With one parameter group, --model is enough to name them. Several groups,
 such as those with and without weight decay, need --order too. Several optimizers need one each: --order g_optimizer=FILE, or, in a
-list, --order optimizer.0=FILE. The names are those in the model that it trains, with or without the model's own (netG.) in front.
-Where the old code has made the optimizer, this prints the file, of parameters or of FSDP1's flat parameters:
+list, --order optimizer.0=FILE. The names are those in the checkpoint's dict of the model, with or without that dict's own (netG.)
+in front. Where the old code has made the optimizer, this prints the file, of parameters or of FSDP1's flat parameters:
 
 \b
   names = {id(p): n for n, p in model.named_parameters()}

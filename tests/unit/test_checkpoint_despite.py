@@ -209,11 +209,19 @@ ACCEPTABLE = [
     ("stranger-state", strange_state),
     ("unpublished", unfinished_step),
 ]
+
+
+def tensor_parallel_rank(root: Path) -> Path:
+    torch.save({"model": {"w": torch.ones(2, 2)}, "tensor_model_parallel_size": 2}, root / "mp_rank_00.pt")
+    return root / "mp_rank_00.pt"
+
+
 NOT_ACCEPTABLE = [
     ("missing-file", without_file),
     ("outside", edited(move_chunk)),
     ("overlapping", edited(double_chunk)),
     ("short-file", cut_file),
+    ("trainer-shards", tensor_parallel_rank),
     ("uncovered", edited(drop_chunk)),
     ("unreadable", edited(wrong_dtype)),
     ("unsupported", quantized),

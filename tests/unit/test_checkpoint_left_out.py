@@ -86,6 +86,21 @@ def test_copies_that_differ_stop_nothing_where_they_are_left_out(tmp_path: Path)
     assert set(open_checkpoint(tmp_path / "one").tensors) == {"model.w", "rng.rank_0.cpu"}
 
 
+def test_what_a_migration_keys_by_rank_is_compared_rank_by_rank_with_the_files_of_the_ranks(tmp_path: Path) -> None:
+    for rank in range(2):
+        torch.save({"model": {"w": ONE}, "rng": {"cpu": torch.tensor([rank])}}, tmp_path / f"rank{rank}.pt")
+    pattern, new = tmp_path / "rank{rank}.pt", tmp_path / "new"
+    migrate(pattern, new)
+    for left, right in ((new, pattern), (pattern, new)):
+        report = verify(left, against=right)
+        assert report.ok
+        assert report.checked["compared tensors"] == 3
+    torch.save({"model": {"w": ONE}, "rng": {"cpu": torch.tensor([7])}}, tmp_path / "rank1.pt")
+    for left, right in ((new, pattern), (pattern, new)):
+        report = verify(left, against=right)
+        assert [(one.code, one.where) for one in report.findings if one.severity == "error"] == [("other-bits", "rng.rank_1.cpu")]
+
+
 def one_file(folder: Path) -> Path:
     torch.save({"model": {"w": ONE}, "optimizer": {"state": {}, "param_groups": []}, "epoch": 3}, folder / "x.pt")
     return folder / "x.pt"

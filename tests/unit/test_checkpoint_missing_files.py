@@ -9,6 +9,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import save
 
 from labkit.checkpoint import migrate, open_checkpoint, verify
 from labkit.checkpoint.cli import checkpoint as command
@@ -50,6 +51,17 @@ def test_a_gap_in_the_numbers_of_disjoint_files_is_an_error_in_every_spelling(
     result = migrate(root, tmp_path / "new", despite=["missing-rank"])
     assert result.num_tensors == len(ranks)
     assert "missing" in result.notes[-1]
+
+
+def test_a_missing_file_that_lies_in_a_folder_beside_is_named_with_it_by_every_command(tmp_path: Path) -> None:
+    nodes = [tmp_path / "local" / name for name in ("node0", "node1")]
+    save({"w": ONE}, checkpoint_id=nodes[0], no_dist=True)
+    nodes[1].mkdir()
+    (nodes[0] / "__0_0.distcp").rename(nodes[1] / "__0_0.distcp")
+    runner = CliRunner()
+    for words in (["show"], ["verify"], ["migrate", str(tmp_path / "new")]):
+        output = runner.invoke(command, [words[0], str(nodes[0]), *words[1:]]).output
+        assert f"A file of this name is in '{nodes[1]}': if it is of the same save, copy it here" in output, words
 
 
 @pytest.mark.parametrize("name", ["ckpt_rank{}.pt", "stage{}.safetensors"])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from labkit.checkpoint import Reader, migrate, open_checkpoint
+from labkit.checkpoint import Reader, migrate, open_checkpoint, reshard, verify
 from labkit.checkpoint.errors import RankDivergenceError
 
 FULL = {
@@ -92,6 +92,28 @@ def test_partitions_of_deepspeed_are_named_with_deepspeeds_own_tool(tmp_path: Pa
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_partitions_of_deepspeed_are_an_error_of_verify_and_no_case_for_reshard(tmp_path: Path, stage: int) -> None:
+    pattern = deepspeed(tmp_path, stage)
+    for source in (pattern, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
+        (error,) = [finding for finding in verify(source).findings if finding.code == "trainer-shards"]
+        assert error.severity == "error"
+        assert "zero_to_fp32.py" in error.what
+        with pytest.raises(RankDivergenceError, match=r"zero_to_fp32\.py"):
+            reshard(source, tmp_path / "new", 2)
+    assert verify(tmp_path / "mp_rank_00_model_states.pt").ok == (stage == 2)
+
+
+def test_the_names_of_parameters_without_any_weights_are_no_model(tmp_path: Path) -> None:
+    shapes = [OrderedDict({"w": torch.Size([4, 2])})]
+    source = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save({"module": None, "param_shapes": shapes, "scheduler": torch.ones(2)}, source)
+    assert [finding.code for finding in verify(source).findings if finding.severity == "error"] == ["trainer-shards"]
+    with pytest.raises(RankDivergenceError, match=r"(?s)has none of them.*zero_to_fp32\.py"):
+        migrate(source, tmp_path / "new")
+    assert migrate(source, tmp_path / "new", drop=["param_shapes.*"]).num_tensors == 1
+
+
 def test_the_model_of_deepspeed_that_is_whole_migrates_and_one_of_placeholders_does_not(tmp_path: Path) -> None:
     for stage in (2, 3):
         (tmp_path / str(stage)).mkdir()
@@ -137,6 +159,7 @@ def test_one_rank_of_a_model_that_megatron_has_cut_is_refused_and_its_own_tool_n
     for source in (tmp_path / "mp_rank_00", tmp_path / "mp_rank_00/model_optim_rng.pt"):
         with pytest.raises(RankDivergenceError, match=rf"(?s){name} is {sizes[name]}.*tools/checkpoint/convert\.py") as caught:
             migrate(source, tmp_path / "new", **options)
+        assert "trainer-shards" in {finding.code for finding in verify(source).findings}
         assert "zero_to_fp32" not in str(caught.value)
     assert not (tmp_path / "new").exists()
 

@@ -102,6 +102,9 @@ def test_a_whole_optimizer_beside_a_part_of_rank_files_is_whole(tmp_path: Path) 
     for rank in range(2):
         torch.save({"cpu": torch.full((5,), rank, dtype=torch.uint8)}, old / f"rng_state_{rank}.pth")
     parts = [("model", "model.pt"), ("optimizer", "optimizer.pt"), ("rng", "rng_state_{rank}.pth")]
-    migrate(old, tmp_path / "new", parts=parts, order=["weight", "bias"])
+    result = migrate(old, tmp_path / "new", parts=parts, order=["weight", "bias"])
+    assert not [note for note in result.notes if "left out" in note]
+    one = migrate(old, tmp_path / "one", parts=[("model", "model.pt"), ("rng", "rng_state_1.pth")])
+    assert [note for note in one.notes if "rng_state_0.pth" in note] == ["left out, since no --part names it: rng_state_0.pth"]
     with Reader(open_checkpoint(tmp_path / "new")) as reader:
         assert reader.tensor("optimizer.state.bias.exp_avg").equal(optimizer.state[model.bias]["exp_avg"])

@@ -39,6 +39,7 @@ CODES: Mapping[str, str] = {
     "stranger-state": "optimizer state belongs to no parameter group",
     "stray-file": "a data file is not named by the index",
     "tied": "two parameters of the model are one tensor here",
+    "trainer-shards": "by its trainer's own keys it holds a part of a model or of flattened parameters, which that trainer joins",
     "uncovered": "some elements of a tensor are stored nowhere",
     "uneven-state": "a parameter has fewer pieces of optimizer state than others",
     "uneven-steps": "the step counters of one optimizer differ",
@@ -53,7 +54,9 @@ CODES: Mapping[str, str] = {
 }
 
 #: These cannot be accepted: the elements are not there, or it is unknown which of several are meant.
-FINAL = frozenset({"missing-file", "short-file", "uncovered", "overlapping", "outside", "unreadable", "unsupported"})
+FINAL = frozenset(
+    {"missing-file", "short-file", "uncovered", "overlapping", "outside", "unreadable", "unsupported", "trainer-shards"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,10 @@ class Report:
 
 def _text(where: object, what: str | CheckpointError) -> str:
     # An exception has escaped the names in its text, and says first what it is about.
-    return printable(what) if isinstance(what, str) else str(what).removeprefix(f"{printable(str(where))}: ")
+    if isinstance(what, str):
+        return printable(what)
+    name = printable(str(where))
+    return str(what).removeprefix(f"{name}: ").removeprefix(f"{name} ")
 
 
 #: These stop nothing: labkit reads the index itself, and writes a new one for the torch here or the one that the caller names.

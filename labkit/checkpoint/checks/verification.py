@@ -16,6 +16,7 @@ from labkit.checkpoint.checks.findings import Gate, Report
 from labkit.checkpoint.checks.unsafe_entries import way_without
 from labkit.checkpoint.checks.verify_against import ModelSource
 from labkit.checkpoint.checks.verify_data import Progress
+from labkit.checkpoint.contents.trainer_shards import shards_of_trainers
 from labkit.checkpoint.data.read import Reader
 from labkit.checkpoint.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from labkit.checkpoint.formats.catalog import open_checkpoint, open_parts, read_checkpoint
@@ -65,6 +66,7 @@ def verify(
     built = verify_against.build_model(model)
     flat = built is not None and verify_against.report_flat(checkpoint, report)
     broken = _check_index(checkpoint, checkpoint, report)
+    _check_shards(checkpoint, checkpoint, report)
     found = verify_index.check_manifest(checkpoint, report)
     whole = _is_whole(report)
     other = None if against is None else _open_other(against, report)
@@ -198,6 +200,7 @@ def check_loaded(reader: Reader, gate: Gate, *, without: Collection[str]) -> lis
     part = _part(checkpoint, checkpoint.tensors.keys() - without, checkpoint.values.keys() - without)
     report = Report(str(checkpoint.path))
     check_small(part, report, whole=checkpoint, headers=False, values=False, reader=reader)
+    _check_shards(checkpoint, part, report)
     gate.check(report, "Nothing was loaded.")
     return gate.notes()
 
@@ -271,6 +274,12 @@ def _check_index(whole: Checkpoint, part: Checkpoint, report: Report) -> set[str
     verify_index.check_forms(part, report)
     verify_index.check_names(whole, report)
     return broken
+
+
+def _check_shards(whole: Checkpoint, part: Checkpoint, report: Report) -> None:
+    """Check that no trainer has cut what is to be loaded; a migration refuses that itself, when it knows what is left out."""
+    if (shards := shards_of_trainers(whole, part)) is not None:
+        report.error("trainer-shards", whole.path, shards, "a load gets a part of the model or of its state")
 
 
 def _check_data(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -12,13 +13,14 @@ from labkit.checkpoint.checks.findings import Report
 from labkit.checkpoint.checks.name_findings import NOT_THE_SAME, report_alone, report_misfit
 from labkit.checkpoint.checks.verify_data import Progress, each
 from labkit.checkpoint.contents.flat import ParameterList
+from labkit.checkpoint.contents.source_contents import keyed_by_rank
 from labkit.checkpoint.contents.sources import EntrySource
 from labkit.checkpoint.contents.ties import equal
 from labkit.checkpoint.data.rank_shares import is_flat
 from labkit.checkpoint.data.read import Reader, same_bits
 from labkit.checkpoint.errors import CheckpointError
 from labkit.checkpoint.index.model import Checkpoint, Chunk, TensorEntry
-from labkit.checkpoint.index.names import canonical_names, fqn_of, match_names
+from labkit.checkpoint.index.names import canonical_names, flat_key, fqn_of, match_names
 from labkit.checkpoint.index.sections import Nest, model_nests, name_in, nest_of
 from labkit.checkpoint.wording import counted, listed
 
@@ -177,6 +179,22 @@ def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     return names | {entry.key: entry for entry in checkpoint.section("other")}
 
 
+def _as_keyed(
+    checkpoint: Checkpoint, names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]
+) -> dict[str, TensorEntry]:
+    """Return a side's tensors with the ranks' copies apart, as a migration keys them, where the other side has them so."""
+    result: dict[str, TensorEntry] = {}
+    for name, entry in names.items():
+        split: dict[str, TensorEntry] = {}
+        if entry.section == "other" and entry.replicas and name not in others:
+            split = {
+                flat_key(path): replace(entry, path=path, key=flat_key(path), chunks=table, replicas=())
+                for path, table in keyed_by_rank(checkpoint, entry)
+            }
+        result |= split if split and split.keys() <= others.keys() else {name: entry}
+    return result
+
+
 def _optimizer_name(entry: TensorEntry) -> str:
     # The nesting before "state" is the caller's choice (optim, optimizer); FQNs after it may contain wrappers.
     keys = [str(part) for part in entry.path]
@@ -192,6 +210,7 @@ def _alone(names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]) 
 def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, workers: int, progress: Progress) -> None:
     """Check bit-equality with another checkpoint, for each of this one's chunks."""
     mine, theirs = comparable(checkpoint), comparable(other)
+    mine, theirs = _as_keyed(checkpoint, mine, theirs), _as_keyed(other, theirs, mine)
     for section in {entry.section for entry in (*mine.values(), *theirs.values())}:
         for side, others, path in ((mine, theirs, other.path), (theirs, mine, checkpoint.path)):
             alone = [name for name, entry in side.items() if entry.section == section]

@@ -13,7 +13,7 @@ from labkit.checkpoint.formats.dcp_format import METADATA_FILE
 from labkit.checkpoint.formats.dcp_versions import refusals
 from labkit.checkpoint.index import manifest
 from labkit.checkpoint.index.coverage import Coverage, coverage
-from labkit.checkpoint.index.held import held_in_files
+from labkit.checkpoint.index.held import also_in, held_in_files
 from labkit.checkpoint.index.manifest import Manifest
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry, unsupported
 from labkit.checkpoint.index.names import twins
@@ -41,6 +41,7 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
         path = checkpoint.root / name
         if size < 0:
             what = f"the index names this file and it is missing. It held {held.text}"
+            what += f". {there}" if (there := also_in(checkpoint.root, name)) else ""
             report.error("missing-file", path, what, "a load fails")
         else:
             what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -12,7 +12,8 @@ from labkit.checkpoint.contents.sources import EntrySource
 from labkit.checkpoint.contents.trainer_shards import refuse_shards
 from labkit.checkpoint.data.rank_copies import Copies, roots_of_each_rank
 from labkit.checkpoint.errors import FQNMismatchError, IncompleteCheckpointError
-from labkit.checkpoint.index.model import Checkpoint, Path_
+from labkit.checkpoint.index.held import also_in
+from labkit.checkpoint.index.model import Checkpoint, ChunkTable, Path_, TensorEntry
 from labkit.checkpoint.wording import listed, quoted
 
 
@@ -43,6 +44,7 @@ def contents_of(
             raise IncompleteCheckpointError(
                 checkpoint.root / name,
                 "the checkpoint names this file, and it is missing",
+                **({"advice": f"{there}, or use an earlier checkpoint."} if (there := also_in(checkpoint.root, name)) else {}),
             )
     contents = Contents(checkpoint)
     contents.tensors = [OutTensor(entry.path, EntrySource(entry), entry.section) for entry in checkpoint.tensors.values()]
@@ -113,9 +115,8 @@ def _key_by_rank(contents: Contents, roots: set[str]) -> None:
         if str(item.path[0]) not in roots:
             tensors.append(item)
             continue
-        for table in (entry.chunks, *entry.replicas):
-            rank = contents.checkpoint.ranks[table.files[0]]
-            tensors.append(OutTensor(_ranked(entry.path, rank), EntrySource(entry, table), entry.section))
+        for path, table in keyed_by_rank(contents.checkpoint, entry):
+            tensors.append(OutTensor(path, EntrySource(entry, table), entry.section))
     values: list[OutValue] = []
     for value in contents.values:
         assert value.entry is not None
@@ -126,6 +127,12 @@ def _key_by_rank(contents: Contents, roots: set[str]) -> None:
             copy = replace(value.entry, inline=inline, replicas={})
             values.append(OutValue(_ranked(value.path, rank), value.section, entry=copy))
     contents.tensors, contents.values = tensors, values
+
+
+def keyed_by_rank(checkpoint: Checkpoint, entry: TensorEntry) -> Iterator[tuple[Path_, ChunkTable]]:
+    """Yield, for each rank's copy of a tensor in rank files, the path by which a migration keys it, and where it lies."""
+    for table in (entry.chunks, *entry.replicas):
+        yield _ranked(entry.path, checkpoint.ranks[table.files[0]]), table
 
 
 def _ranked(path: Path_, rank: int) -> Path_:

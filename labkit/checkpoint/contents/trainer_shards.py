@@ -3,7 +3,7 @@
 | key | trainer | meaning |
 | --- | --- | --- |
 | ``single_partition_of_fp32_groups``, ``fp32_flat_groups`` | DeepSpeed | ZeRO: a rank's partition of the flattened parameters |
-| ``param_shapes`` beside empty tensors | DeepSpeed | ZeRO stage 3: placeholders |
+| ``param_shapes`` beside empty tensors, or beside no weights at all | DeepSpeed | ZeRO stage 3: placeholders, or nothing |
 | ``mp_world_size`` above 1 | DeepSpeed | tensor parallelism has cut the model |
 | ``tensor_model_parallel_size`` and the like above 1, in ``args`` or in any dict | Megatron-LM | tensor, pipeline or expert \
 parallelism has cut the model |
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from labkit.checkpoint.errors import RankDivergenceError
-from labkit.checkpoint.index.model import Checkpoint, ValueEntry
+from labkit.checkpoint.index.model import Checkpoint, Path_, ValueEntry
 from labkit.checkpoint.pickles.pickle_records import Record
 from labkit.checkpoint.wording import listed
 
@@ -42,7 +42,13 @@ _CUTS = {
 
 
 def refuse_shards(checkpoint: Checkpoint, part: Checkpoint) -> None:
-    """Raise :class:`RankDivergenceError` if the entries to copy are parts of tensors or of a model, by the table of this module.
+    """Raise what :func:`shards_of_trainers` returns."""
+    if (error := shards_of_trainers(checkpoint, part)) is not None:
+        raise error
+
+
+def shards_of_trainers(checkpoint: Checkpoint, part: Checkpoint) -> RankDivergenceError | None:
+    """Return an error if the entries to copy are parts of tensors or of a model, by the table of this module; None if not.
 
     Args:
         checkpoint: The checkpoint.
@@ -51,6 +57,9 @@ def refuse_shards(checkpoint: Checkpoint, part: Checkpoint) -> None:
     keys = [key for key, entry in part.tensors.items() if _PARTITIONS.intersection(map(str, entry.path))]
     problems = [f"{listed(keys, most=4)}: a rank's partition of the flattened parameters, and no whole tensor"] if keys else []
     shaped = any(_SHAPES in map(str, value.path) for value in checkpoint.values.values())
+    named = {str(value.path[-1]) for value in part.values.values() if _SHAPES in map(str, value.path[:-1])}
+    if named and named.isdisjoint(key for entry in checkpoint.tensors.values() for key in _tails(entry.path)):
+        problems.append(f"{_SHAPES} names parameters, and the file has none of them, as ZeRO stage 3 leaves them out")
     empty = [entry.key for entry in part.section("model") if not entry.numel]
     problems += [f"{key} is empty, as ZeRO stage 3 leaves a parameter of which each rank has a part" for key in empty if shaped]
     cuts: dict[str, int] = {}
@@ -60,20 +69,27 @@ def refuse_shards(checkpoint: Checkpoint, part: Checkpoint) -> None:
     model = list(part.section("model"))
     placed = any(len(entry.chunks) != 1 or entry.chunks[0].sizes != entry.shape for entry in model)
     if cuts and model and not placed:
-        raise RankDivergenceError(
+        return RankDivergenceError(
             checkpoint.path,
             [f"{name} is {size}: {_CUTS[name][0]}" for name, size in cuts.items()],
             advice="labkit does not join them, since no file says where in the model they belong. "
             f"{_CUTS[next(iter(cuts))][1]}, or save them as DTensors.",
         )
     if problems:
-        raise RankDivergenceError(
+        return RankDivergenceError(
             checkpoint.path,
             problems,
             advice="These are partitions of DeepSpeed's ZeRO, which labkit does not join. DeepSpeed's own zero_to_fp32.py, beside "
             "each of its checkpoints, does: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR. What it writes, the weights in fp32, "
             "labkit migrates. Optimizer state stays behind.",
         )
+    return None
+
+
+def _tails(path: Path_) -> Iterator[str]:
+    """Yield the names that an entry may have in dicts around it: ``a.b.w`` is ``w`` in ``a.b``."""
+    for at in range(len(path)):
+        yield ".".join(map(str, path[at:]))
 
 
 def _sizes(value: ValueEntry) -> Iterator[tuple[str, int]]:

@@ -15,6 +15,7 @@ from labkit.checkpoint.contents.contents import Contents, OutTensor, OutValue, r
 from labkit.checkpoint.contents.entry_names import split_state
 from labkit.checkpoint.contents.source_contents import contents_of
 from labkit.checkpoint.contents.ties import tie_note, tied_tensors
+from labkit.checkpoint.contents.trainer_shards import refuse_shards
 from labkit.checkpoint.convert.engine import Result, check_destination, open_source, run
 from labkit.checkpoint.data.rank_shares import is_flat, moment_shares
 from labkit.checkpoint.errors import CheckpointError, FQNMismatchError
@@ -105,6 +106,7 @@ def reshard(
             else f"the mesh {axes} has no ranks. Every axis has at least 1."
         )
     checkpoint = open_source(source, gate)
+    refuse_shards(checkpoint, checkpoint)
     _refuse_shares(checkpoint)
     contents = contents_of(checkpoint)
     refuse_unsupported(contents, advice="Leave it out with labkit checkpoint migrate OLD NEW --drop. Then reshard the result.")

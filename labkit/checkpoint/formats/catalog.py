@@ -34,7 +34,7 @@ from labkit.checkpoint.formats.unread_files import unread_files
 from labkit.checkpoint.index import manifest, sections
 from labkit.checkpoint.index.model import Checkpoint, ChunkTable, TensorEntry, ValueEntry, tie
 from labkit.checkpoint.pickles.safe_pickle import Unknown
-from labkit.checkpoint.wording import quoted
+from labkit.checkpoint.wording import listed, quoted
 
 _UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfinished. {START_OVER}"
 
@@ -219,6 +219,9 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
     every = parts_of(root)
     left = [part.text for part in every if part.name not in read | folders and not read & set(part.files)]
     whole.notes += [f"left out, since no --part names it: {text}" for text in left]
+    for files in (part.files for part in every if read & set(part.files)):
+        if rest := [name for name in files if name not in read]:
+            whole.notes.append(f"left out, since no --part names {'it' if len(rest) == 1 else 'them'}: {listed(rest, most=8)}")
     whole.notes += unread_files(root, read.union(*(part.files for part in every), (part.name for part in every)))
     return whole
 

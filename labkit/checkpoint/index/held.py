@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from labkit.checkpoint.index.model import Checkpoint, TensorEntry, ValueEntry
-from labkit.checkpoint.wording import bytes_text, counted, listed
+from labkit.checkpoint.wording import bytes_text, counted, listed, quoted
 
 _FIRST = 3
+_MOST_FOLDERS = 1000
 
 
 @dataclass
@@ -66,6 +69,24 @@ def missing_files(checkpoint: Checkpoint) -> dict[str, Held]:
     """Return the contents of the files that the index names and that are missing."""
     missing = {name for name, size in checkpoint.files.items() if size < 0}
     return {name: held for name, held in held_in_files(checkpoint).items() if name in missing} if missing else {}
+
+
+def also_in(root: Path, name: str) -> str:
+    """Return a sentence that names a file of the same name in a folder beside the checkpoint's; nothing where there is none.
+
+    Ranks that save to disks of their own leave such folders: each has its node's files, and one has the index.
+
+    Args:
+        root: The checkpoint's folder, in which the file is missing.
+        name: The file, relative to it.
+    """
+    parent = root.parent if root.name else root.resolve().parent
+    try:
+        folders = sorted(islice((child for child in parent.iterdir() if child.is_dir()), _MOST_FOLDERS))
+        found = [folder for folder in folders if (folder / name).is_file()]
+    except OSError:
+        return ""
+    return f"A file of this name is in {quoted(found[0])}: if it is of the same save, copy it here" if found else ""
 
 
 class _Shares:

@@ -12,7 +12,7 @@ from rich.text import Text
 from labkit.base.plain_text import format_ranks, printable
 from labkit.checkpoint.formats.catalog import open_checkpoint
 from labkit.checkpoint.formats.dcp_versions import is_new
-from labkit.checkpoint.index.held import missing_files
+from labkit.checkpoint.index.held import also_in, missing_files
 from labkit.checkpoint.index.model import Checkpoint, Chunk, TensorEntry
 from labkit.checkpoint.index.sections import wrappers_of
 from labkit.checkpoint.views.describe import SECTIONS, dtype_text, matches, select, ties, totals
@@ -148,9 +148,9 @@ def _summary(checkpoint: Checkpoint, values: Iterable[SmallValue], rows: int | N
     wrappers = wrappers_of(checkpoint)
     if wrappers:
         lines.append("wrappers in names: " + ", ".join(f"{name} ({count})" for name, count in wrappers.items()))
-    missing = [f"missing: {name}, which held {held.text}" for name, held in missing_files(checkpoint).items()]
+    missing = [(name, f"missing: {name}, which held {held.text}") for name, held in missing_files(checkpoint).items()]
     shown = missing if rows is None else missing[:_MISSING]
-    lines += shown
+    lines += [f"{text}. {there}" if (there := also_in(checkpoint.root, name)) else text for name, text in shown]
     if len(missing) > len(shown):
         lines.append(f"and {counted(len(missing) - len(shown), 'more missing file')} (rows=None, --all: every one)")
     for group in ties(checkpoint):
