@@ -343,6 +343,14 @@ class ExerciseError(LabkitError, AssertionError):
     """The check of an exercise measured something other than its target."""
 
 
+class UnsolvedError(ExerciseError):
+    """An exercise has no answer yet."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the one line that IPython shows."""
+        return [str(self)]
+
+
 class CheckpointError(LabkitError):
     """A checkpoint cannot be used as asked. The base class of labkit.checkpoint's errors.
 

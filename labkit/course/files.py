@@ -104,6 +104,16 @@ def is_sealed(path: Path, writer: str) -> bool:
         return False
 
 
+def mark_of(path: Path) -> dict[str, Any] | None:
+    """Return the mark of the command that wrote a notebook, changed or not since; None where it has none."""
+    try:
+        with places.open_regular(path) as file:
+            mark = json.load(file)["metadata"][_MARK]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, PlaceError):
+        return None
+    return mark if isinstance(mark, dict) else None
+
+
 def _joined(cells: list[dict[str, Any]]) -> Any:
     """Return cells as nbformat reads them: lists of lines are joined into one text."""
     return nbformat.v4.rwbase.rejoin_lines(nbformat.from_dict({"cells": cells}))["cells"]

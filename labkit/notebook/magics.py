@@ -21,6 +21,7 @@ from labkit.controller.current import current_pool, refuse_second_pool
 from labkit.controller.pool import WorkerPool
 from labkit.controller.start.launchers import fork_server
 from labkit.errors import LabkitError, PoolStateError, RankFailedError
+from labkit.notebook import holes
 from labkit.notebook.expect import error_class, expect_error
 from labkit.notebook.views import pool_view, progress, rank_names, rank_tabs
 
@@ -240,5 +241,6 @@ def register(shell: Any) -> None:
     rank_names.register(shell)
     pool_view.register(shell)
     progress.register(shell)
+    holes.show_in_one_line(shell)
     if fork_server.available():
         fork_server.shared()

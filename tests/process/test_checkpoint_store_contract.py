@@ -140,7 +140,7 @@ def test_p16_buffers_that_differ_are_refused_with_advice_that_works(launcher: La
     assert "model.1.running_mean differs between rank 0 and rank 1" in text
     assert "dist.broadcast(buffer, 0)" in text
     assert "different seeds" not in text
-    assert "Wrap what each rank" not in text
+    assert "Wrap each rank's own" not in text
     assert loaded == other_loaded == own
     assert own != other_own
 

@@ -268,7 +268,7 @@ def own_folder(rank: int, folder: str) -> str:
 
 def test_a_directory_that_each_machine_has_of_its_own_is_refused_on_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
     told = launcher.run(own_folder, 3, tmp_path, str(tmp_path))
-    assert all("Rank 0 has made it and ranks 1-2 cannot see it: all need one directory" in text for text in told)
+    assert all("Rank 0 has made it, but ranks 1-2 cannot see it: all need one directory" in text for text in told)
     assert not list(tmp_path.rglob(manifest.MANIFEST_FILE))
 
 

@@ -133,7 +133,7 @@ def test_an_index_that_points_outside_its_directory_is_refused(tmp_path: Path) -
         ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "cut off"),
         ({"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]}}, "no tensor of torch"),
         ({"a": [1]}, "form that safetensors does not have"),
-        ([1, 2], "no JSON object"),
+        ([1, 2], "not a JSON object"),
     ],
 )
 def test_a_wrong_safetensors_header_is_refused_by_name(tmp_path: Path, header: object, words: str) -> None:

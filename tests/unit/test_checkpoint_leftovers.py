@@ -175,10 +175,10 @@ def killed(destination: Path) -> StagingArea:
 
 def test_what_a_killed_run_has_left_is_named_and_the_same_command_starts_over(source: Path, tmp_path: Path) -> None:
     partial = killed(tmp_path / "out").folder
-    with pytest.raises(CheckpointNotFoundError, match=r"out\.partial is what a run .* left unfinished. The same command"):
+    with pytest.raises(CheckpointNotFoundError, match=r"out\.partial is being written by .* unfinished by one. The same command"):
         open_checkpoint(tmp_path / "out")
     for path in (partial, partial / "data"):
-        with pytest.raises(IncompleteCheckpointError, match=r"left unfinished\. The same command"):
+        with pytest.raises(IncompleteCheckpointError, match=r"left unfinished by one\. The same command"):
             open_checkpoint(path)
     migrate(source, tmp_path / "out")
     assert verify(tmp_path / "out", against=source).findings == []

@@ -61,7 +61,7 @@ def test_a_missing_file_that_lies_in_a_folder_beside_is_named_with_it_by_every_c
     runner = CliRunner()
     for words in (["show"], ["verify"], ["migrate", str(tmp_path / "new")]):
         output = runner.invoke(command, [words[0], str(nodes[0]), *words[1:]]).output
-        assert f"A file of this name is in '{nodes[1]}': if it is of the same save, copy it here" in output, words
+        assert f"A file of this name is in '{nodes[1]}': if it is from the same save, copy it here" in output, words
 
 
 @pytest.mark.parametrize("name", ["ckpt_rank{}.pt", "stage{}.safetensors"])
@@ -166,4 +166,4 @@ def test_a_file_read_alone_whose_neighbour_has_the_same_names_is_told_where_its_
     for number in range(2):
         torch.save({"w": torch.full((2,), float(number))}, tmp_path / f"{word}_{number}.pt")
     notes = migrate(tmp_path / f"{word}_0.pt", tmp_path / "new").notes
-    assert any("If each holds a part, this is a part only" in note for note in notes) == told
+    assert any("If each holds a part, this is only one" in note for note in notes) == told

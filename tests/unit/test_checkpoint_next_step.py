@@ -94,7 +94,7 @@ def test_one_folder_with_a_checkpoint_is_named_in_one_sentence(tmp_path: Path) -
     with pytest.raises(AmbiguousCheckpointError) as caught:
         open_checkpoint(tmp_path / "runs")
     assert str(caught.value).splitlines() == [
-        f"{tmp_path}/runs: it holds no checkpoint itself, and its folder step-100 does.",
+        f"{tmp_path}/runs: it holds no checkpoint itself, but its folder step-100 does.",
         f"  - {tmp_path}/runs/step-100",
         f"Name that folder: '{tmp_path}/runs/step-100'.",
     ]
@@ -203,9 +203,9 @@ def test_sharded_files_that_begin_anew_on_each_node_are_offered_by_what_they_say
     with Reader(open_checkpoint(pattern)) as reader:
         assert torch.equal(reader.tensor("model.weight"), torch.arange(4.0).reshape(4, 1).expand(4, 2))
     wrong = refusal("show", tmp_path / "old/node{rank}/ckpt_rank_0.pt")
-    assert "node1/ckpt_rank_0.pt says that rank 2 wrote it, where the path gives it rank 1" in wrong
+    assert "node1/ckpt_rank_0.pt says that rank 2 wrote it, but the path gives it rank 1" in wrong
     text = refusal("show", tmp_path / "old/node1")
-    (pattern,) = re.findall(r"let them say which rank each is of: '(.*)'\.", text)
+    (pattern,) = re.findall(r"take the ranks from the files themselves: '(.*)'\.", text)
     assert open_checkpoint(pattern).ranks == {"ckpt_rank_0.pt": 2, "ckpt_rank_1.pt": 3}
 
 
@@ -218,7 +218,7 @@ def test_a_migration_of_half_of_the_ranks_names_the_missing_ones_first(tmp_path:
     model = tmp_path / "net.py"
     model.write_text("import torch\ndef build(): return torch.nn.Linear(2, 4, bias=False)\n")
     arguments = ("migrate", tmp_path / "node0", tmp_path / "new", "--model", f"{model}:build")
-    assert "there are files of ranks 0-1, and none of ranks 2-3" in refusal(*arguments)
+    assert "there are files of ranks 0-1, but none of ranks 2-3" in refusal(*arguments)
     assert "its pieces have 4 elements" in refusal(*arguments, "--despite", "missing-rank")
 
 
@@ -248,7 +248,7 @@ def test_a_whole_module_is_to_be_saved_by_its_state_dict(tmp_path: Path) -> None
     torch.save({"model": torch.nn.Linear(2, 2), "epoch": 3}, tmp_path / "in.pt")
     text = refusal("migrate", tmp_path / "in.pt", tmp_path / "new")
     assert "--despite unsafe --drop 'model'" in text
-    assert "save its state_dict() in the place of model" in text
+    assert "save its state_dict() in place of model" in text
 
 
 @pytest.mark.parametrize(

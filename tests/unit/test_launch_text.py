@@ -160,7 +160,7 @@ def test_s13_a_link_or_a_folder_in_a_key_file_s_place_is_refused_and_no_secret_s
     if kind == "link":
         target.write_text("mine")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(InvalidPoolError, match=f"a {kind.rsplit(maxsplit=1)[-1]} is where the key file"):
+    with pytest.raises(InvalidPoolError, match=f"the key file cannot be written: .* is a {kind.rsplit(maxsplit=1)[-1]}"):
         KeyFile.of(Keys.generate()).write(path)
     assert sorted(tmp_path.iterdir()) == before
     assert kind != "link" or target.read_text() == "mine"
@@ -232,9 +232,9 @@ def test_l5_agents_start_in_no_folder_that_somebody_else_has_made_under_its_name
     ("content", "mode", "message"),
     [
         (None, 0o600, "cannot be read: No such file or directory. Copy it here"),
-        ("{}", 0o600, "is no key file of labkit"),
-        ("no json", 0o600, "is no key file of labkit"),
-        ("[]", 0o600, "is no key file of labkit"),
+        ("{}", 0o600, "is not a labkit key file"),
+        ("no json", 0o600, "is not a labkit key file"),
+        ("[]", 0o600, "is not a labkit key file"),
         ('{"server_public": "a", "client_public": "b", "client_secret": "c"}', 0o644, "Run: chmod 600"),
     ],
 )

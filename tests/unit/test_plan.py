@@ -169,7 +169,7 @@ def reads_values() -> nn.Module:
         ({"ranks_per_node": 0}, "at least one rank"),
         ({"model": on_cpu}, "puts weight on cpu and not on meta"),
         ({"model": reads_values}, "cannot build the model on the meta device"),
-        ({"model": dict}, "gave dict and no torch.nn.Module"),
+        ({"model": dict}, "returned dict, not a torch.nn.Module"),
         ({"model": "nowhere:build"}, "model: 'nowhere:build' names no function"),
         ({"blocks": ("Block",)}, "no module of class 'Block'. Its classes: Layers, Linear, ModuleList"),
         ({"model": nn.Identity}, "has no ModuleList"),
@@ -206,7 +206,7 @@ def test_plan_is_told_in_tables_and_as_data(plan: Plan) -> None:
     assert "dp: 4 ranks on 2 nodes" in text
     data = json.loads(json.dumps(plan.as_dict()))
     assert (data["mesh"], data["world_size"], data["ranks"][1]["rank"]) == ({"dp": 4}, 4, 3)
-    with pytest.raises(KeyError, match="rank 2 was not looked at"):
+    with pytest.raises(KeyError, match="rank 2 was not planned"):
         plan.rank(2)
 
 

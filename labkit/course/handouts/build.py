@@ -11,8 +11,8 @@ from nbformat import NotebookNode
 
 from labkit.base import machine
 from labkit.course.files import papermill_of, read_notebook, shown
-from labkit.course.handouts.bundle import INDEX, Entry, about, write_index, write_zip
-from labkit.course.handouts.copies.cells import is_executed, title, without_dead_links
+from labkit.course.handouts.bundle import INDEX, Entry, write_index, write_zip
+from labkit.course.handouts.copies.cells import about, is_executed, title, without_dead_links
 from labkit.course.handouts.copies.instructor import instructor_copy
 from labkit.course.handouts.copies.solutions import Secrets, require_paired_markers
 from labkit.course.handouts.copies.student import student_copy

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from labkit.base.plain_text import format_ranks
 from labkit.base.ranks import RankResults
 from labkit.base.tracebacks import is_library
-from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
+from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError, UnsolvedError
 
 T = TypeVar("T")
 MeasuredT = TypeVar("MeasuredT")
@@ -92,8 +92,8 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
         case: A description of the case, if the arguments say less.
 
     Raises:
-        ExerciseError: The function is still unsolved, or it raised. In the second case the message names the case, and the cause is
-            the original error.
+        UnsolvedError: The function is not solved yet.
+        ExerciseError: It raised; the message names the case, and the cause is the original error.
 
     Ranks: controller or local.
     """
@@ -103,11 +103,21 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     except Exception as error:  # any error of a learner's code is shown to them
         # An error with a text is torch's own: DTensor raises it for operators that it does not know.
         if isinstance(error, NotImplementedError) and not error.args:
-            raise ExerciseError(f"{name} is not solved yet. {_FILL_IN}") from None
+            raise UnsolvedError(f"{name} is not solved yet. {_FILL_IN}") from None
         asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
         line = _own_line(error)
         place = f", in the line {line!r}" if line else ""
         raise ExerciseError(f"{asked} raised {_raised(error)}{place}. Call it for this case to see where it fails.") from error
+
+
+def require_answers(**answers: Any) -> None:
+    """Make sure that an exercise's variables are set: its cell sets them to ``...`` before the learner's code.
+
+    Raises:
+        UnsolvedError: One is still ``...``; the message names those that are.
+    """
+    if unset := [name for name, answer in answers.items() if answer is ...]:
+        raise UnsolvedError(f"{' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set yet. {_FILL_IN}")
 
 
 @contextlib.contextmanager
@@ -162,14 +172,14 @@ def require_on_ranks(pool: Pool, name: str) -> None:
     """Make sure that an exercise's cell has run.
 
     Raises:
-        ExerciseError: A rank does not know the name; the message names the ranks.
+        UnsolvedError: A rank does not know the name; the message names the ranks.
 
     Ranks: controller.
     """
     missing = [rank for rank, known in pool.run(_is_known, name).items() if not known]
     if missing:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {format_ranks(missing)}"
-        raise ExerciseError(f"there is no {name} on {ranks} yet. Run the exercise's cell first; it starts with %%spmd.")
+        raise UnsolvedError(f"there is no {name} on {ranks} yet. Run the exercise's cell first; it starts with %%spmd.")
 
 
 def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> RankResults[T]:
@@ -185,12 +195,15 @@ def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: 
         return pool.run(function, *args, timeout_s=timeout_s)
     except RankFailedError as error:
         raised = [failure for failure in error.failures if failure.kind == "exception"]
-        if {failure.type_name.rpartition(".")[2] for failure in raised} != {ExerciseError.__name__}:
+        kinds = {failure.type_name.rpartition(".")[2] for failure in raised}
+        if not kinds or not kinds <= {ExerciseError.__name__, UnsolvedError.__name__}:
             raise
         same = len(raised) == len(error.failures) and len({failure.message for failure in raised}) == 1
         where = "" if same else f"rank {raised[0].rank}: "
         sent = f" {_SENT}" if raised[0].message.endswith(_FILL_IN) else ""
-        raise ExerciseError(f"{where}{raised[0].message}{sent}") from error
+        if sent:
+            raise UnsolvedError(f"{where}{raised[0].message}{sent}") from None
+        raise ExerciseError(f"{where}{raised[0].message}") from error
 
 
 def from_cell(name: str) -> Any:

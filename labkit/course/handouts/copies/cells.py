@@ -47,6 +47,14 @@ def title(notebook: NotebookNode) -> str:
     return "Untitled"
 
 
+def about(notebook: NotebookNode) -> str:
+    """Return the first paragraph after the title, without markup; empty if it is a table or a heading."""
+    source = str(notebook.cells[0].source) if notebook.cells else ""
+    texts = [part.strip() for part in re.sub(r"^# .*$", "", source, flags=re.MULTILINE).split("\n\n") if part.strip()]
+    first = texts[0] if texts else ""
+    return "" if first.startswith(("|", "#")) else re.sub(r"[*`]|\]\([^)]*\)|\[", "", first)
+
+
 def num_predictions(prose: str) -> int:
     """Return how often a text asks for a prediction."""
     return len(_PREDICTION.findall(prose))

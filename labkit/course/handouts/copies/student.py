@@ -12,6 +12,8 @@ from labkit.course.handouts.copies.solutions import Secrets, has_solution, with_
 
 # Outputs of these cells reveal what a student has to find out.
 _SOLVED = {"exercise", "check", "recap"}
+# "Run all cells" goes on after an error in these, which fail or say less while an exercise is not solved.
+_MAY_FAIL = {"exercise", "check", "uses-exercise"}
 _ANSWER = re.compile(r"^\*\*(What to notice|Read it aloud)", re.MULTILINE)
 _HEADING = re.compile(r"#{1,6} ")
 
@@ -44,6 +46,8 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
             if has_solution(cell.source):
                 is_open = True
                 cell.metadata["tags"] = sorted({"exercise", *tags(cell)})
+            if tags(cell) & _MAY_FAIL:
+                cell.metadata["tags"] = sorted({"raises-exception", *tags(cell)})
             cell.source = with_holes(cell.source)
             if is_open or tags(cell) & _SOLVED:
                 cell.outputs = []

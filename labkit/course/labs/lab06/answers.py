@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from labkit.checkpoint import Checkpoint, Chunk, Reader, ValueEntry, open_checkpoint, verify
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import hint_for, refuse, require_answers
 from labkit.course.labs.lab06.cases import Cases
-from labkit.errors import CheckpointError, ExerciseError
+from labkit.errors import CheckpointError, ExerciseError, UnsolvedError
 
 
 def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
@@ -28,6 +28,7 @@ def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
     Raises:
         ExerciseError: The answer is another file, or another number.
     """
+    require_answers(short_file=file, missing_bytes=missing_bytes)
     _require_file(cases.short, file)
     size_bytes = (cases.short / file).stat().st_size
     if file != cases._short_file:
@@ -95,6 +96,7 @@ def check_not_finite(cases: Cases, names: Collection[str]) -> str:
     Raises:
         ExerciseError: A tensor is missing in the answer, or there is one too many.
     """
+    require_answers(poisoned=names)
     given = _texts(names)
     if given != cases._not_finite:
         missed, extra = cases._not_finite - given, given - cases._not_finite
@@ -133,6 +135,7 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
     Raises:
         ExerciseError: A parameter is missing in the answer, or there is one too many.
     """
+    require_answers(without_moments=names)
     given = _texts(names)
     if given != cases._lost_state:
         right = given & cases._lost_state
@@ -181,6 +184,7 @@ def check_stale_file(cases: Cases, file: Any) -> str:
     Raises:
         ExerciseError: The answer is another file.
     """
+    require_answers(stale_file=file)
     _require_file(cases.stale, file)
     if file != cases._stale_file:
         refuse(
@@ -241,7 +245,7 @@ def _repaired_path(cases: Cases, repaired: Any) -> Path:
     if path.resolve() in (cases.good.resolve(), cases.wrapped.resolve()):
         refuse(f"{path.name} is one of the given checkpoints.", "a new folder, made of the case.")
     if not path.exists():
-        raise ExerciseError(f"there is nothing at {path} yet. Run the exercise's cell first.")
+        raise UnsolvedError(f"there is nothing at {path} yet. Fill in the exercise's cell and run it.")
     return path
 
 

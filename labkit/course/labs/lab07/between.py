@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 Groups = Sequence[Sequence[int]]
@@ -40,7 +40,7 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
     Ranks: controller.
     """
     cases, sent = _cases(), 1_000
-    answers = [between_bytes([list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
+    answers = [ask(between_bytes, [list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
     for answer in answers:
         if isinstance(answer, bool) or not isinstance(answer, int | float):
             raise ExerciseError(f"between_bytes returned {answer!r}. It has to return a number of bytes.")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 LostNames = Callable[[Path, int, int], Set[str]]
@@ -65,7 +65,7 @@ def check_lost_names(lost_names: LostNames) -> str:
 def _answer(lost_names: LostNames, case: LossCase) -> frozenset[str]:
     with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
         _write(Path(scratch), case.files)
-        answer = lost_names(Path(scratch), case.node, case.ranks_per_node)
+        answer = ask(lost_names, Path(scratch), case.node, case.ranks_per_node)
     if not isinstance(answer, Set):
         raise ExerciseError(f"lost_names returned {answer!r}. It has to return a set of names, each of them once.")
     return frozenset(answer)
