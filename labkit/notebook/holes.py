@@ -1,4 +1,4 @@
-"""One line in the place of a traceback, where a cell reaches an exercise that is not solved yet."""
+"""One line instead of a traceback, for a cell that reaches an unsolved exercise."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ _HOLE = ("# YOUR CODE HERE", "raise NotImplementedError")
 
 
 def show_in_one_line(shell: Any) -> None:
-    """Let IPython show an error of a hole as one line, all others as before; nothing where another handler is set.
+    """Make IPython show an error of a hole as one line, and others as before. Do nothing if another handler is set.
 
-    A hole is what a students' copy has for a solution: the comment ``# YOUR CODE HERE``, and a bare NotImplementedError below it.
+    A hole replaces a solution in a students' copy: the comment ``# YOUR CODE HERE``, and a bare NotImplementedError below it.
     """
     if not shell.custom_exceptions:
         shell.set_custom_exc((NotImplementedError,), _show)
@@ -28,7 +28,7 @@ def _show(shell: Any, kind: type, error: BaseException, trace: TracebackType | N
 
 
 def _hole(error: BaseException, trace: TracebackType | None) -> str | None:
-    """Return what is not solved; None where the error is not a hole's."""
+    """Return the name of the unsolved function or exercise; None if the error is not a hole's."""
     frames = list(traceback.walk_tb(trace))
     if not frames or error.args:
         return None

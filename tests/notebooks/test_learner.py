@@ -1,4 +1,4 @@
-"""A learner's own copies of the labs: unsolved, never written over, and good for "Run all cells" from the first minute on."""
+"""A learner's own copies of the labs: unsolved, never overwritten, and fit for "Run all cells" from the start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several ranks may save together: values that agree to the last bit, buffers, sharded tensors of objects."""
+"""Values that several ranks may save together: equal to the last bit, buffers, sharded tensors of objects."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ PAIRS = [
     (Counter(a=1), Counter(a=1, b=0), False),
     ({3, "x"}, {"x", 3}, True),
     (list("ab"), ["ab"], False),
-    # A dict is names, which may be on some ranks only; not where the other rank has a value, or other names in an object.
+    # A dict is a set of names, some of which may be on some ranks only. But the other rank must not have a value in its place, or
+    # other names in an object.
     ({"a": 1}, {"b": 2}, True),
     ({"a": 1}, {}, False),
     ({"a": {"b": 1}}, {"a.b": 1}, False),

@@ -184,7 +184,7 @@ def save_uneven(rank: int, folder: str, rows: int) -> str:
 def test_uneven_rows_over_three_ranks_of_fully_shard_and_two_of_tp_come_back_where_dcp_fails(
     launcher: Launcher, tmp_path: Path, rows: int
 ) -> None:
-    """Where this says that torch is right, its arithmetic of boxes has been mended, and labkit's own can go."""
+    """If this fails because torch is right, torch has fixed its arithmetic of boxes, and labkit's own can go."""
     assert all(launcher.run(save_uneven, 6, tmp_path, str(tmp_path), rows)), "torch is right"
 
 

@@ -1,4 +1,4 @@
-"""A plan is made in a process of its own: the caller stays as it is, and the process ends with it."""
+"""A plan is made in a process of its own: the caller is unchanged, and the process ends with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 60
 
 
 def model() -> nn.Module:
-    print("building")  # must not get into the answer
+    print("building")  # must not appear in the answer
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 

@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters and the moments that each rank's file has a share of: whole afterwards, or refused."""
+"""FSDP1's flat parameters, and moments spread over the ranks' files: whole afterwards, or refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _no_group_left() -> Iterator[None]:
 
 
 def sharded(flat: torch.Tensor, rank: int) -> ShardedTensor:
-    """Rank ``rank``'s view of a vector that is cut like :func:`torch.chunk` cuts it."""
+    """Rank ``rank``'s view of a vector that is cut as by :func:`torch.chunk`."""
     pieces = list(flat.chunk(RANKS))
     starts = [sum(piece.numel() for piece in pieces[:index]) for index in range(RANKS)]
     shards = [
@@ -94,7 +94,7 @@ def pieces_of(name: str) -> list[torch.Tensor]:
 
 
 def save_local(folder: Path, groups: Sequence[Sequence[str]], *, original: bool = False, stateless: Sequence[str] = ()) -> Path:
-    """What each rank of FSDP1 code saves with LOCAL_STATE_DICT and ``optimizer.state_dict()``; groups of units or of names."""
+    """The state that each FSDP1 rank saves with LOCAL_STATE_DICT and ``optimizer.state_dict()``; groups of units or names."""
     folder.mkdir(exist_ok=True)
     for rank in range(RANKS):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
@@ -122,7 +122,7 @@ def save_local(folder: Path, groups: Sequence[Sequence[str]], *, original: bool 
 
 
 def check(path: Path, names: Sequence[str]) -> None:
-    """All values, and the moments of these names and of no others, are there bit for bit."""
+    """Require all values, and the moments of these names and no others, bit for bit."""
     with Reader(open_checkpoint(path)) as reader:
         for name, value in VALUES.items():
             assert torch.equal(reader.tensor(f"model.{name}"), value)

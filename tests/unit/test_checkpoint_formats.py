@@ -43,7 +43,7 @@ DTYPES = [
 
 
 def make(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """A tensor of random bits, so that NaN payloads and every sign are in it; bool only of 0 and 1."""
+    """A tensor of random bits, which includes NaN payloads and every sign; for bool only 0 and 1."""
     count = int(np.prod(shape)) * dtype.itemsize
     data = torch.randint(
         0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Archives in which torch's zip reader and others would see different things, and what is no file in the place of one."""
+"""Archives in which torch's zip reader and others would see different contents, and paths that are not regular files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_s4_a_name_that_ends_early_for_some_readers_is_refused(tmp_path: Path) -
 
 
 def place(data: bytes, name: str) -> tuple[int, int]:
-    """Where a record's own header is, and its entry in the directory."""
+    """The positions of a record's own header, and of its entry in the directory."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         header = next(info.header_offset for info in archive.infolist() if info.filename.endswith(name))
     encoded = f"archive/{name}".encode()

@@ -1,4 +1,4 @@
-"""What people are told: one clear sentence with the next step, in words that fit the number."""
+"""Messages to people: one clear sentence with the next step, in the right number."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ def test_a_model_that_the_weights_do_not_fit_is_refused_by_names_and_shapes(tmp_
         migrate(tmp_path / "full.pt", out, model=Longer, order=order)
     assert caught.value.missing == ("tail.weight", "tail.bias")
     migrate(tmp_path / "full.pt", tmp_path / "without", model=Longer, order=order, drop=["model.tail.*"])
-    # A model without some of what is saved: an error, unless it is dropped.
+    # A model without some of the saved entries: an error, unless they are dropped.
     torch.save({"model": Net().state_dict() | {"inv_freq": torch.ones(2)}}, tmp_path / "more.pt")
     with pytest.raises(FQNMismatchError, match="unexpected in the checkpoint: inv_freq"):
         migrate(tmp_path / "more.pt", out, model=Net)

@@ -1,4 +1,4 @@
-"""Files that lie in no checkpoint's index: where their names say that one is missing, no half of a model passes for the whole."""
+"""Files without an index: if their names show that one is missing, a part of a model does not pass for the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE = torch.ones(2, 2)
 
 
 def stages(root: Path, ranks: list[int], name: str = "ckpt_rank{}.pt") -> Path:
-    """Each file holds parameters of its own, as pipeline stages do."""
+    """Write files that each hold their own parameters, like pipeline stages."""
     root.mkdir(parents=True)
     for rank in ranks:
         state = {f"layers.{rank}.weight": ONE * rank}

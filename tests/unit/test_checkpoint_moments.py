@@ -1,4 +1,4 @@
-"""Moments have their parameter's shape: what says otherwise is an order that is wrong, and never called verified."""
+"""Moments have their parameter's shape: an order that gives them another shape is wrong, and is never called verified."""
 
 from __future__ import annotations
 

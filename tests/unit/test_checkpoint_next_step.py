@@ -1,4 +1,4 @@
-"""A refusal ends with a next step, and what it offers is accepted as it is written."""
+"""A refusal ends with a next step, and the offered command is accepted exactly as written."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_files_that_no_reader_takes_are_named_once_and_decoration_is_not(tmp_pat
 
 
 def nodes(root: Path, first: int, name: str = "ckpt_rank_{}.pt") -> Path:
-    """Files of four ranks on two nodes, with numbers that go on, or that begin anew on each node (``first`` is -1)."""
+    """Files of four ranks on two nodes, with numbers that continue, or that begin again on each node (``first`` is -1)."""
     for rank in range(4):
         (root / f"node{rank // 2}").mkdir(parents=True, exist_ok=True)
         number = rank % 2 if first < 0 else rank + first
@@ -223,7 +223,7 @@ def test_a_migration_of_half_of_the_ranks_names_the_missing_ones_first(tmp_path:
 
 
 class Settings:
-    """A class of a user's own, which no reader of checkpoints knows."""
+    """A user's own class, which no reader of checkpoints knows."""
 
     def __init__(self) -> None:
         self.rate = 0.1
@@ -260,7 +260,7 @@ def test_what_came_in_the_place_of_a_file_is_called_what_it_is(tmp_path: Path, c
     words = "a pointer of Git LFS" if content[:1] == b"v" else "a web page"
     for path in (tmp_path / name, tmp_path):
         if path.is_dir() and name.endswith("json"):
-            continue  # any other JSON file may lie there
+            continue  # other JSON files may be there
         told = CliRunner().invoke(command, ["verify", str(path)]).output
         assert words in told
         assert "cut off" not in told

@@ -1,4 +1,4 @@
-"""Files that look like copies and are not: shards without a place, drifted ranks, what DeepSpeed or Megatron has cut."""
+"""Files that only look like copies: shards without a place, drifted ranks, tensors that DeepSpeed or Megatron has cut."""
 
 from __future__ import annotations
 

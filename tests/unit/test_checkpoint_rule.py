@@ -1,4 +1,4 @@
-"""What a checkpoint is: nothing is decided by a word in a name, by the order of text or by what lies beside it."""
+"""Recognition of checkpoints: never by a word in a name, by the order of text or by other files beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(path: Path) -> Path:
 
 
 def piece(rank: int) -> dict[str, Any]:
-    """What rank ``rank`` of 12 saves: equal weights, and its two elements of a moment."""
+    """The state that rank ``rank`` of 12 saves: equal weights, and its two elements of a moment."""
     moment = torch.tensor([2.0 * rank, 2.0 * rank + 1])
     groups = [{"lr": 0.1, "params": [0]}]
     return {"model": {"weight": torch.zeros(12, 2)}, "optimizer": {"state": {0: {"exp_avg": moment}}, "param_groups": groups}}
@@ -317,7 +317,7 @@ def test_j_a_numbered_file_that_is_missing_is_named(tmp_path: Path, there: list[
         open_checkpoint(tmp_path)
 
 
-# -- what somebody found who knew the help texts only -----------------------------------------------------------------
+# -- found by a user who knew only the help texts ---------------------------------------------------------------------
 
 
 def named_backwards(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer, Path]:
@@ -479,7 +479,7 @@ JOINTS = st.sampled_from(["_", "-", "", "=", "."])
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, int, int]], bool]:
-    """Names with the rank and the step that wrote each file; and whether all ranks of one step are there."""
+    """Names with the rank and the step of each file, and whether all ranks of one step are present."""
     ranks = draw(st.lists(st.integers(0, 13), min_size=1, max_size=5, unique=True))
     steps = draw(st.lists(st.integers(0, 120), min_size=1, max_size=3, unique=True))
     order = draw(st.permutations(["rank", "step", "word"]))
@@ -515,4 +515,4 @@ def test_names_of_any_kind_give_the_right_ranks_or_are_refused(
     for name, rank in checkpoint.ranks.items():
         assert rank == truth[name][0] + (not from_zero)
     if checkpoint.ranks and not from_zero:
-        assert checkpoint.missing_ranks  # the names count from 1: that rank 0 is missing is an error, and says how to go on
+        assert checkpoint.missing_ranks  # the names count from 1, so rank 0 is missing: an error with advice

@@ -1,4 +1,4 @@
-"""Saving and loading by one process: what it refuses, what it keeps, what it restores."""
+"""Saving and loading by one process: refusals, retention, restoring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``labkit doctor`` finds what is wrong with a machine, and says what to do about it."""
+"""``labkit doctor`` finds the problems of a machine, and gives advice on each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_packages_of_this_environment_are_all_in_range() -> None:
 
 @pytest.fixture
 def requires(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Pretend that labkit requires something else."""
+    """Pretend that labkit has other requirements."""
 
     def pretend(*requirements: str) -> None:
         monkeypatch.setattr(importlib.metadata, "requires", lambda name: list(requirements))

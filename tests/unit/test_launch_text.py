@@ -1,4 +1,4 @@
-"""The commands and files by which schedulers start the agents of an attached pool."""
+"""The commands and files with which schedulers start the agents of an attached pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LAUNCH = Launch(2, 8, "tcp://login:29600", "/keys/labkit.key", linger_s=600)
 
 
 def understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where the agent's own command line does not know these words; it ends at the key file, which is not there."""
+    """Fail if the agent's own command line does not accept these words; it ends at the key file, which does not exist."""
     monkeypatch.setattr(sys, "argv", words)
     assert agent_main() == 1
 
@@ -171,7 +171,7 @@ def test_s13_a_key_file_is_made_exclusively_under_a_name_that_cannot_be_known(
 ) -> None:
     target = tmp_path / "target"
     target.write_text("mine")
-    (tmp_path / f"labkit.key.{os.getpid()}").symlink_to(target)  # a name that can be known
+    (tmp_path / f"labkit.key.{os.getpid()}").symlink_to(target)  # a name that can be guessed
     opened: list[tuple[str, int, int]] = []
     real = os.open
 

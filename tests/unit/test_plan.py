@@ -1,4 +1,4 @@
-"""Plans of training jobs: what is refused, what is summed up for all ranks, and what torch is taken for."""
+"""Plans of training jobs: refusals, sums over all ranks, and assumptions about torch."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_collectives_go_over_an_axis_and_cross_nodes_where_the_ring_does(plan: P
     assert (gather.kind, gather.axis, gather.num_calls, gather.num_nodes) == ("all_gather", "dp", 5, 2)
     assert (scatter.kind, scatter.num_calls) == ("reduce_scatter", 3)
     assert gather.sent_bytes * 4 == gather.inside_bytes + gather.between_bytes
-    assert gather.node_out_bytes == gather.sent_bytes  # of two ranks on a node the second one passes to the other node
+    assert gather.node_out_bytes == gather.sent_bytes  # the second of two ranks on a node sends to the other node
 
 
 @pytest.mark.parametrize(("axis", "leaving_a_node", "between"), [("replicate", 4, 8), ("shard", 0, 0), ("of all", 1, 2)])
@@ -254,7 +254,7 @@ def test_functions_are_found_in_modules_and_files(tmp_path: Path, monkeypatch: p
         ("no_such_module:build", "No module named"),
         ("no_such_file.py:build", "there is no file"),
         ("math:no_such_function", "no attribute"),
-        ("math:pi", "float and no function"),
+        ("math:pi", "of type float, not a function"),
     ],
 )
 def test_what_names_no_function_is_refused(reference: str, match: str) -> None:

@@ -1,4 +1,4 @@
-"""What the safetensors library refuses is refused, and what two readers could read in two ways."""
+"""Files that the safetensors library refuses are refused, and so are files that two readers could read differently."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_s10_an_index_that_can_be_read_in_two_ways_or_names_no_file_is_refused(t
 
 
 def special(path: Path, kind: str) -> None:
-    """Put something that is no regular file in the place of one."""
+    """Put something other than a regular file in the place of one."""
     path.unlink(missing_ok=True)
     if kind == "a FIFO":
         os.mkfifo(path)

@@ -14,7 +14,7 @@ from labkit.course.handouts.pages.page import KINDS, Audience, embed_fonts, styl
 from labkit.course.handouts.pages.safe import POLICY
 
 INDEX = "index.html"
-# The oldest date that a zip can hold, so that the same handouts give the same zip.
+# A fixed date, the oldest that a zip can hold, so that the same handouts give the same zip.
 _DATE = (1980, 1, 1, 0, 0, 0)
 _FORMS = ((".html", "read"), (".pdf", "print"), (".ipynb", "run"))
 

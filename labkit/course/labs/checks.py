@@ -1,4 +1,4 @@
-"""Tools for checks of exercises: run the learner's code, measure, compare with the target, and say by how much it misses.
+"""Tools for checks of exercises: run the learner's code, measure, compare with the target, and report the difference.
 
 A check returns one line with the number it measured, or raises `ExerciseError` with three things: the measurement, the target, and
 a hint that fits the mistake. Solutions are judged by what they do and never by how they are written.
@@ -7,8 +7,8 @@ Exercise code that runs on the ranks is in a ``%%spmd`` cell, so it is in the na
 (`run_on_ranks`) that takes the learner's code from the namespace (`from_cell`), tries it, and returns its observations as plain
 values.
 
-No answer ends in a traceback of this package: a check calls the learner's function by `ask`, also on a rank. It puts what depends
-on the form of an answer inside `trying`, and refuses an answer that does not come back by `refuse_hang`.
+No answer may end in a traceback of this package. So a check calls the learner's function through `ask`, also on a rank, puts code
+that depends on the form of an answer inside `trying`, and refuses an answer that does not come back with `refuse_hang`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MeasuredT = TypeVar("MeasuredT")
 _FILL_IN = "Fill in the exercise's cell and run it again."
 _SENT = "Its first line has to be %%spmd, or the ranks keep what they have."
 _SLOW = (
-    "This may be a slow machine and no hang: the ranks still compute, or are all in the same call. Then a longer timeout_s helps."
+    "This may be a slow machine, not a hang: the ranks still compute, or are all in the same call. Then a longer timeout_s helps."
 )
 
 
@@ -72,8 +72,8 @@ def refuse_hang(name: str, error: RunTimeoutError, target: str, hint: str = "") 
         name: The learner's function.
         error: The pool's error.
         target: What the function should do.
-        hint: The possible mistake if ranks wait for one that does something else. Ranks that are all at work, or all in the same
-            call, get another hint: they may only be slow.
+        hint: The possible mistake if some ranks wait for one that does something else. If all are computing, or all are in the same
+            call, the hint is instead that they may only be slow.
 
     Raises:
         ExerciseError: Always.
@@ -89,7 +89,7 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     Args:
         function: The learner's function.
         *args: Its arguments.
-        case: A description of the case, if the arguments say less.
+        case: A description of the case, if it says more than the arguments.
 
     Raises:
         UnsolvedError: The function is not solved yet.
@@ -101,7 +101,7 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     try:
         return function(*args)
     except Exception as error:  # any error of a learner's code is shown to them
-        # An error with a text is torch's own: DTensor raises it for operators that it does not know.
+        # An error with a text is torch's own: DTensor raises it for operators that it does not support.
         if isinstance(error, NotImplementedError) and not error.args:
             raise UnsolvedError(f"{name} is not solved yet. {_FILL_IN}") from None
         asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
@@ -122,7 +122,7 @@ def require_answers(**answers: Any) -> None:
 
 @contextlib.contextmanager
 def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
-    """Take a learner's answer apart or use it. An error inside the block is the answer's fault and refuses it.
+    """Use a learner's answer inside the block, and refuse the answer if that raises an error.
 
     Args:
         answer: A description of what is tried, such as ``your result``.
@@ -172,7 +172,7 @@ def require_on_ranks(pool: Pool, name: str) -> None:
     """Make sure that an exercise's cell has run.
 
     Raises:
-        UnsolvedError: A rank does not know the name; the message names the ranks.
+        UnsolvedError: A rank does not have the name; the message names the ranks.
 
     Ranks: controller.
     """

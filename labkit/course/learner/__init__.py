@@ -1,4 +1,4 @@
-"""The learner's own copies of the labs: where they are written, which exercises are solved, the page that leads to them."""
+"""The learner's own copies of the labs: writing them, finding the solved exercises, and the start page."""
 
 from __future__ import annotations
 

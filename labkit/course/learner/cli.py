@@ -20,7 +20,7 @@ from labkit.course.learner.solved import progress as progress_of
 from labkit.errors import LabkitError
 
 START = "start.ipynb"
-#: Kernels on Unix sockets in a folder of yours. At Jupyter's usual TCP ports every user of the machine can read what cells put out.
+#: Kernels on Unix sockets in your own folder. At Jupyter's default TCP ports every user of the machine can read the cells' output.
 PRIVATE = "--KernelManager.transport=ipc"
 _START_WRITER = "labkit lab, start page"
 _WELCOME = """# The labs
@@ -45,9 +45,9 @@ _SAID = {
 def lab(labs: tuple[str, ...], into: Path, solved: bool, no_open: bool) -> None:
     """Write unsolved copies of the labs into your folder, and open JupyterLab there.
 
-    LABS are beginnings of names, such as 03; all labs where none is given. A copy that you have changed or run is never written
-    over: where the lab has changed since, the newer one goes beside it, and this is said. What follows an option that is not listed
-    here goes to JupyterLab, such as --no-browser or --port 8889.
+    LABS are beginnings of names, such as 03; by default all labs. A copy that you have changed or run is never overwritten: if
+    the lab has changed since, the newer one is written beside it, and the command says so. Options that are not listed here, and
+    everything after them, go to JupyterLab, such as --no-browser or --port 8889.
     """
     names = tuple(itertools.takewhile(lambda text: not text.startswith("-"), labs))
     options = labs[len(names) :]  # JupyterLab's, whose values may look like names
@@ -71,7 +71,7 @@ def lab(labs: tuple[str, ...], into: Path, solved: bool, no_open: bool) -> None:
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path("work"))
 def progress(folder: Path) -> None:
-    """Say which exercises are solved in FOLDER, your copies of the labs, as they are saved."""
+    """List the solved exercises in FOLDER, which holds your saved copies of the labs."""
     try:
         click.echo(printable(repr(progress_of(folder)), keep="\n"))
     except LabkitError as error:
@@ -90,7 +90,7 @@ def _tell(copies: list[Copy], into: Path) -> None:
 
 
 def _write_start(folder: Path) -> None:
-    """Write the start page, with today's table as the output of its cell, unless the learner has made it his own."""
+    """Write the start page, with the present table as the output of its cell, unless the learner has changed it."""
     path = folder / START
     if os.path.lexists(path) and not is_sealed(path, _START_WRITER):
         return
@@ -104,7 +104,7 @@ def _write_start(folder: Path) -> None:
 
 
 def _open(folder: Path, first: str, options: Sequence[str]) -> NoReturn:
-    """Become JupyterLab in a folder."""
+    """Replace this process by JupyterLab in a folder."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise click.ClickException("opening the labs needs JupyterLab: pip install 'torch-labkit[lab]'")
     flags = [

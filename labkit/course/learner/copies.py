@@ -1,10 +1,10 @@
-"""Writing of a learner's own copies of the labs, unsolved, and never over what the learner has changed.
+"""Writing of a learner's own copies of the labs, unsolved, without overwriting the learner's changes.
 
 | the copy ``NAME.ipynb`` in the learner's folder | what happens |
 | --- | --- |
-| is not there | it is written |
-| is as labkit wrote it | it is replaced where the lab is newer |
-| was changed or run, and is of this version of the lab | it stays |
+| is missing | it is written |
+| is as labkit wrote it | it is replaced if the lab is newer |
+| was changed or run, and belongs to this version of the lab | it stays |
 | was changed or run, and the lab is newer | it stays, and the newer lab goes to ``NAME.v2.ipynb`` or the next free number |
 """
 
@@ -43,8 +43,8 @@ class Copy:
 
     Attributes:
         path: The file.
-        state: ``made`` now, ``renewed`` (an older one was replaced that nobody had changed), ``kept`` as it was, or ``beside``
-            an older one that the learner has changed.
+        state: ``made`` now, ``renewed`` (it replaced an older one that nobody had changed), ``kept`` as it was, or ``beside`` an
+            older one that the learner has changed.
     """
 
     path: Path
@@ -74,7 +74,7 @@ def student_labs() -> dict[str, NotebookNode]:
 
 
 def chosen(labs: Mapping[str, NotebookNode], names: tuple[str, ...]) -> dict[str, NotebookNode]:
-    """Return the labs whose names begin with one of these texts, such as ``03``; all where none is given.
+    """Return the labs whose names begin with one of these texts, such as ``03``; all if none is given.
 
     Raises:
         LabNotFoundError: No lab, or more than one, begins with a text.
@@ -90,7 +90,7 @@ def chosen(labs: Mapping[str, NotebookNode], names: tuple[str, ...]) -> dict[str
 
 
 def write_copies(labs: Mapping[str, NotebookNode], folder: Path) -> list[Copy]:
-    """Write the labs into the learner's folder, by the table of this module.
+    """Write the labs into the learner's folder, by the table in this module's docstring.
 
     Args:
         labs: The students' labs, by name.
@@ -98,7 +98,7 @@ def write_copies(labs: Mapping[str, NotebookNode], folder: Path) -> list[Copy]:
 
     Raises:
         PlaceError: The folder is a link or another user's.
-        OverwriteError: Something else than a notebook has the name of a lab.
+        OverwriteError: Something other than a notebook has the name of a lab.
         OSError: A file cannot be written.
     """
     return [_write(stem, notebook, folder) for stem, notebook in labs.items()]

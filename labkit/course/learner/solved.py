@@ -1,4 +1,4 @@
-"""Which exercises a learner has solved, by the saved outputs of the checks: no error, and something printed."""
+"""The exercises that a learner has solved, judged by the saved outputs of the checks: no error, and something printed."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class Exercise:
 
 @dataclass(frozen=True)
 class LabState:
-    """What a learner's folder says about one lab.
+    """The state of one lab in a learner's folder.
 
     Attributes:
         path: The learner's copy.
         title: The lab's title.
         about: What a reader will be able to do after it.
-        takes, needs: As its first cell says.
+        takes, needs: The time and the requirements, from its first cell.
         exercises: Its exercises, in order.
     """
 
@@ -81,13 +81,13 @@ class Progress:
 
 
 def progress(folder: str | Path = ".") -> Progress:
-    """Return which exercises of the labs in a folder are solved, as their saved copies say.
+    """Return the state of all exercises of the labs in a folder, read from their saved copies.
 
     Args:
         folder: A folder that ``labkit lab`` has written.
 
     Raises:
-        LabNotFoundError: There is no lab in it.
+        LabNotFoundError: The folder has no lab.
 
     Ranks: controller.
     """
@@ -96,7 +96,7 @@ def progress(folder: str | Path = ".") -> Progress:
         try:
             notebook = read_notebook(path)
         except NotebookError:
-            continue  # half-written by an editor, or no notebook
+            continue  # half-written by an editor, or not a notebook
         if exercises := tuple(_exercises(notebook.cells)):
             labs.append(state_of(path, notebook, exercises))
     if not labs:
@@ -105,7 +105,7 @@ def progress(folder: str | Path = ".") -> Progress:
 
 
 def state_of(path: Path, notebook: NotebookNode, exercises: tuple[Exercise, ...] | None = None) -> LabState:
-    """Return what a copy says about its lab."""
+    """Return the state of a lab, read from its copy."""
     opening = str(notebook.cells[0].source)
     facts = (re.search(_FACT.format(name), opening, re.MULTILINE) for name in ("Takes", "Needs"))
     takes, needs = (fact[1] if fact else "" for fact in facts)
