@@ -124,7 +124,7 @@ def run(
     try:
         from labkit.course.files import shown
         from labkit.course.running import junit as reports
-        from labkit.course.running.progress import Progress
+        from labkit.course.running.progress import ProgressBars
         from labkit.course.running.runner import run_notebooks
         from labkit.course.running.summary import require_place, write_summary
     except ModuleNotFoundError as error:
@@ -134,7 +134,7 @@ def run(
     # A cancelled CI job sends SIGTERM; kernels must not outlive it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     interrupted = False
-    with Progress() as progress:
+    with ProgressBars() as progress:
         try:
             require_place(out, notebooks)
             if junit is not None:

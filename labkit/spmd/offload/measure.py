@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from labkit.spmd.offload.context import ActivationOffload
 from labkit.spmd.offload.plan import BlockCost, Bus, Choice, OffloadPlan
-from labkit.spmd.offload.transfer import Copy, CountingTransfer, Transfer, transfer_for
+from labkit.spmd.offload.transfer import CountingTransfer, HostCopy, Transfer, transfer_for
 
 _PIECES = 8
 
@@ -147,7 +147,7 @@ class _Sizes(CountingTransfer):
         super().__init__()
         self.sizes: list[int] = []
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         self.sizes.append(source.numel())
         return super().send(source)
 

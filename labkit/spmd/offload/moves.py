@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from labkit.errors import LabkitError
-from labkit.spmd.offload.transfer import Copy, Transfer
+from labkit.spmd.offload.transfer import HostCopy, Transfer
 
 
 class OffloadError(LabkitError, RuntimeError):
@@ -69,7 +69,7 @@ class Mover(Protocol):
 class Move:
     """One storage on its way. It lives as long as a node of the graph needs it, and frees what it holds when it is deleted."""
 
-    def __init__(self, owner: Mover, transfer: Transfer, number: int, raw: Tensor, copy: Copy, saved: Tensor) -> None:
+    def __init__(self, owner: Mover, transfer: Transfer, number: int, raw: Tensor, copy: HostCopy, saved: Tensor) -> None:
         self.owner, self.number, self.copy, self.size_bytes = owner, number, copy, raw.numel()
         self.transfer = transfer
         self.raw: Tensor | None = raw  # the bytes on the device: until they have left, and again once they come back
