@@ -124,7 +124,7 @@ def run(
     try:
         from labkit.course.files import shown
         from labkit.course.running import junit as reports
-        from labkit.course.running.progress import Progress
+        from labkit.course.running.progress import ProgressBars
         from labkit.course.running.runner import run_notebooks
         from labkit.course.running.summary import require_place, write_summary
     except ModuleNotFoundError as error:
@@ -134,7 +134,7 @@ def run(
     # A cancelled CI job sends SIGTERM; kernels must not outlive it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     interrupted = False
-    with Progress() as progress:
+    with ProgressBars() as progress:
         try:
             require_place(out, notebooks)
             if junit is not None:
@@ -260,7 +260,7 @@ def launch(
     a manifest for kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
     """
     from labkit.controller.machines.launch_text import Launch
-    from labkit.controller.start.plan import is_endpoint
+    from labkit.controller.start.pool_plan import is_endpoint
 
     if not connect.startswith("tcp://") or not is_endpoint(connect.removeprefix("tcp://")):
         raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")

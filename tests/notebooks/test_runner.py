@@ -257,7 +257,7 @@ def test_s7_a_notebook_whose_output_was_cut_does_not_pass(
 )
 def test_s7_a_carriage_return_takes_its_line_back_however_the_text_comes_in_pieces(text: str, shown: str) -> None:
     for size in range(1, len(text) + 1):
-        stream = outputs.Stream()
+        stream = outputs.StreamText()
         for start in range(0, len(text), size):
             stream.add(text[start : start + size])
         assert (str(stream), stream.size) == (shown, len(shown))
