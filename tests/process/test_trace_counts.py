@@ -1,4 +1,4 @@
-"""Collectives of a step, counted for every way to shard and compared with torch's own counter where that works."""
+"""Collectives of a step, counted for every way to shard, and compared with torch's own counter if that works."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_counts_agree_with_torch_s_own_where_it_counts(pool: labkit.WorkerPool) 
     own, torchs, failure = pool.run(counted_twice).same()
     assert own == {"all_gather": 7, "reduce_scatter": 4}
     assert sorted(torchs.values()) == sorted(own.values())
-    # A reason why there is a counter of our own: torch's fails on a second forward in one block. torch 2.15 has mended that; older
-    # ones have not, and torch's counts know neither bytes nor groups.
+    # A reason for our own counter: torch's fails on a second forward in one block. torch 2.15 has fixed that, older ones have not.
+    # Besides, torch's counts know neither bytes nor groups.
     assert failure == ("" if torch.__version__ >= "2.15" else "IndexError")
 
 
