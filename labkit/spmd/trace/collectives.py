@@ -1,6 +1,6 @@
 """Counts of this rank's collectives and their bytes, whichever torch function called them.
 
-torch's own `torch.distributed.tensor.debug.CommDebugMode` counts calls per operator and module. Up to torch 2.14 it raises
+torch's own `torch.distributed.tensor.debug.CommDebugMode` counts calls per operator and module. Up to torch 2.13 it raises
 IndexError when a module runs forward twice in one context, which gradient accumulation does. It does not count bytes, and its names
 differ between backends. The mode here does one thing: it watches the ``c10d`` operators as they pass through the dispatcher.
 """
