@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +47,14 @@ def test_a_missing_checkpoint_is_made_once_and_found_afterwards(pool: labkit.Wor
     table = (place / ".metadata").stat().st_mtime_ns
     assert pool.run(find, str(tmp_path)).same() == str(place)
     assert (place / ".metadata").stat().st_mtime_ns == table
+
+
+def test_each_torch_has_a_checkpoint_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    for version in ("2.14.1", "2.15.0+cpu", "2.15.2"):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name, version=version: version)
+        names.append(QUICK.name)
+    assert [name.rpartition("-")[2] for name in names] == ["torch2.14", "torch2.15", "torch2.15"]
 
 
 def train_as_notebook_01(folder: str) -> None:

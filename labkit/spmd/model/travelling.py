@@ -7,6 +7,7 @@ If there is no checkpoint, a notebook makes the same one by the same training, s
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import math
 import os
 import shutil
@@ -39,8 +40,13 @@ class CourseRun:
 
     @property
     def name(self) -> str:
-        """A file name for this run. It leaves out the world size, which changes only the order of sums."""
-        return f"lab01-seed{self.seed}-batch{self.batch_size}x{self.seq_len}-lr{self.learning_rate:g}-step{self.num_steps}"
+        """A file name for this run. It leaves out the world size, which changes only the order of sums.
+
+        It has the version of torch: an older torch cannot read what torch 2.15 wrote.
+        """
+        major, minor = importlib.metadata.version("torch").split(".")[:2]
+        settings = f"seed{self.seed}-batch{self.batch_size}x{self.seq_len}-lr{self.learning_rate:g}-step{self.num_steps}"
+        return f"lab01-{settings}-torch{major}.{minor}"
 
 
 @dataclass(frozen=True)
