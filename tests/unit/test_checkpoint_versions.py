@@ -25,6 +25,8 @@ from labkit.checkpoint.errors import CheckpointError
 OWN_FIELDS = len(TensorProperties(dtype=torch.float32).__getstate__())  # type: ignore[no-untyped-call]
 OWN_READER = "torch >= 2.15" if OWN_FIELDS > 5 else "torch >= 2.3"
 
+WITHOUT_A_REASON = "metadata is None$"  # all that torch 2.11 says of an index that it cannot read
+
 
 def strides_of(shape: torch.Size) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
@@ -76,7 +78,7 @@ def fields_in(path: Path) -> set[int]:
 @pytest.mark.skipif(OWN_FIELDS > 5, reason="torch 2.15 and newer read what torch 2.15 writes")
 def test_the_torch_here_cannot_read_it_and_verify_says_so_with_the_way_out(newer: Path) -> None:
     # dcp.load's own errors are not Exceptions.
-    with pytest.raises(BaseException, match="too many values to unpack"):
+    with pytest.raises(BaseException, match=f"too many values to unpack|{WITHOUT_A_REASON}"):
         loaded_by_torch(newer)
     (found,) = verify(newer).findings
     assert (found.code, found.severity, found.where) == ("newer-torch", "error", str(newer / ".metadata"))
@@ -175,7 +177,7 @@ def test_properties_of_an_unknown_form_are_for_no_known_torch(tmp_path: Path, ch
         return file.getvalue()
 
     source = rewritten(tmp_path / "source", write)
-    with pytest.raises(BaseException, match="unpack"):
+    with pytest.raises(BaseException, match=f"unpack|{WITHOUT_A_REASON}"):
         loaded_by_torch(source)
     (found,) = verify(source).findings
     assert found.code == "newer-torch"
@@ -198,7 +200,7 @@ def test_an_index_with_a_path_that_the_python_here_cannot_make_is_an_error_that_
     source = rewritten(tmp_path / "source", write)
     if name == "PosixPath":  # as Python 3.13 names it
         (source / ".metadata").write_bytes((source / ".metadata").read_bytes().replace(b"cpathlib\n", b"cpathlib._local\n"))
-    with pytest.raises(BaseException, match=r"WindowsPath|pathlib\._local"):
+    with pytest.raises(BaseException, match=rf"WindowsPath|pathlib\._local|{WITHOUT_A_REASON}"):
         loaded_by_torch(source)
     (found,) = verify(source).findings
     assert (found.code, name in found.what) == ("newer-python", True)
