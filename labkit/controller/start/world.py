@@ -157,6 +157,7 @@ class LocalWorld:
             cwd=os.getcwd(),
             sys_path=tuple(path or os.getcwd() for path in sys.path),
             joining=joining,
+            num_gpus=self._plan.num_gpus,
         )
 
     def kill(self, handle: int) -> None:

@@ -27,7 +27,7 @@ class RankStatus:
     Attributes:
         rank: The rank.
         pid: Its process id.
-        device: ``cpu``, or ``cuda:1`` for its own GPU.
+        device: ``cpu``, or its GPU, as in ``cuda:1``. Ranks may share one.
         state: A state of `labkit.controller.hang.diagnosis.RankState`; ``idle`` between runs.
         memory_bytes: The memory that would be freed if only this process ended; None if it is dead or on another machine.
         gpu_bytes: Its memory on its GPU; None on the CPU and if the driver does not report it.
@@ -57,18 +57,16 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
     """
     states = {state.rank: state for state in (pool.look() or Diagnosis("idle", "")).states}
     on_gpu = _gpu_bytes() if pool.device == "cuda" else {}
-    places, dead, found = pool.places, pool.dead_ranks, []
+    devices, places, dead, found = pool.devices, pool.places, pool.dead_ranks, []
     for rank, pid in sorted(pool.pids.items()):
         machine = places.get(rank, "")
         memory_bytes = None if machine else _own_memory(pid)
         state = states.get(rank)
-        local_rank = sum(places.get(other, "") == machine for other in range(rank))
-        device = f"cuda:{local_rank}" if pool.device == "cuda" else pool.device
         gone = rank in dead if machine else memory_bytes is None
         word = "dead" if gone else state.state if state else "idle"
         runs, for_s = _work(state) if state and word in ("working", "waiting", "native") else ("", None)
         on_device = None if machine else on_gpu.get(pid)
-        found.append(RankStatus(rank, pid, device, word, memory_bytes, on_device, runs, for_s, machine))
+        found.append(RankStatus(rank, pid, devices[rank], word, memory_bytes, on_device, runs, for_s, machine))
     return found
 
 

@@ -292,6 +292,7 @@ class Agent:
             cwd=os.getcwd(),
             sys_path=tuple(with_folder(sys.path, os.getcwd())),
             joining=tag.joining,
+            num_gpus=tag.num_gpus,
         )
 
     def _close_world(self) -> None:
