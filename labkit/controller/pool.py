@@ -40,8 +40,8 @@ class WorkerPool:
 
     Args:
         world_size: The number of ranks.
-        device: ``cuda``, ``cpu``, or ``auto``: ``cuda`` if there is a GPU. With a GPU for each rank the ranks use NCCL. If there are
-            fewer, ranks share them and use gloo through host memory; their times are not those of several GPUs. The pool's own
+        device: ``cuda``, ``cpu``, or ``auto``: ``cuda`` if there is a GPU. With a GPU for each rank the ranks use NCCL. With fewer
+            GPUs the ranks share them and use gloo through host memory; their times are not those of several GPUs. The pool's own
             line, ``repr(pool)``, says what it uses and why.
         launcher: ``local`` starts the ranks from this process. ``agents`` starts labkit's agents on this machine, which start the
             ranks in the same way as with :meth:`attach` on several machines.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ def into(table: dict[str, Case]) -> Callable[[Case], Case]:
 
 
 def outcome(table: str, name: str, setting: Setting) -> list[Tensor] | str:
-    """Run a case and return its results on the CPU, or the kind of the error that it raised.
+    """Run a case and return its results on the CPU, or the error that it raised.
 
     Ranks: collective.
     """
@@ -76,7 +77,7 @@ def outcome(table: str, name: str, setting: Setting) -> list[Tensor] | str:
         try:
             return [tensor.detach().cpu().clone() for tensor in case(setting)]
         except (RuntimeError, ValueError, TypeError) as error:
-            return type(error).__name__
+            return f"{type(error).__name__}: {error}"
 
 
 def differences(table: str, names: list[str], settings: list[Setting], expected: list[Setting]) -> list[str]:
@@ -96,14 +97,14 @@ def differences(table: str, names: list[str], settings: list[Setting], expected:
 def difference(results: list[Tensor] | str, wanted: list[Tensor] | str, dtype: torch.dtype) -> str:
     """Return in which way results differ; empty if they do not."""
     if isinstance(results, str) or isinstance(wanted, str):
-        return "" if results == wanted else f"{results} instead of {wanted}"
+        kinds = [one.partition(":")[0] for one in (results, wanted) if isinstance(one, str)]
+        return "" if len(kinds) == 2 and kinds[0] == kinds[1] else f"{results} instead of {wanted}"
     if len(results) != len(wanted):
         return f"{len(results)} tensors instead of {len(wanted)}"
     for result, one in zip(results, wanted, strict=True):
-        if one.dtype != result.dtype:
-            one = one.to(dtype)
-        if result.shape != one.shape or bytes_of(result) != bytes_of(one):
-            return f"{result} instead of {one}"
+        right = one if one.dtype == result.dtype else one.to(dtype)
+        if result.shape != right.shape or bytes_of(result) != bytes_of(right):
+            return f"{result} instead of {right}"
     return ""
 
 
@@ -193,9 +194,12 @@ def receive_from_any_rank(setting: Setting) -> Iterable[Tensor]:
         for _ in range(WORLD_SIZE - 1):
             source = dist.recv(tensor, tag=5)
             by_source[source] = tensor.clone()
-        return [by_source[source] for source in sorted(by_source)]
-    dist.send(setting.tensor(3), 0, tag=5)
-    return []
+        results = [by_source[source] for source in sorted(by_source)]
+    else:
+        dist.send(setting.tensor(3), 0, tag=5)
+        results = []
+    dist.barrier()  # else rank 0 would take what a rank sends in the next case
+    return results
 
 
 @into(MOVES)
@@ -219,11 +223,9 @@ def both_receive_first(setting: Setting) -> Iterable[Tensor]:
 @into(MOVES)
 def non_contiguous(setting: Setting) -> Iterable[Tensor]:
     tensor, output = setting.tensor(4, 6), setting.empty(WORLD_SIZE * 6, 4).t().contiguous().t()
-    column, rows = tensor[:, ::2].contiguous(), tensor.t()
-    if setting.device != "cpu":
-        column = tensor[:, ::2]
-    else:
-        rows, output = rows.contiguous(), output.contiguous()
+    column, rows = setting.tensor(4, 6)[:, ::2], tensor.t()
+    if setting.device == "cpu":  # gloo itself takes the memory for contiguous
+        column, rows, output = column.contiguous(), rows.contiguous(), output.contiguous()
     dist.broadcast(column, 1)
     dist.all_gather_into_tensor(output, rows)
     return column, output
@@ -296,6 +298,19 @@ def asynchronous(setting: Setting) -> Iterable[Tensor]:
 
 
 @into(OTHERS)
+def one_rank_late(setting: Setting) -> Iterable[Tensor]:
+    """A call returns before the last rank has called, and its work is over when that one has."""
+    tensor, late = setting.tensor(1000), dist.get_rank() == 1
+    if late:
+        time.sleep(0.2)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work is not None
+    early = late or not work.is_completed()
+    work.wait()
+    return tensor, torch.tensor([early, work.is_completed()])
+
+
+@into(OTHERS)
 def by_future(setting: Setting) -> Iterable[Tensor]:
     work = dist.all_reduce(setting.tensor(5), async_op=True)
     assert work is not None
@@ -340,24 +355,25 @@ def lists_of_different_tensors(setting: Setting) -> Iterable[Tensor]:
 
 
 def functional_calls(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Functional collectives on a tensor of WORLD_SIZE rows."""
+    """Functional collectives on a tensor of WORLD_SIZE rows. All of them can be compiled."""
     group = dist.group.WORLD
     assert group is not None
     total = functional.all_reduce(tensor * 2, "sum", group) + 1
     whole = functional.all_gather_tensor(tensor, 0, group) * 2
-    columns = functional.all_gather_tensor(tensor, 1, group) * 2
     piece = functional.reduce_scatter_tensor(tensor, "avg", 0, group) + 1
     swapped = functional.all_to_all_single(tensor, None, None, group) + 1
     sent = functional.broadcast(tensor, 1, group) + 1
     pair = functional.all_reduce_coalesced([tensor, tensor * 3], "sum", group)
     wholes = functional.all_gather_into_tensor_coalesced([tensor, tensor * 3], group)
     pieces = functional.reduce_scatter_tensor_coalesced([tensor, tensor * 3], "sum", [0, 0], group)
-    return total, whole, columns, piece, swapped, sent, *(one + 1 for one in (*pair, *wholes, *pieces))
+    return total, whole, piece, swapped, sent, *(one + 1 for one in (*pair, *wholes, *pieces))
 
 
 @into(OTHERS)
 def functional_collectives(setting: Setting) -> Iterable[Tensor]:
-    return functional_calls(setting.tensor(WORLD_SIZE, 3))
+    tensor, group = setting.tensor(WORLD_SIZE, 3), dist.group.WORLD
+    assert group is not None
+    return *functional_calls(tensor), functional.all_gather_tensor(tensor, 1, group) * 2
 
 
 @into(OTHERS)

@@ -39,7 +39,9 @@ def plain() -> Iterator[WorkerPool]:
 
 MOVED = [Setting("cpu", dtype) for dtype in DTYPES]
 BY_BYTES = [Setting("cpu", dtype) for dtype in AS_FLOAT32]
-REDUCED = [Setting("cpu", dtype, op) for dtype in DTYPES for op in OPS if op in ("SUM", "MAX") or dtype in (torch.float32, torch.int64)]
+REDUCED = [
+    Setting("cpu", dtype, op) for dtype in DTYPES for op in OPS if op in ("SUM", "MAX") or dtype in (torch.float32, torch.int64)
+]
 TABLES = {
     "moves": ("moves", list(scenarios.MOVES), MOVED, MOVED),
     "moves as bytes": ("moves", list(scenarios.MOVES), BY_BYTES, [Setting("cpu")] * len(BY_BYTES)),

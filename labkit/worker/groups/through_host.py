@@ -7,10 +7,10 @@ these operators (torch.distributed, functional collectives, DTensor, FSDP, DDP's
 which labkit frees and mends as on the CPU.
 
 A call returns before its data has arrived, like any asynchronous collective. A rank that waited in the call itself would block
-programs that are right, such as two ranks that each begin to receive before they send. When gloo has finished a collective, the copy
-to the GPU runs in gloo's thread, on a stream of its own. gloo does not say when a message or a reduce-scatter is finished, so there
-the copy is part of ``wait()``, before which the data must not be used anyway. Only C++ code, such as DDP's reducer, gets collectives
-that are complete: it asks the work for a future, and torch lets no Python class answer that.
+programs that are right, such as two ranks that each begin to receive before they send. When gloo has finished a collective, the
+copy to the GPU runs in gloo's thread, on a stream of its own. gloo does not say when a message or a reduce-scatter is finished, so
+there the copy is part of ``wait()``, before which the data must not be used anyway. Only C++ code, such as DDP's reducer, gets
+collectives that are complete: it asks the work for a future, and torch lets no Python class answer that.
 
 Reductions of float8 happen in float32, which gloo can add. Other dtypes that gloo does not know are moved as bytes.
 """
@@ -21,6 +21,7 @@ import contextlib
 import functools
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -71,7 +72,7 @@ _OF_GLOO = {
 }
 
 _library: list[torch.library.Library] = []
-# The work that was returned last. torch's C++ code passes only the native half of it on to Python, which would make a new other half.
+# The work that was returned last. torch's C++ code hands on its native half only, and Python would make a new other half of it.
 _returned: list[Any] = [None]
 
 
@@ -86,10 +87,11 @@ def install(device_type: str = "cuda", dispatch_key: str = "CUDA") -> None:
         return
     library = torch.library.Library("c10d", "IMPL")
     _library.append(library)
-    for name, operator in _OPERATORS.items():
-        packet = getattr(torch.ops.c10d, name, None)
-        if packet is not None:
-            kernel = functools.partial(_call, packet.default, operator, device_type)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that a kernel is replaced
+        for name, operator in _OPERATORS.items():
+            overload = getattr(torch.ops.c10d, name).default
+            kernel = functools.partial(_call, overload, operator, device_type)
             library.impl(name, kernel, dispatch_key, allow_override=True)
 
 
@@ -118,7 +120,9 @@ def _call(overload: Any, operator: _Operator, device_type: str, *args: Any, **kw
         result = overload(*here)
     parts = result if isinstance(result, tuple) else (result,)
     results = pairs[operator.writes] if operator.writes is not None and _has_result(operator, args) else []
-    work = _work(_Landing(_native.Work.unbox(parts[-1]), results, devices)).boxed()
+    landing = _Landing(_native.Work.unbox(parts[-1]), results, devices)
+    caller = sys._getframe().f_back  # none in autograd's threads
+    work = _work(landing, for_python=caller is not None and caller.f_code.co_filename == c10d.__file__).boxed()
     return (args[0], work) if isinstance(result, tuple) else work
 
 
@@ -154,10 +158,8 @@ def _has_result(operator: _Operator, args: Sequence[Any]) -> bool:
     return bool(_native.ProcessGroup.unbox(group).rank() == args[operator.root])
 
 
-def _work(landing: _Landing) -> Any:
-    """Return the work that a call hands out. Blocks if C++ code has called, until the collective is complete."""
-    frame = sys._getframe(2)  # the kernel's
-    for_python = frame.f_back is not None and frame.f_back.f_code.co_filename == c10d.__file__
+def _work(landing: _Landing, *, for_python: bool) -> Any:
+    """Return the work that a call hands out. Blocks if it is for C++ code, until the collective is complete."""
     if for_python or not landing.lands_by_itself:
         _returned[0] = work = _Work(landing)
         return work
@@ -205,7 +207,7 @@ class _Landing:
         return True
 
     def is_over(self) -> bool:
-        """Return whether the results are there, or the call has failed. gloo does not know it of a message before it is waited for."""
+        """Return whether the results are there, or the call has failed. A message is over only when it has been waited for."""
         return self._landed or bool(self.work.is_completed())
 
     def future(self) -> Any:
@@ -243,10 +245,10 @@ class _Landing:
             if self._error is None:
                 future.set_result(self.tensors)
             else:
-                future.set_exception(self._error)
+                future.set_exception(self._error)  # type: ignore[arg-type]
 
 
-class _Work(_native.PythonCallbackWork):  # type: ignore[misc, name-defined]
+class _Work(_native.PythonCallbackWork):  # type: ignore[misc]
     """A call under way, for Python. Its native half can be waited for when this half is gone.
 
     Args:

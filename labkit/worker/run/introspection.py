@@ -135,7 +135,9 @@ def _waits_in(frame: FrameType | None) -> tuple[str, int | None]:
         return function, None
     if "/torch/distributed/" not in name and "/torch/_ops.py" not in name and frame.f_code.co_filename not in _BETWEEN:
         return "", None
-    while frame is not None and ("/torch/" in frame.f_code.co_filename.replace(os.sep, "/") or frame.f_code.co_filename in _BETWEEN):
+    while frame is not None and (
+        "/torch/" in frame.f_code.co_filename.replace(os.sep, "/") or frame.f_code.co_filename in _BETWEEN
+    ):
         # Return the function that readers know: new_group, and not the helper in which it waits.
         if frame.f_code.co_filename.endswith("distributed_c10d.py") and not frame.f_code.co_name.startswith("_"):
             return frame.f_code.co_name, _partner(frame)
