@@ -36,12 +36,14 @@ ELSEWHERE = {
     "checkpoint": ("labkit.checkpoint.cli:checkpoint", "Look into checkpoints, verify, migrate and reshard them."),
     "plan": ("labkit.plan.cli:plan", "Plan a training job on up to 16,384 ranks: bytes on a rank, traffic of a step, checkpoint."),
     "handouts": ("labkit.course.handouts.cli:handouts", "Make handouts of notebooks, for students and for the instructor."),
+    "lab": ("labkit.course.learner.cli:lab", "Write unsolved copies of the labs into your folder, and open JupyterLab there."),
+    "progress": ("labkit.course.learner.cli:progress", "Say which exercises of your copies of the labs are solved."),
     "new": ("labkit.course.starter:new", "Write NOTEBOOK, a small lab to change into one of your own."),
     "nbgrader": ("labkit.course.handouts.nbgrader:nbgrader", "Write notebooks as assignments of nbgrader."),
 }
 
 # Commands that read notebooks.
-_OF_NOTEBOOKS = ("run", "script", "handouts", "new", "nbgrader")
+_OF_NOTEBOOKS = ("run", "script", "handouts", "lab", "progress", "new", "nbgrader")
 
 
 class LazyGroup(click.Group):

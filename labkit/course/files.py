@@ -1,9 +1,9 @@
 """Reading of notebooks and writing of files for the commands: only files that labkit wrote itself are replaced.
 
-The rule: a file may be replaced when it is yours, carries labkit's own mark and is as labkit left it. A notebook's mark is a hash
-of its cells in its metadata; of a text it is a line near its beginning. An input, a link, and anything else is somebody's own work,
-and is refused. A file that you have marked by hand is not told apart. :mod:`labkit.base.places` has the rule for folders that
-others may write to.
+The rule: a file may be replaced if it is yours, carries labkit's own mark and is as labkit left it. A notebook's mark is a hash
+of its cells in its metadata; a text's is a line near its beginning. Inputs, links and everything else count as somebody's own work
+and are refused. A file that you have marked by hand cannot be told apart. :mod:`labkit.base.places` has the rule for folders
+that others may write to.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from labkit.base.places import NotRegularError, PlaceError
 from labkit.errors import LabkitError
 
 _MARK = "labkit"
-# A mark is at the beginning of a file, which may be large or not a text at all.
+# A mark is near the beginning, so there is no need to read all of a file that may be large or binary.
 _HEAD_BYTES = 4096
-# nbformat 4.5 introduced ids of cells.
+# nbformat 4.5 introduced cell ids.
 _WITH_IDS = 5
 _MOST_BYTES = 512 << 20
 
@@ -52,7 +52,7 @@ def plain(text: str) -> str:
 
 
 def papermill_of(part: NotebookNode) -> dict[str, Any]:
-    """Return papermill's record about a notebook or a cell; empty if something else is in its place."""
+    """Return papermill's record about a notebook or a cell; empty if it is missing or not a record."""
     found = part.metadata.get("papermill")
     return dict(found) if isinstance(found, dict) else {}
 
@@ -82,13 +82,13 @@ def read_notebook(path: Path) -> NotebookNode:
     except Exception as error:  # nbformat raises its parser's errors and its own
         reason = shown((str(error).splitlines() or [type(error).__name__])[0][:300])
         raise NotebookError(
-            f"{shown(path)} is no valid notebook: {reason}. Open it in JupyterLab and save it there, or choose another."
+            f"{shown(path)} is not a valid notebook: {reason}. Open it in JupyterLab and save it there, or choose another."
         ) from None
     return notebook
 
 
 def sealed(notebook: NotebookNode, writer: str) -> str:
-    """Return a notebook as the text of a file, with the mark of the command that writes it."""
+    """Return a notebook as the text of a file, marked with the command that writes it."""
     notebook.metadata[_MARK] = {"written_by": writer, "sha256": _hash(notebook.cells)}
     return str(nbformat.writes(notebook)) + "\n"
 
@@ -102,6 +102,16 @@ def is_sealed(path: Path, writer: str) -> bool:
         return bool(mark == {"written_by": writer, "sha256": _hash(nbformat.from_dict(_joined(notebook["cells"])))})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def mark_of(path: Path) -> dict[str, Any] | None:
+    """Return the mark of the command that wrote a notebook, even if it has been changed since; None if it has no mark."""
+    try:
+        with places.open_regular(path) as file:
+            mark = json.load(file)["metadata"][_MARK]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, PlaceError):
+        return None
+    return mark if isinstance(mark, dict) else None
 
 
 def _joined(cells: list[dict[str, Any]]) -> Any:
@@ -127,13 +137,13 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
 
     Args:
         path: The file to write.
-        inputs: What the command reads. They are recognised by what they are, not by how they are spelled.
-        is_own: Whether the file that is there was written by this command.
-        within: The folder that the user has named, when the file lies deeper: folders in it have to be the user's own.
+        inputs: The files that the command reads. They are recognised even if their paths are spelled differently.
+        is_own: A function that returns whether this command wrote an existing file.
+        within: The folder that the user has named, if the file lies deeper: folders in it have to be the user's own.
 
     Raises:
         OverwriteError: It is one of the inputs, a link, a folder, not the command's own, or another user's; or it would be written
-            through a link or into a folder of another user's, or into one that this user or nobody may write to.
+            through a link, into another user's folder, or into one that the user may not write to.
     """
     try:
         _refuse_unwritable(path)
@@ -150,7 +160,7 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
         raise OverwriteError(f"{shown(path)} is {shown(same)} itself, which would be overwritten. Choose another place.")
     kind = places.kind_of(there.st_mode)
     if kind == "a link":
-        raise OverwriteError(f"{shown(path)} is a link; what it leads to would be lost. Choose another place.")
+        raise OverwriteError(f"{shown(path)} is a link, and its target would be lost. Choose another place.")
     if kind:
         raise OverwriteError(f"{shown(path)} is {kind}, and nothing is written to it. Move it away, or choose another place.")
     if not places.is_mine(there):
@@ -163,7 +173,7 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Make sure that a file of this name can be made, and the folders of it that are missing, as far as can be told beforehand."""
+    """Check, as far as possible beforehand, that a file of this name and its missing folders can be made."""
     folder = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     code = 0
     if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
@@ -178,7 +188,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterator[int]:
-    """Open the folder of a file as :mod:`labkit.base.places` says."""
+    """Open the folder of a file by the rules of :mod:`labkit.base.places`."""
     named = path.parent if within is None else within
     inside = path.parent.relative_to(named).parts
     with places.opened(named, make=make) as outer, places.inside(outer, named, *inside, make=make) as fd:
@@ -186,27 +196,27 @@ def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterat
 
 
 def replace_file(path: Path, text: str, *, within: Path | None = None, make: bool = False) -> None:
-    """Write a text file in one step: whoever looks finds the file of before or the new one, and a link is not followed.
+    """Write a text file in one step: readers find either the old file or the new one. A link is not followed.
 
     Args:
         path: The file.
         text: What to write.
         within: As for :func:`refuse_foreign`.
-        make: Make the folders that it lies in.
+        make: Make the folders on the way if they are missing.
 
     Raises:
-        PlaceError: It would be written through a link or into a folder of another user's; what was there is as it was.
-        OSError: It cannot be written; the same.
+        PlaceError: It would be written through a link or into another user's folder. The old file is unchanged.
+        OSError: It cannot be written. The old file is unchanged.
     """
     draft = f".labkit-{secrets.token_hex(8)}"
     with _folder_of(path, within, make=make) as fd:
         try:
-            # Half of a surrogate pair, which a kernel may send, becomes the escape that JSON has for it.
+            # A kernel may send half of a surrogate pair; it becomes JSON's escape for it.
             places.write_new(draft, text.encode("utf-8", "backslashreplace"), fd)
             os.replace(draft, path.name, src_dir_fd=fd, dst_dir_fd=fd)
         except BaseException as error:
             if isinstance(error, OSError):
-                error.filename = str(path)  # nobody has heard of the draft
+                error.filename = str(path)  # the user does not know of the draft
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft, dir_fd=fd)
             raise

@@ -42,8 +42,8 @@ class Simulation:
         peak: The peak, if the job asks for it.
         collectives: The step's collectives in order, each with the name of its mesh axis in ``group``.
         parameters: The layout of each parameter on the mesh, by name; tied parameters only once.
-        state: The layout of each entry to save, by its name in the checkpoint; None for an entry that is no tensor.
-        values: The entries that are no tensors, by name in the checkpoint.
+        state: The layout of each entry to save, by its name in the checkpoint; None for an entry that is not a tensor.
+        values: The entries that are not tensors, by name in the checkpoint.
         local_plan: The items that this rank proposes to write.
     """
 
@@ -103,7 +103,7 @@ def _sharded(job: TrainingJob, mesh: DeviceMesh) -> tuple[nn.Module, list[nn.Mod
 
 @torch.no_grad()
 def _materialize(model: nn.Module) -> None:
-    """Give every parameter and buffer on meta a storage; tied ones share it, while ``to_empty`` would untie them."""
+    """Give every parameter and buffer on meta a storage. Tied ones share it; ``to_empty`` would untie them."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -154,10 +154,10 @@ def _loss(function: Any, model: nn.Module, batch: Tensor, job: TrainingJob) -> T
     except Exception as error:
         raise JobError(
             f"the loss of a batch {tuple(batch.shape)} of {job.batch_dtype} cannot be computed: {type(error).__name__}: {error}. "
-            "Give the shape and dtype of one rank's batch (--batch) and the function of model and batch that gives it (--loss)."
+            "Give the shape and dtype of one rank's batch (--batch) and the function of model and batch that computes it (--loss)."
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise JobError("the loss function must give a tensor of one element that depends on the parameters (--loss)")
+        raise JobError("the loss function must return a tensor of one element that depends on the parameters (--loss)")
     return loss
 
 
@@ -168,7 +168,7 @@ def _optimize(optimizer: torch.optim.Optimizer | None, job: TrainingJob) -> None
     except Exception as error:
         raise JobError(
             f"the optimizer {type(optimizer).__name__} cannot take a step: {type(error).__name__}: {error}. Choose "
-            f"another one than {job.optimizer!r} (--optimizer)."
+            f"one other than {job.optimizer!r} (--optimizer)."
         ) from error
 
 

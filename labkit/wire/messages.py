@@ -89,7 +89,7 @@ class Abort(Record):
 
 @dataclass(frozen=True, slots=True)
 class Inspect(Record):
-    """Report what this rank does now."""
+    """Report what this rank is doing."""
 
     request_id: int
 
@@ -249,7 +249,7 @@ class Collective(Record):
         sizes: Shapes of the inputs.
         dtypes: Their dtypes.
         done: Whether the rank has left it.
-        where: The reader's line that called it, while it is not done; empty if no line of the reader's did.
+        where: The line of user code that called it, while it is not done; empty if no user code did.
         code: That line's text.
     """
 
@@ -299,7 +299,7 @@ class RankReport(Record):
         begun: Number of collectives and messages begun on each group; equal numbers in two reports mean no progress.
         group_count: Torch's counter for the names of new groups.
         threads: Number of Python threads.
-        others_at_work: Whether another thread of the reader's is running; it may be about to begin a collective.
+        others_at_work: Whether another thread of the user's code is running; it may be about to begin a collective.
         task: The rank's report on its long task, or None.
     """
 

@@ -36,8 +36,8 @@ class Arrived(Record):
     """An agent has connected. It sends this again each time its connection is made anew.
 
     Attributes:
-        node_rank: The place among the machines that it claims; with None it takes the first free one.
-        source: Where it got that place from: an option, a variable, or the notebook; empty if it claims none.
+        node_rank: The node rank that it claims; None takes the first free one.
+        source: Where it got that node rank from: an option, a variable, or the notebook; empty if it claims none.
         life: A random name of this agent process; a different one means that the agent was restarted.
         hostname: The machine's name.
         pid: The agent's process id there.
@@ -140,12 +140,12 @@ class Leave(Record):
 
 @dataclass(frozen=True, slots=True)
 class AreYouThere(Record):
-    """A probe that needs no answer: it only shows whether it can be sent."""
+    """A probe that needs no answer: that it can be sent is enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exited(Record):
-    """A process that was started has ended. Fields as in :class:`labkit.controller.start.launchers.launcher.WorkerExit`."""
+    """A rank's process has ended. Fields as in :class:`labkit.controller.start.launchers.launcher.WorkerExit`."""
 
     handle: int
     exitcode: int

@@ -1,4 +1,4 @@
-"""How close labkit's offload comes to its roofline on a slow bus: one machine, one run, ratios only. The aims for a GPU are in
+"""Labkit's offload against its roofline on a slow bus: one machine, one run, ratios only. The aims for a GPU are in
 tests/gpu/test_offload.py.
 """
 

@@ -1,4 +1,4 @@
-"""What tests/gpu/test_offload.py runs on the ranks: a model of wide blocks trained in several ways, timed and weighed."""
+"""The ranks' side of tests/gpu/test_offload.py: a model of wide blocks, trained in several ways, with times and memory."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Measured:
         num_late: Storages of one step that backward had to wait for without having asked ahead.
         host_bytes: Pinned memory as labkit counts it.
         pinned_bytes: Pinned memory that torch's allocator holds.
-        plan: What was planned.
+        plan: The plan.
     """
 
     timed: Timed
@@ -55,7 +55,7 @@ class Measured:
 
 
 def wrap_blocks(model: Transformer, way: str) -> None:
-    """With torch's own wrappers, where the way is one of theirs."""
+    """Apply torch's own wrappers, if the way is one of theirs."""
     wrap = offload_wrapper if way == "offload_wrapper" else checkpoint_wrapper if way.endswith("recompute") else None
     for place, block in enumerate(model.layers):
         model.layers[place] = wrap(block) if wrap else block
@@ -74,7 +74,7 @@ def in_flight_bytes(config: ModelConfig) -> int:
 
 
 def offloaded(model: Transformer, way: str) -> ActivationOffload | None:
-    """labkit's offload on the blocks, where the way is one of its."""
+    """Apply labkit's offload to the blocks, if the way is one of its."""
     if not way.startswith("labkit"):
         return None
     limit = in_flight_bytes(model.config)
@@ -151,7 +151,7 @@ def _trl(model: Transformer) -> Context:
 
 
 def bandwidth() -> Bus:
-    """Of this rank's bus while all ranks use theirs, both ways."""
+    """Measure this rank's bus in both directions at once, while all ranks use theirs."""
     if DEVICE == "cpu":
         return REHEARSED
     dist.barrier()
@@ -159,7 +159,7 @@ def bandwidth() -> Bus:
 
 
 def one_way() -> Bus:
-    """Of this rank's bus while all ranks use theirs, one way at a time, as forward and backward do."""
+    """Measure this rank's bus in one direction at a time, as forward and backward use it, while all ranks use theirs."""
     if DEVICE == "cpu":
         return REHEARSED
     dist.barrier()
@@ -182,7 +182,7 @@ def _copy_rate(target: Tensor, source: Tensor) -> float:
 
 
 def exact(way: str, num_steps: int = 3) -> tuple[bool, int]:
-    """Whether gradients and weights of a small model equal those of training that keeps everything; and what moved."""
+    """Compare a small model's gradients and weights with those of training that keeps everything, and count moved bytes."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -229,7 +229,7 @@ def _with_noise(offloaded: bool, num_rounds: int) -> list[Tensor]:
         x.grad = None
         spin(1_000_000 * (place % 3))
         loss = layers(x).square().mean()
-        del_me = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]  # whoever reads freed memory reads this
+        del_me = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]  # a read of freed memory gets this
         del del_me
         spin(1_000_000 * (place % 2))
         loss.backward()

@@ -1,4 +1,4 @@
-"""What becomes of the ranks when an agent is started anew, or the notebook dies and another one comes back."""
+"""Ranks when an agent is started again, or when the notebook dies and another one reattaches."""
 
 from __future__ import annotations
 

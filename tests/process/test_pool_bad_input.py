@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that says what to do, before anything is sent, and the open pool answers as before."""
+"""Bad input gets a clear error with advice, before anything is sent, and the open pool works as before."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from labkit.errors import InvalidPoolError, InvalidRunError, RankSpecError, Wire
 
 @pytest.fixture(autouse=True)
 def _pool_is_unharmed(pool: WorkerPool) -> Iterator[None]:
-    """After each piece of bad input the same ranks answer, with their variables and a working group."""
+    """Require after each bad input that the same ranks answer, with their variables and a working group."""
     pids = pool.pids
     pool.push(kept="here")
     yield

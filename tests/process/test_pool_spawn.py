@@ -1,4 +1,4 @@
-"""Where forking is not safe, workers start as fresh processes; the contract is the same, only the start takes longer."""
+"""If forking is not safe, workers start as fresh processes; the contract is the same, only the start takes longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent's book-keeping of the processes on its machine, with the fork server and the notebook played by the test."""
+"""An agent's record of the processes on its machine; the test acts as the fork server and the notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict over a run that waits names the cause and not its victims, and calls only that a hang which cannot end by itself."""
+"""The verdict on a run that waits names the cause and not its victims, and calls it a hang only if it cannot end by itself."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def collective(
 def waits(
     line: int, sequence: int, name: str = "all_reduce", group: str = "0", *sizes: tuple[int, ...], calls: str = ""
 ) -> RankReport:
-    """A rank that waits in a collective; ``calls`` is the function of torch.distributed, where its name is another."""
+    """A rank that waits in a collective; ``calls`` is the function of torch.distributed, if its name differs."""
     mine = collective(sequence, name, group, *sizes)
     return replace(
         computes(line, cpu_s=0.0),
@@ -60,7 +60,7 @@ def judged(
     ranks: tuple[int, ...] | None = None,
     world_size: int = 0,
 ) -> Diagnosis:
-    """Two looks, a second apart; ranks that wait have used no CPU in between, ranks that compute the whole second."""
+    """Two looks, a second apart; in between, waiting ranks have used no CPU, and computing ranks a whole second."""
     all_ranks = range(world_size or max({*now, *finished, *failed, *dead}) + 1)
     before = {rank: replace(report, cpu_s=0.0) for rank, report in now.items()}
     return judge(all_ranks if ranks is None else ranks, all_ranks, finished, failed, dead, before, now, 1.0)

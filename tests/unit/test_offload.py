@@ -30,9 +30,9 @@ SMALLEST = 1024
 
 
 class LazyTransfer:
-    """A bus as slow as is allowed: bytes travel at the last moment, and until then both ends read as rubbish.
+    """A bus as slow as is allowed: bytes travel at the last moment, and until then both ends contain garbage.
 
-    Whoever reads before waiting, or frees before waiting, computes wrong gradients.
+    Code that reads or frees before waiting computes wrong gradients.
     """
 
     is_alias = False
@@ -272,8 +272,8 @@ def test_small_and_foreign_tensors_stay() -> None:
 
 
 def test_an_empty_tensor_on_the_host_that_is_saved_first_keeps_nothing_from_moving() -> None:
-    # torch.utils.checkpoint of torch 2.11 saves one before the inputs. Autograd of a build without CUDA takes no fake tensor
-    # that claims to be there, so what autograd would call is called by hand.
+    # torch.utils.checkpoint of torch 2.11 saves one before the inputs. Without CUDA, autograd does not accept a fake tensor that
+    # claims to be on a GPU, so the hooks are called by hand.
     block = nn.Module()
     with ActivationOffload([block], min_bytes=1, transfer=CountingTransfer()) as offload:
         offload._enter(block, ())
@@ -343,7 +343,7 @@ def test_a_tensor_that_changes_after_it_has_left_keeps_its_copy() -> None:
     class Block(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 1
-            z = y.sin() + x.cos().sum() * 0  # saving x for the cosine pushes y out, since nothing may be in flight
+            z = y.sin() + x.cos().sum() * 0  # saving x for the cosine pushes y out, because nothing may be in flight
             y.detach().zero_()
             return z
 

@@ -1,4 +1,4 @@
-"""The planner finds the optimum, its predictions are formulas that can be checked by hand, and plans can be carried out."""
+"""The planner finds the optimum, its predictions can be checked by hand, and plans can be carried out."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_with_room_for_all_everything_is_kept() -> None:
 
 
 def test_the_last_block_is_kept_before_any_other() -> None:
-    """Its activations are there while it runs, whatever is chosen."""
+    """A block's activations are in memory while it runs, whatever the choice."""
     plan = plan_blocks([ONE] * 4, setting(rate=1e-3), limit_bytes=7 + 130)
     assert plan.choices == (RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
 
@@ -182,7 +182,7 @@ def test_a_plan_carried_out_gives_the_same_gradients_and_the_predicted_bytes(cho
         assert torch.equal(left, right)
     assert (offload is not None) == (choice in (MOVE, INPUTS))
     if offload is not None:
-        # The tables of the rotation are no part of a block, so they move as well, once for all blocks.
+        # The rotary tables do not belong to a block, so they move as well, once for all blocks.
         tables = 2 * model.rope_cos.nbytes
         assert offload.counts.moved_bytes == plan.moved_bytes - (3 * tables if choice is MOVE else -tables)
 

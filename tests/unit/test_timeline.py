@@ -20,7 +20,7 @@ BYTES = {block.name: block.whole_bytes for block in BLOCKS}
 
 
 def trace_of(words: str, rank: int = 0, start_s: float = 0.0) -> Trace:
-    """A trace from words such as ``f U:layers.0 R:layers.0 b u:layers.0``: f and b begin a phase, small letters change nothing."""
+    """A trace from words such as ``f U:layers.0 R:layers.0 b u:layers.0``: f and b begin a phase; u and r change nothing."""
     kinds = {"U": ev.UNSHARD, "W": ev.WAIT, "R": ev.RESHARD, "S": ev.REDUCE_SCATTER, "A": ev.ALL_REDUCE, "G": ev.ALL_GATHER}
     spans = {"F": "forward", "B": "backward"}
     events: list[Event] = []

@@ -56,7 +56,7 @@ def share_memory(request: pytest.FixtureRequest) -> bool:
 
 
 def sent(value: Any, share_memory: bool) -> Any:
-    """The value as another process would get it."""
+    """Return the value as another process would get it."""
     packed = pack(value, share_memory=share_memory)
     try:
         return unpack(pickle.loads(pickle.dumps(packed.payload)), [bytes(frame) for frame in packed.frames])

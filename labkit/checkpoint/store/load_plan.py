@@ -156,7 +156,7 @@ class LoadPlan:
     def _per_rank_text(self, key: str, path: Path_) -> str:
         for per_rank in self.captured.per_rank:
             if path[: len(per_rank)] == per_rank:
-                return f"{key} (saved per rank, and not by a rank {self.comm.rank})"
+                return f"{key} (saved per rank, but not by rank {self.comm.rank})"
         return key
 
     def _plan_rest(self, taken: set[str]) -> None:
@@ -231,7 +231,7 @@ class LoadPlan:
 
 
 def find(state: Any, path: Path_, rank: int) -> Any:
-    """Return the value at nested keys of a state, also inside a :class:`PerRank`; None in the part of another rank."""
+    """Return the value at nested keys of a state, also inside a :class:`PerRank`; None in another rank's part."""
     value = state
     for step in path:
         if isinstance(value, PerRank):

@@ -34,7 +34,7 @@ class Channel:
 
 
 class Copy(NotebookExecutionManager):  # type: ignore[misc]  # papermill has no types
-    """papermill's record of a run, saved in one step each time: if the reader is killed, the copy is still complete."""
+    """papermill's record of a run, saved atomically: if the reader is killed, the copy on disk is still a whole file."""
 
     def save(self, **_: Any) -> None:
         """Save the notebook as it is now."""
@@ -93,7 +93,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         self._asked_to_exit = any(part.get("source") == "ask_exit" for part in payload)
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
-        """Process one message of the kernel, unless the cell has already put out too much."""
+        """Process one message of the kernel, unless the cell has already produced too much output."""
         kind, content = msg["msg_type"], msg["content"]
         hooked = bool(self.output_hook_stack[msg["parent_header"].get("msg_id")])
         if kind == "stream" and not hooked:

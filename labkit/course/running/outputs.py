@@ -1,6 +1,6 @@
 r"""The outputs of a cell while it runs: streams joined as a terminal shows them, and a limit on how much is kept.
 
-Each piece takes time proportional to its own length, however a notebook prints: millions of lines, one line of 20 MB, or endless
+Each piece takes time proportional to its own length, whatever a notebook prints: millions of lines, one line of 20 MB, or endless
 carriage returns.
 """
 

@@ -30,7 +30,7 @@ class Box:
     Attributes:
         column: Its place in the row, counted from 0.
         value: The number.
-        sources: The ranks that it comes from, in ascending order; empty if the collective should not have given this value.
+        sources: The ranks that it comes from, in ascending order; empty if the collective should not produce this value.
     """
 
     column: int
@@ -64,7 +64,7 @@ def draw_panels(ax: Axes, name: str, left: Rows, right: Rows, pieces: Mapping[in
         name: The text over the arrow.
         left: The boxes of each rank before; a slot without a box is drawn as an empty frame.
         right: The boxes of the same ranks after.
-        pieces: Per rank, the column where its piece starts; empty if there are no pieces to name.
+        pieces: Per rank, the column where its piece starts; empty if no pieces are named.
     """
     columns = 1 + max((box.column for rows in (left, right) for row in rows.values() for box in row), default=0)
     box_in = min(_BOX_IN, (WIDTH_IN - _LABEL_IN - _ARROW_IN - 0.1) / (2 * columns))

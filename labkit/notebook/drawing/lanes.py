@@ -28,7 +28,7 @@ class Period:
     Attributes:
         block: The block.
         phase: The phase in which it began.
-        begin: The x of the gather's beginning, or the left edge.
+        begin: The x where the gather began, or the left edge.
         end: The x where the parameters were freed, or the right edge.
         whole: The x where the wait for the gather ended; None if nothing waited.
         size_bytes: The memory that it keeps alive.

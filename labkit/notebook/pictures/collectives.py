@@ -32,8 +32,8 @@ def collective_picture(
 ) -> Picture:
     """Draw the values of each rank before and after a summing or gathering collective.
 
-    The colours of ``after`` are checked and not assumed: each value is compared with the result that the collective should have for
-    ``before``. A value that differs is drawn as a white box with a dashed edge and a question mark.
+    The colours of ``after`` are checked, not assumed: each value is compared with the result that the collective should produce
+    from ``before``. A value that differs is drawn as a white box with a dashed edge and a question mark.
 
     Args:
         collective: ``all_gather``, ``reduce_scatter`` or ``all_reduce``; the reduction is the sum.
@@ -94,7 +94,7 @@ def process_picture(controller_pid: int, rank_pids: Mapping[int, int]) -> Pictur
         return Picture.from_figure(
             fig,
             alt=f"The kernel, process {controller_pid}, sends cells to {_count(len(ranks))}: {listing}.",
-            caption="The kernel runs your notebook and is no rank. Each rank is a process of its own, with its own memory.",
+            caption="The kernel runs your notebook and is not a rank. Each rank is a process of its own, with its own memory.",
             columns=("who", "process id"),
             rows=[("kernel", controller_pid), *((f"rank {rank}", rank_pids[rank]) for rank in ranks)],
         )
@@ -185,7 +185,7 @@ def _judged(
         rows[rank] = []
         for column, value in enumerate(row, start):
             right, sources = expected[column]
-            # Ranks add in float32 and in their own order; a wrong value differs by more than that.
+            # Ranks add in float32 and in their own order, so allow for rounding; a wrong value differs by more.
             same = math.isclose(value, right, rel_tol=1e-5, abs_tol=1e-6)
             rows[rank].append(Box(column, value, sources if same else ()))
     return rows

@@ -84,6 +84,6 @@ def _draw_legend(axes: Axes, y: float) -> None:
 def _alt(moves: Sequence[Moved]) -> str:
     counts = {kind: sum(move.kind == kind for move in moves) for kind in _LINES}
     return (
-        f"Of {len(moves)} arguments of FSDP1, {counts['changed']} have a successor that behaves otherwise, "
+        f"Of {len(moves)} arguments of FSDP1, {counts['changed']} have a successor that behaves differently, "
         f"{counts['your code']} became your own code, and {counts['gone']} are gone."
     )

@@ -43,7 +43,7 @@ class DiskChunk(NamedTuple):
     """A piece of a tensor in a checkpoint.
 
     Attributes:
-        chunk: The part of the tensor that it is.
+        chunk: The part of the tensor that it covers.
         file: Name of the file that holds it, such as ``__2_0.distcp``; the first number is the rank that wrote it.
     """
 
@@ -179,7 +179,7 @@ def _draw_title(ax: Axes, title: str, shape: Sequence[int], cuts: Sequence[str],
 def _cuts(record: ShardRecord) -> list[str]:
     """Return the effect of each mesh axis, in words that fit under a title."""
     if not record.is_distributed:
-        return ["plain: each rank its own"]
+        return ["plain: each rank has its own"]
     names = [name or f"axis {index}" for index, name in enumerate(record.mesh_axes)]
     return [f"{name}: {_cut(split)}" for name, split in zip(names, splits_of(record.placements), strict=True)]
 
@@ -218,7 +218,7 @@ def _label(ranks: Sequence[int], broad: float, tall: float) -> str:
 
 
 def _draw_indices(ax: Axes, boxes: Sequence[Box], shape: Sequence[int], place: tuple[float, float, float]) -> None:
-    """Write the index where each block begins, and the size at the end. Leave out an index that would overlap the one before."""
+    """Write the index where each block begins, and the size at the end. Leave out an index that would overlap the previous one."""
     left, top, wide = place
     for dim, length in ((0, _PANEL_IN), (1, wide)):
         if dim >= len(shape):

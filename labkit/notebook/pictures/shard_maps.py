@@ -25,7 +25,7 @@ _ROW_IN = 0.24
 _BLOCK_ROW_IN = 0.5
 _CAPTION = (
     "Each bar is one tensor: dim 0 from left to right, dim 1 from top to bottom. Colours and numbers are ranks, with the "
-    "indices of dim 0 that they hold. A dashed bar is a plain tensor, of which every rank has its own."
+    "indices of dim 0 that they hold. A dashed bar is a plain tensor: every rank has its own."
 )
 
 
@@ -178,7 +178,7 @@ def _draw_box(axes: Axes, box: Box, record: ShardRecord, num_ranks: int, wording
 
 
 def _words(box: Box, record: ShardRecord) -> str:
-    """Return the text that is shown when the pointer is on a box."""
+    """Return the text shown when the pointer is on a box."""
     held = " x ".join(span(box.chunk, dim) for dim in range(len(box.chunk.offsets))) or "all"
     total = sum(chunk.numel for chunk in record.chunks)
     size_bytes = record.local_bytes * box.chunk.numel // total if total else 0
@@ -193,7 +193,7 @@ def _is_shared(box: Box, num_ranks: int) -> bool:
 
 
 def _labels(box: Box, record: ShardRecord, num_ranks: int) -> list[str]:
-    """Return the four labels for a box from which to choose, from the longest to an empty one."""
+    """Return the four possible labels of a box, from the longest to an empty one."""
     ranks = format_ranks(box.ranks)
     who = f"rank {ranks}" if len(box.ranks) == 1 else f"ranks {ranks}"
     if not record.is_distributed:

@@ -34,7 +34,7 @@ class Node:
     """A part of the names that several tensors share.
 
     Attributes:
-        name: The part of the name between two dots, or several parts if the tree does not branch between them.
+        name: The part of the names between two dots, or several parts if the tree does not branch between them.
         children: The nodes and tensors below it, in the checkpoint's order. A tensor's key is the rest of its name; a node's key is
             its name and a dot.
     """
@@ -58,7 +58,7 @@ def tree_of(entries: Sequence[TensorEntry]) -> Node:
         *parts, last = entry.key.split(".")
         node = root
         for part in parts:
-            # Keep the dot in the key: a tensor may have the name with which others begin.
+            # Keep the dot in the key: a tensor's whole name may be the beginning of other names.
             node = node.children.setdefault(f"{part}.", Node(part))
         node.children[last] = entry
     return _joined(root)

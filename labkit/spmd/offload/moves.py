@@ -32,7 +32,7 @@ class OffloadCounts:
         moved_bytes: Storages sent to the host, each counted once and whole.
         num_moved: The number of these storages.
         fetched_bytes: Storages brought back. Less than ``moved_bytes``: what backward needs first never left the device.
-        num_late: Storages that backward needed before they were on their way back.
+        num_late: Storages that backward needed before their copy back had begun.
         peak_in_flight_bytes: The most device memory held only because a copy was under way or had arrived early.
     """
 

@@ -1,4 +1,4 @@
-"""Choice per block of what happens to its activations: keep, recompute or move, at the least time under a memory limit.
+"""Choice, per block, between keeping, recomputing and moving its activations: the fastest under a memory limit.
 
 The bound on time is a roofline (Williams et al., 2009): each direction of a step takes as long as the slower of computation
 and bus. `predict` refines it: copies hide behind later blocks only as far as the limit on bytes in flight allows.
@@ -192,7 +192,7 @@ def _joined(group: Sequence[BlockCost]) -> BlockCost:
 
 @dataclass(frozen=True)
 class _Partial:
-    """The blocks from some block to the last: their time, the bytes that still wait for the bus at its edge, and their memory."""
+    """The blocks from some block to the last: their time and memory, and the bytes that still wait for the bus at its edge."""
 
     forward_s: float
     backward_s: float

@@ -85,7 +85,7 @@ class _Direction:
     def _copy(self, target: Tensor, source: Tensor, after: Future[None] | None, asked_at: float) -> None:
         if after is not None:
             after.result()
-        # Counted from when the bus became free, not from when this thread woke up, so that wake-up delays do not add up.
+        # Count from when the bus became free, not from when this thread woke up, so that wake-up delays do not add up.
         self._free_at = max(self._free_at, asked_at) + source.numel() / self._bytes_per_s
         time.sleep(max(0.0, self._free_at - time.monotonic()))
         target.copy_(source)

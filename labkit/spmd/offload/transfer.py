@@ -95,7 +95,7 @@ class CudaTransfer:
     Device memory is always taken from and returned to the stream that computes, after that stream has been told to wait for
     the copy. So the allocator may reuse it at once. ``record_stream`` would hold it back for an unknown time. Host memory is
     kept from step to step, because pinning is slow and would stop the device. torch pins powers of two, so this class also takes
-    powers of two and uses each for anything that fits: batches of varying length do not pin anew.
+    powers of two and uses each for anything that fits, so batches of varying length do not pin more.
 
     Args:
         device: A CUDA device with an index.

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class ScriptPool:
-    """The pool as the notebook's own process sees it, over the ranks of the script. Ranks: rank 0, inside a cell of its own."""
+    """The pool of the notebook's own process, over the ranks of the script. Ranks: rank 0, inside a cell of that process."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -33,19 +33,19 @@ class ScriptPool:
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
     ) -> RankResults[Any]:
-        """Do as ``WorkerPool.run``, but without its timeout: nothing watches a script. Blocks as long as the function."""
+        """Behave like ``WorkerPool.run``, but without its timeout: nothing watches a script. Blocks as long as the function."""
         return self._job.ask(_run, function, *args, ranks=ranks, **kwargs)
 
     def push(self, ranks: RankSpec = None, **values: Any) -> None:
-        """Do as ``WorkerPool.push``."""
+        """Behave like ``WorkerPool.push``."""
         self._job.ask(_push, values, ranks=ranks)
 
     def pull(self, expression: str, ranks: RankSpec = None) -> RankResults[Any]:
-        """Do as ``WorkerPool.pull``."""
+        """Behave like ``WorkerPool.pull``."""
         return self._job.ask(_pull, expression, ranks=ranks)
 
     def restart(self, ranks: RankSpec = None) -> None:
-        """Do as ``WorkerPool.restart``: these ranks, or all, forget what cells have made. Their processes stay."""
+        """Behave like ``WorkerPool.restart``: these ranks, or all, forget the variables of cells. Their processes stay."""
         if ranks is None:
             self._job.ask(renew, self.world_size)
         else:
@@ -77,5 +77,5 @@ def _forget(job: Job) -> None:
 
 
 def renew(job: Job, world_size: int) -> None:
-    """Let the first ranks start anew. Ranks: collective, see `labkit.spmd.script.torchrun.Job.renew`."""
+    """Restart with the first ranks. Ranks: collective, see `labkit.spmd.script.torchrun.Job.renew`."""
     job.renew(world_size)

@@ -161,7 +161,7 @@ def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool
         return ""
     if not all(pieces := _pieces(size, axes.tp)):
         return "a rank would get none, which fails in FSDP's backward"
-    # To save, torch joins the rows at one dp coordinate and splits them anew over tp. But FSDP split each TP piece on its own.
+    # To save, torch joins the rows at one dp coordinate and splits them again over tp. But FSDP split each TP piece on its own.
     held = zip(*(_pieces(piece, axes.dp) for piece in pieces), strict=True)
     if dim == 0 and any(list(rows) != _pieces(sum(rows), axes.tp) for rows in held):
         return f"over {axes.dp} ranks on dp torch puts the rows of some ranks in the wrong place, and its checkpoint fails"

@@ -17,7 +17,7 @@ class Moved:
         new: An argument of ``fully_shard``, a method of ``FSDPModule`` with ``()``, or empty if there is none.
         kind: ``changed``: same purpose, different behaviour. ``your code``: torch no longer does it. ``gone``: always on now.
             No argument kept its behaviour.
-        note: What to know when moving to FSDP2.
+        note: Advice for moving to FSDP2.
     """
 
     old: str
@@ -28,7 +28,7 @@ class Moved:
 
 ARGUMENTS: tuple[Moved, ...] = (
     Moved("device_mesh", "mesh", "changed", "two axes always mean copies and pieces; in FSDP1 only under HYBRID_SHARD"),
-    Moved("process_group", "mesh", "changed", "no group, but a mesh of ranks, which has its groups"),
+    Moved("process_group", "mesh", "changed", "a mesh of ranks, which has its own groups, instead of a group"),
     Moved(
         "sharding_strategy",
         "reshard_after_forward",

@@ -162,7 +162,7 @@ def record_events(model: nn.Module) -> Iterator[Recording]:
             but their collectives are.
 
     Returns:
-        A context manager that gives a `Recording`; its ``trace()`` is plain data.
+        A context manager that yields a `Recording`; its ``trace()`` returns plain data.
 
     Raises:
         TraceError: This torch lacks functions that the tracer wraps.
@@ -171,7 +171,7 @@ def record_events(model: nn.Module) -> Iterator[Recording]:
     """
     recording = Recording(model)
     with warnings.catch_warnings():
-        # Under a dispatch mode the output of a Linear is a view, and FSDP2 warns of that since 2.13.
+        # Under a dispatch mode the output of a Linear is a view, about which FSDP2 warns since 2.13.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with observed(recording), CollectiveMode(recording.collective):
             yield recording

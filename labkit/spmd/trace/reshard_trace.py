@@ -1,4 +1,4 @@
-"""Trace of what torch's ``input_reshard`` keeps for backward, tensor by tensor, and whether each tensor comes back unchanged.
+"""Trace of the tensors that torch's ``input_reshard`` keeps for backward, and whether each comes back unchanged.
 
 ``input_reshard`` registers hooks for *every* tensor that autograd saves during a module's forward. It assumes that every
 replicated DTensor and every plain tensor is equal on all TP ranks: each rank keeps its part of the rows, and backward gathers
@@ -68,7 +68,7 @@ def trace_input_reshard(
         model: The model whose forward runs in the block. Backward may run there too.
         tp_mesh: The TP axis.
         modules: The modules whose forward uses the hooks; everything else is saved whole.
-        dim: The dim along which torch divides what it keeps.
+        dim: The dim along which torch divides the tensors that it keeps.
 
     Yields:
         The trace, filled as the forward runs.
@@ -109,7 +109,7 @@ def trace_input_reshard(
             def leave(*_: object, inside: saved_tensors_hooks = inside) -> None:
                 inside.__exit__()
 
-            # always_call: hooks left on after an error would act on everything that this process saves from then on.
+            # always_call, because hooks left on after an error would act on everything that this process saves from then on.
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         try:
             yield trace

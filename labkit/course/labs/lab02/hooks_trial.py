@@ -55,7 +55,7 @@ _SWAPPED = "It works the other way round: return pack first, then unpack."
 _RAISED: list[tuple[Callable[[tuple[int, BaseException]], bool], str]] = [
     (
         lambda raised: "device string" in str(raised[1]) or "nvalid device" in str(raised[1]),
-        'torch knows no device of that name. The host\'s is "cpu", and tensor.device is the one that a tensor is on.',
+        'torch has no device of that name. The host\'s is "cpu", and tensor.device is the one that a tensor is on.',
     ),
     (
         lambda raised: raised[0] == 1 and not isinstance(raised[1], NameError),
@@ -213,7 +213,7 @@ class _Watch:
             return  # wrong already for one tensor
         both = torch.arange(24.0).view(4, 6)
         memory = bytearray(32)
-        # With a buffer this is certain, and not only frequent as with an allocator: a new tensor where one was freed.
+        # A buffer makes sure that the new tensor has the address of the freed one; with an allocator that is only frequent.
         earlier = is_right(torch.frombuffer(memory, dtype=torch.float32))
         memory[:] = bytes(range(32))
         if not (earlier and is_right(torch.frombuffer(memory, dtype=torch.float32))):
@@ -231,7 +231,7 @@ class _Watch:
         pack, unpack = hooks
         other = torch.arange(35.0).view(5, 7)
         self.found["copies_others"] = unpack(pack(other)).untyped_storage()._cdata != other.untyped_storage()._cdata
-        # The mode would warn about each address that pack reads. An error that only the missing GPU causes shows nothing.
+        # The mode would warn about each address that pack reads. Errors are ignored: the missing GPU may be their only cause.
         with suppress(Exception), warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=True):
             places = {found.device.type for found in _tensors_in(pack(torch.empty(5, 7, device="cuda:0")))}
             self.found["leaves_device"] = "cuda" not in places if places else None

@@ -40,7 +40,7 @@ class Moved:
 
 
 def check_by_name(by_name: ByName) -> str:
-    """Exercise 3: ``by_name(state, names)`` gives an optimizer's state under names.
+    """Exercise 3: ``by_name(state, names)`` returns an optimizer's state under names.
 
     The state of a trained optimizer goes through it into an optimizer that has the same parameters in another order, with its
     groups in another order too. Both train on.
@@ -175,7 +175,7 @@ def _first_difference(actual: Any, expected: Any, where: str = "") -> str:
 
     if isinstance(expected, Mapping):
         if not isinstance(actual, Mapping):
-            return f"{where or 'it'} is no dictionary"
+            return f"{where or 'it'} is not a dictionary"
         if missing := [key for key in expected if key not in actual]:
             return f"{missing[0]!r} is missing in {where or 'it'}"
         if extra := [key for key in actual if key not in expected]:
@@ -188,12 +188,12 @@ def _first_difference(actual: Any, expected: Any, where: str = "") -> str:
         return next(filter(None, (_first_difference(a, b, f"{where}[{place}]") for place, (a, b) in pairs)), "")
     if isinstance(expected, torch.Tensor):
         if not isinstance(actual, torch.Tensor):
-            return f"{where} is a {type(actual).__name__} in the place of a tensor"
+            return f"{where} is a {type(actual).__name__} instead of a tensor"
         if actual.dtype != expected.dtype:
-            return f"{where} is {actual.dtype} in the place of {expected.dtype}"
+            return f"{where} is {actual.dtype} instead of {expected.dtype}"
         return "" if torch.equal(actual, expected) else f"{where} has other values"
     same = type(actual) is type(expected) and actual == expected
-    return "" if same else f"{where} is {actual!r} in the place of {expected!r}"
+    return "" if same else f"{where} is {actual!r} instead of {expected!r}"
 
 
 def _groups(moved: Moved) -> list[list[Any]]:
@@ -224,7 +224,7 @@ def _other_dtype(moved: Moved) -> bool:
 
 _RIGHT_GROUPS = [["third", "first"], ["frozen", "second"]]
 _MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
-    (lambda moved: moved.numbers_left, "Numbers stand in two places: as keys of state, and in the params of each group."),
+    (lambda moved: moved.numbers_left, "Numbers are in two places: as keys of state, and in the params of each group."),
     (lambda moved: not moved.answer["state"], "The state is empty: the moments and the step counts are all in there."),
     (
         lambda moved: len(_groups(moved)) != len(_RIGHT_GROUPS),
@@ -232,7 +232,7 @@ _MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
     ),
     (
         lambda moved: _groups(moved) == _RIGHT_GROUPS[::-1],
-        "The groups are in another order than in the old state. They stay as they stand there.",
+        "The groups are in another order than in the old state. Keep their order.",
     ),
     (
         lambda moved: _groups(moved) == [["third", "first"], ["third", "first"]],
@@ -244,26 +244,26 @@ _MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
     ),
     (
         lambda moved: tuple(moved.answer["state"]) == OLD_ORDER[:3],
-        "A frozen parameter has a number and no state. Go by the numbers in state, not by how many entries came before.",
+        "A frozen parameter has a number but no state. Use the numbers in state, not the count of entries before it.",
     ),
     (
         lambda moved: moved.answer["state"].keys() == set(OLD_ORDER),
-        "The frozen parameter has no entry in the old state. Go by the numbers that are in state.",
+        "The frozen parameter has no entry in the old state. Use the numbers that are in state.",
     ),
     (
         lambda moved: _groups(moved) != _RIGHT_GROUPS or moved.answer["state"].keys() != moved.right["state"].keys(),
         "names are in the order of the old optimizer, and so are the numbers: number 2 is names[2].",
     ),
-    (_lost_options, "A group has more than its parameters: learning rate, betas, weight decay and all the rest go along."),
+    (_lost_options, "A group has more than its parameters: keep the learning rate, betas, weight decay and all the rest."),
     (
         lambda moved: any(float(answer.get("step", 0.0)) == 0 for answer, _ in _moments(moved)),
         "The step count is part of the state: Adam corrects its moments by it.",
     ),
     (
         lambda moved: any(right.keys() - answer.keys() for answer, right in _moments(moved)),
-        "The state of a parameter has three entries: a step count and two moments. All of them go along.",
+        "The state of a parameter has three entries: a step count and two moments. Keep all of them.",
     ),
-    (_other_dtype, "Nothing is computed here, so nothing may be cast: the values go along as they are."),
+    (_other_dtype, "Nothing is computed here, so nothing may be cast: the values stay as they are."),
     (
         lambda moved: bool(_first_difference(moved.answer["state"], moved.right["state"])),
         "The moments of a parameter are not its own. Which number belongs to which name?",

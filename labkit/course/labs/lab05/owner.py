@@ -58,7 +58,7 @@ def _asked(owner: Owner, place: Shape, case: Case) -> Any:
 
 def _as_ranks(answer: Any) -> set[int]:
     if not isinstance(answer, Set) or not all(isinstance(rank, int) for rank in answer):
-        raise ExerciseError(f"owner returned {answer!r}. It has to return a set of ranks, also where one rank holds it.")
+        raise ExerciseError(f"owner returned {answer!r}. It has to return a set of ranks, even if only one rank holds it.")
     return set(answer)
 
 

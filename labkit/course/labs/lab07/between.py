@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 Groups = Sequence[Sequence[int]]
@@ -25,7 +25,7 @@ class Case:
 
 
 def check_between_bytes(between_bytes: BetweenBytes) -> str:
-    """Exercise 1: ``between_bytes(groups, ranks_per_node, sent_bytes)`` is what all ranks together send to other nodes.
+    """Exercise 1: ``between_bytes(groups, ranks_per_node, sent_bytes)`` returns the bytes that all ranks send to other nodes.
 
     Args:
         between_bytes: Takes the groups of one axis as lists of ranks, each in the order of its ring, the number of ranks on a node,
@@ -40,7 +40,7 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
     Ranks: controller.
     """
     cases, sent = _cases(), 1_000
-    answers = [between_bytes([list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
+    answers = [ask(between_bytes, [list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
     for answer in answers:
         if isinstance(answer, bool) or not isinstance(answer, int | float):
             raise ExerciseError(f"between_bytes returned {answer!r}. It has to return a number of bytes.")
@@ -54,7 +54,7 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
                 hint_for(
                     [answer / sent for answer in answers],
                     _MISTAKES,
-                    "Which ranks have their next one on another node? They send there.",
+                    "Which ranks have their successor on another node? They send there.",
                 ),
             )
     largest = max(sum(map(len, case.groups)) for case in cases)
@@ -85,9 +85,9 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: sum(len(group) for group in case.groups if _spans(group, case) > 1)),
-        "In a group that reaches over nodes not every rank sends out of its node: the next rank may be its neighbour.",
+        "In a group that spans nodes, not every rank sends out of its node: the next rank may be on the same node.",
     ),
-    (_links(lambda *_: True), "This is what is sent at all. What stays on its node does not count."),
+    (_links(lambda *_: True), "These are all bytes sent. Bytes that stay on a node do not count."),
     (
         _if(lambda case: sum(_spans(group, case) for group in case.groups if _spans(group, case) > 1)),
         "You count the nodes of a group. The order of the ring matters: it may leave the same node twice.",
@@ -102,11 +102,11 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: 2 * case.num_leaving),
-        "Twice too much: a rank sends to the next one of its ring only, not to the one before it.",
+        "Twice too much: a rank sends only to the next one of its ring, not to the one before it.",
     ),
     (
         _links(lambda rank, following, case: abs(rank - following) >= case.ranks_per_node),
-        "How far apart two numbers are does not say whether there is a border between them: compare the nodes of both ranks.",
+        "The distance of two numbers does not show whether a node ends between them: compare the nodes of both ranks.",
     ),
 ]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 LostNames = Callable[[Path, int, int], Set[str]]
@@ -65,7 +65,7 @@ def check_lost_names(lost_names: LostNames) -> str:
 def _answer(lost_names: LostNames, case: Case) -> frozenset[str]:
     with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
         _write(Path(scratch), case.files)
-        answer = lost_names(Path(scratch), case.node, case.ranks_per_node)
+        answer = ask(lost_names, Path(scratch), case.node, case.ranks_per_node)
     if not isinstance(answer, Set):
         raise ExerciseError(f"lost_names returned {answer!r}. It has to return a set of names, each of them once.")
     return frozenset(answer)
@@ -95,7 +95,7 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: frozenset(case.files) - case.lost),
-        "These are the tensors that are left whole. The lost ones are asked for.",
+        "These are the tensors that are left whole. Name the lost ones.",
     ),
     (
         _if(lambda case: case.lost_where(lambda file: case.node if _rank(file) // case.ranks_per_node != case.node else -1)),
@@ -103,7 +103,7 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: case.lost_where(lambda file: _rank(file) // case.ranks_per_node, all)),
-        "A tensor is lost when one of its pieces is, also when others are still there.",
+        "A tensor is lost when one of its pieces is, even if others are still there.",
     ),
     (
         _if(lambda case: case.lost_where(_rank)),
@@ -115,7 +115,7 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: case.lost_where(lambda file: int(file[2]) // case.ranks_per_node)),
-        "Ranks may have more than one digit: __12_0.distcp is of rank 12.",
+        "Ranks may have more than one digit: __12_0.distcp belongs to rank 12.",
     ),
     (
         _if(lambda case: case.lost_where(lambda file: _second(file) // case.ranks_per_node)),
@@ -135,7 +135,7 @@ def _cases() -> list[Case]:
         Case("every piece written by one of its replicas", hsdp, 1, 2),
         Case("the same, the other node", hsdp, 0, 2),
         Case("16 ranks", {"w1": of(1, 3), "w2": of(12, 13), "w3": of(7, 8), "w4": of(0, 15)}, 1, 8),
-        Case("nobody wrote there", {"w1": of(0, 1)}, 3, 2),
+        Case("a node that wrote nothing", {"w1": of(0, 1)}, 3, 2),
     ]
 
 
