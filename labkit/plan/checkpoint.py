@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from labkit.checkpoint.index.layout import Box
 from labkit.plan import private
-from labkit.plan.layout import Layout
+from labkit.plan.held_boxes import Layout
 from labkit.plan.records import CheckpointPlan, TrainingJob
 from labkit.plan.simulate import Simulation
 from labkit.spmd.shards.layouts import MeshRecord

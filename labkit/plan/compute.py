@@ -11,8 +11,8 @@ import torch
 
 from labkit.plan import private
 from labkit.plan.checkpoint import plan_checkpoint
+from labkit.plan.held_boxes import Int64s, held_elements
 from labkit.plan.job import mesh_of
-from labkit.plan.layout import Int64s, held_elements
 from labkit.plan.records import CheckpointPlan, Plan, RankPlan, TrainingJob
 from labkit.plan.simulate import MOVING, Simulation, simulate
 from labkit.plan.traffic import traffic_of

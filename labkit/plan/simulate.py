@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from labkit.plan import private
+from labkit.plan.held_boxes import Layout
 from labkit.plan.job import TP_AXIS, blocks_of, build_model, dtype_of, loss_of, mixed_precision_of, optimizer_of, tp_plan_of
-from labkit.plan.layout import Layout
 from labkit.plan.records import JobError, TrainingJob
 from labkit.spmd.memory.kinds import held_memory, tracked_peak
 from labkit.spmd.offload.saved import WatchedOffload, watch_saved
 from labkit.spmd.shards.layouts import MeshRecord
 from labkit.spmd.shards.records import MemoryParts
 from labkit.spmd.shards.sharding import ShardingError, shard_model
-from labkit.spmd.shards.tensor_parallel import PlanError, check_plan
+from labkit.spmd.shards.tensor_parallel import ParallelPlanError, check_plan
 from labkit.spmd.trace.collectives import count_collectives
 from labkit.spmd.trace.events import Collective
 
@@ -96,7 +96,7 @@ def _sharded(job: TrainingJob, mesh: DeviceMesh) -> tuple[nn.Module, list[nn.Mod
             reshard_after_forward=job.reshard_after_forward,
             mp_policy=mixed_precision_of(job),
         )
-    except (PlanError, ShardingError) as error:
+    except (ParallelPlanError, ShardingError) as error:
         raise JobError(f"{error}\nChoose another size for an axis of the mesh {job.mesh!r}, or change the plan.") from error
     return model, blocks
 

@@ -24,14 +24,14 @@ from typing import Any
 import cloudpickle
 
 from labkit.errors import WireError
-from labkit.wire.record import Record
+from labkit.wire.record import WireRecord
 
 # Smaller buffers travel in the message: opening and mapping a file costs about as much as copying this much.
 IN_MESSAGE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FileSlice(Record):
+class FileSlice(WireRecord):
     """A buffer inside a memory file that another process of this machine has open.
 
     Attributes:
@@ -46,7 +46,7 @@ class FileSlice(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Payload(Record):
+class Payload(WireRecord):
     """A packed value.
 
     Attributes:

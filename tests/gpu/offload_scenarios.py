@@ -20,7 +20,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload.context import MIB, ActivationOffload
 from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus
-from labkit.spmd.offload.plan import Bus, Plan, Setting, plan_blocks
+from labkit.spmd.offload.plan import Bus, OffloadPlan, Setting, plan_blocks
 from tests.benchmarks.gpu_steps import DEVICE, Context, Timed, random_model, random_tokens, time_steps, wide
 
 NARROW = ModelConfig(dim=256, num_layers=4, num_heads=4, hidden_dim=512, max_seq_len=256)
@@ -51,7 +51,7 @@ class Measured:
     num_late: int = 0
     host_bytes: int = 0
     pinned_bytes: int = 0
-    plan: Plan | None = None
+    plan: OffloadPlan | None = None
 
 
 def wrap_blocks(model: Transformer, way: str) -> None:
@@ -125,7 +125,7 @@ def measure(
     return Measured(timed, *moved, host, pinned, plan)
 
 
-def _planned(model: Transformer, batch: Tensor, limit_bytes: int, keep_peak_bytes: int) -> Plan:
+def _planned(model: Transformer, batch: Tensor, limit_bytes: int, keep_peak_bytes: int) -> OffloadPlan:
     def step() -> None:
         next_token_loss(model, batch).backward()
         model.zero_grad()

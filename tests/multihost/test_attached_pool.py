@@ -169,7 +169,7 @@ def test_the_key_file_of_another_notebook_is_not_written_over(tmp_path: Path, fi
 
 
 def test_a_second_notebook_cannot_take_the_port(pool: WorkerPool, tmp_path: Path) -> None:
-    port = pool._site.nodes.port  # type: ignore[attr-defined]
+    port = pool._life.site.nodes.port  # type: ignore[attr-defined]
     with pytest.raises(InvalidPoolError, match=f"cannot listen on tcp://0.0.0.0:{port}: Address already in use"):
         WorkerPool.attach(1, 1, listen=f"tcp://0.0.0.0:{port}", key_file=tmp_path / "labkit.key", replace=True)
     assert not pool.closed

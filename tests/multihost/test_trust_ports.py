@@ -76,8 +76,8 @@ def test_s1_a_stranger_who_reaches_every_port_runs_no_code_and_the_pool_goes_on(
     for host in hosts:
         assert {address for address, _ in listening(host.pids)} == {host.address}  # the one interface on the way to the others
     notebook = listening([psutil.Process().pid, *(item.pid for item in psutil.Process().children(recursive=True))])
-    own = {place for place in notebook if place[1] == pool._site.nodes.port}  # type: ignore[attr-defined]
-    assert own == {(f"{NETWORK}.1", pool._site.nodes.port)}  # type: ignore[attr-defined]
+    own = {place for place in notebook if place[1] == pool._life.site.nodes.port}  # type: ignore[attr-defined]
+    assert own == {(f"{NETWORK}.1", pool._life.site.nodes.port)}  # type: ignore[attr-defined]
     for where in (hosts[1], None):
         found = attack(where, canary, open_there | own)
         assert not any(item.get("let in") for item in found.values())

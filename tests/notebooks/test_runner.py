@@ -182,7 +182,7 @@ def test_s7_a_notebook_has_ended_5_s_after_its_time_whatever_it_prints(
     seconds = float(re.search(r"timed out +([0-9.]+) s", result.output)[1])
     assert TIMEOUT_S <= seconds < TIMEOUT_S + 5, result.output
     assert "cell 3 " in result.output
-    assert "1 code cell behind it was not run" in result.output
+    assert "1 code cell after it was not run" in result.output
     copy = nbformat.read(tmp_path / "out" / "prints.ipynb", as_version=4)
     assert "before" in _outputs(tmp_path / "out" / "prints.ipynb")
     assert copy.metadata.papermill.exception
@@ -257,7 +257,7 @@ def test_s7_a_notebook_whose_output_was_cut_does_not_pass(
 )
 def test_s7_a_carriage_return_takes_its_line_back_however_the_text_comes_in_pieces(text: str, shown: str) -> None:
     for size in range(1, len(text) + 1):
-        stream = outputs.Stream()
+        stream = outputs.StreamText()
         for start in range(0, len(text), size):
             stream.add(text[start : start + size])
         assert (str(stream), stream.size) == (shown, len(shown))

@@ -72,7 +72,7 @@ def main() -> None:
         "server": fork_server.shared().pid,
         "ranks": list(pool.pids.values()),
         "children": list(children.values()),
-        "directory": str(Path(pool._members._world._directory)),
+        "directory": str(Path(pool._life.runner.members._world._directory)),
     }
     print(json.dumps(told), flush=True)
     how = sys.stdin.readline().strip()

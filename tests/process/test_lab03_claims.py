@@ -29,7 +29,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.text import BatchSampler
 from labkit.spmd.model.training import train
 from labkit.spmd.model.transformer import Block
-from labkit.spmd.shards.flat import flat_shares
+from labkit.spmd.shards.flat_parameters import flat_shares
 from labkit.spmd.shards.records import FlatShare
 from labkit.spmd.shards.sharding import shard_model
 from tests.matrix import matrix

@@ -25,7 +25,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.transformer import Block, ModelConfig
 from labkit.spmd.shards.meshes import make_mesh, shard_2d
 from labkit.spmd.shards.parity import compare
-from labkit.spmd.shards.tensor_parallel import PlanError, check_plan, tensor_parallel_plan
+from labkit.spmd.shards.tensor_parallel import ParallelPlanError, check_plan, tensor_parallel_plan
 from tests.matrix import matrix
 
 KEPT = ColwiseParallel(use_local_output=False)
@@ -67,7 +67,7 @@ def uneven_under(plan: Mapping[str, ParallelStyle], width: int, num_tp: int) -> 
     try:
         check_plan(model, plan, num_tp)
         passed = True
-    except PlanError:
+    except ParallelPlanError:
         passed = False
     parallelize_module(model, mesh["tp"], dict(plan))
     fully_shard(model, mesh=mesh["dp"])
@@ -186,7 +186,7 @@ def saved_on_six(folder: str, width: int) -> tuple[bool, bool, str]:
     try:
         check_plan(model, PLACED["a pair that keeps placements"], 2, dp_size=3)
         passed = True
-    except PlanError:
+    except ParallelPlanError:
         passed = False
     parallelize_module(model, mesh["tp"], dict(PLACED["a pair that keeps placements"]))
     fully_shard(model, mesh=mesh["dp"])

@@ -37,7 +37,7 @@ def test_rank_that_listens_to_nobody_for_long_makes_no_run_fail(unharmed: Worker
     try:
         began = time.monotonic()
         for number in range(5000):
-            unharmed._members.send_control(1, Inspect(10_000 + number))
+            unharmed._life.runner.members.send_control(1, Inspect(10_000 + number))
         assert time.monotonic() - began < 2.0 * LOAD
     finally:
         stopped.resume()

@@ -27,7 +27,7 @@ import json, labkit
 from labkit.controller.start.launchers import fork_server
 pool = labkit.WorkerPool(2, device="cpu")
 pool.push(marks=marks)
-print(json.dumps([pool._members._world._directory, fork_server.shared().pid, *pool.pids.values()]))
+print(json.dumps([pool._life.runner.members._world._directory, fork_server.shared().pid, *pool.pids.values()]))
 """
 WORK = """
 %%spmd

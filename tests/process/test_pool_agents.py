@@ -25,7 +25,7 @@ from labkit.controller.machines.attach import AttachedSite, Meeting
 from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.node import Node
 from labkit.controller.run.members import Members
-from labkit.controller.start import plan
+from labkit.controller.start import pool_plan
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
@@ -110,7 +110,7 @@ def test_s1_ranks_meet_in_another_store_when_theirs_has_ended(pool: WorkerPool) 
     before = end_store(pool)
     until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
     restart_rank_1(pool)
-    assert pool._members._world.group(0).store != before
+    assert pool._life.runner.members._world.group(0).store != before
 
 
 def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
@@ -132,12 +132,12 @@ def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
 
 def node_0(pool: WorkerPool) -> Node:
     """Node 0, as the notebook knows it."""
-    return pool._site.nodes.nodes[0]  # type: ignore[attr-defined, no-any-return]
+    return pool._life.site.nodes.nodes[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def end_store(pool: WorkerPool) -> str:
     """Kill the store of the pool; return the address at which its ranks met."""
-    before = pool._members._world.group(0).store
+    before = pool._life.runner.members._world.group(0).store
     (store,) = (item for item in _descendants() if _listens(item, before) and item.pid not in pool.pids.values())
     store.kill()
     until(lambda: not survivors([store]), "the store has ended")
@@ -218,7 +218,7 @@ def test_c6_start_that_is_broken_off_when_its_agents_have_come_leaves_nothing(mo
         with pytest.raises(KeyboardInterrupt):
             WorkerPool(1, "cpu", launcher="agents", replace=True)
     else:
-        with WorkerPool(1, "cpu", replace=True) as other, other._runner.alone(), pytest.raises(PoolStateError):
+        with WorkerPool(1, "cpu", replace=True) as other, other._life.runner.alone(), pytest.raises(PoolStateError):
             WorkerPool(1, "cpu", launcher="agents", replace=True)
     assert not list(filter(_is_agent, _descendants()))
     assert _left() <= before
@@ -232,15 +232,13 @@ def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
     site = AttachedSite(
         Meeting(1, 1, "tcp://127.0.0.1:*", "127.0.0.1", "cpu", 60.0, on_one_machine=True), key_file, agents, outlives_notebook=True
     )
-    lost = WorkerPool.__new__(WorkerPool)
-    lost._closed = True
     try:
-        lost._attach(site, 120.0, 1)
+        lost = WorkerPool(launcher=site, start_timeout_s=120.0, replace=True)
         lost.push(kept=41)
         lost.abandon()
         site.abandon()
         with monkeypatch.context() as patch:
-            patch.setattr(plan, "attached_plan", lambda *args: (_ for _ in ()).throw(InvalidPoolError("in the way")))
+            patch.setattr(pool_plan, "attached_plan", lambda *args: (_ for _ in ()).throw(InvalidPoolError("in the way")))
             with pytest.raises(InvalidPoolError, match="in the way"):
                 WorkerPool.reattach(key_file)
         with pytest.raises(PoolStateError, match="no pool is open"):

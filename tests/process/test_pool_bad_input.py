@@ -157,7 +157,7 @@ def test_second_run_is_refused_while_one_is_in_progress_and_the_first_goes_on(po
         runner = threading.Thread(target=lambda: answers.append(pool.run(wait)))
         runner.start()
         until = time.monotonic() + 10
-        while not pool._runner._busy.locked():
+        while not pool._life.runner._busy.locked():
             assert time.monotonic() < until
             time.sleep(0.005)
         for act in (lambda: pool.pull("rank"), lambda: pool.run(len, []), pool.close, pool.restart):

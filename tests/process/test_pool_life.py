@@ -255,7 +255,7 @@ def test_pool_opens_no_port_of_labkits_own() -> None:
 
 def test_sockets_lie_in_a_private_folder_that_goes_with_the_pool() -> None:
     pool = WorkerPool(1, "cpu")
-    folder = Path(pool._members._world._directory)
+    folder = Path(pool._life.runner.members._world._directory)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.stat().st_uid == os.getuid()
     pool.close()

@@ -81,7 +81,7 @@ def floods(pool: WorkerPool, chance: random.Random) -> None:
 def garbage_arrives(pool: WorkerPool, chance: random.Random) -> None:
     for door in ("commands", "events"):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(str(Path(pool._members._world._directory) / door))
+            stranger.connect(str(Path(pool._life.runner.members._world._directory) / door))
             stranger.sendall(chance.randbytes(chance.randrange(1, 2000)))
 
 

@@ -87,7 +87,7 @@ def bad_plan() -> tuple[str, bool]:
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 def test_a_bad_plan_is_refused_before_the_model_is_touched(pool: labkit.WorkerPool) -> None:
     said, untouched = pool.run(bad_plan).same()
-    assert said.startswith("PlanError:")
+    assert said.startswith("ParallelPlanError:")
     assert "layers.*.attention.w0: no module has this name" in said
     assert untouched
 

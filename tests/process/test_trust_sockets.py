@@ -100,7 +100,7 @@ def test_case_23_labkit_opens_no_port_and_gloo_listens_on_loopback_only(pool: Wo
 
 
 def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
-    folder = Path(pool._members._world._directory)
+    folder = Path(pool._life.runner.members._world._directory)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder.stat().st_uid == os.getuid()
     assert {path.name for path in folder.iterdir() if path.is_socket()} == {"commands", "events"}
@@ -112,7 +112,7 @@ def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
 
 
 def test_key_stands_in_no_command_line_and_no_environment(pool: WorkerPool) -> None:
-    endpoint = pool._members._world.wire.endpoint
+    endpoint = pool._life.runner.members._world.wire.endpoint
     secrets = [endpoint.client_secret.decode(), endpoint.client_public.decode()]
     seen = [str(pool.pull("dict(__import__('os').environ)"))]
     for pid in (os.getpid(), fork_server.shared().pid, *pool.pids.values()):
@@ -183,7 +183,7 @@ def throw(family: int, address: Any, data: bytes) -> None:
 @pytest.mark.parametrize("name", RAW)
 def test_case_23_raw_bytes_at_the_unix_sockets_are_refused(pool: WorkerPool, unharmed: bytes, name: str) -> None:
     for door in ("commands", "events"):
-        throw(socket.AF_UNIX, str(Path(pool._members._world._directory) / door), RAW[name](unharmed))
+        throw(socket.AF_UNIX, str(Path(pool._life.runner.members._world._directory) / door), RAW[name](unharmed))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="labkit closes gloo's ports on Linux only")
@@ -196,7 +196,7 @@ def test_case_23_nobody_comes_in_at_gloos_sockets_once_the_ranks_are_connected(p
 
 
 def test_strangers_who_connect_and_say_nothing_keep_nobody_out(pool: WorkerPool, unharmed: bytes) -> None:
-    path = Path(pool._members._world._directory)
+    path = Path(pool._life.runner.members._world._directory)
     strangers = []
     for door in ("commands", "events"):
         for _ in range(50):
@@ -273,7 +273,7 @@ STRANGERS = ["no security", "a password", "a key of its own", "the pool's public
 
 @pytest.mark.parametrize("who", STRANGERS)
 def test_case_23_peer_without_the_key_is_refused(pool: WorkerPool, unharmed: bytes, context: zmq.Context[Any], who: str) -> None:
-    endpoint = pool._members._world.wire.endpoint
+    endpoint = pool._life.runner.members._world.wire.endpoint
     for kind, address in ((zmq.DEALER, endpoint.commands), (zmq.PUSH, endpoint.events)):
         stranger = Stranger(context, kind, **options_of(who, endpoint))
         stranger.send(address, unharmed)

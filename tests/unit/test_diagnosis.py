@@ -9,15 +9,15 @@ import pytest
 
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.verdict import judge
-from labkit.wire.messages import Collective, RankReport
+from labkit.wire.messages import RankReport, RecordedCollective
 
 PAIRS = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
 
 
 def collective(
     sequence: int, name: str = "all_reduce", group: str = "0", *sizes: tuple[int, ...], done: bool = False
-) -> Collective:
-    return Collective(sequence, name, group, sizes or ((4,),), ("Float",), done, "gloo")
+) -> RecordedCollective:
+    return RecordedCollective(sequence, name, group, sizes or ((4,),), ("Float",), done, "gloo")
 
 
 def waits(
@@ -34,7 +34,7 @@ def waits(
     )
 
 
-def computes(line: int, cpu_s: float = 1.0, *past: Collective) -> RankReport:
+def computes(line: int, cpu_s: float = 1.0, *past: RecordedCollective) -> RankReport:
     return RankReport(
         1,
         busy_s=5.0,
@@ -47,7 +47,7 @@ def computes(line: int, cpu_s: float = 1.0, *past: Collective) -> RankReport:
     )
 
 
-def idle(*past: Collective) -> RankReport:
+def idle(*past: RecordedCollective) -> RankReport:
     return RankReport(None, collectives=(collective(1, done=True), *past), groups=PAIRS)
 
 
@@ -69,7 +69,7 @@ def judged(
 # ---- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def queued(sequence: int, line: int) -> Collective:
+def queued(sequence: int, line: int) -> RecordedCollective:
     return replace(collective(sequence), backend="nccl", where=f"Cell In[7], line {line}", code=f"code of line {line}")
 
 

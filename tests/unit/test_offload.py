@@ -21,7 +21,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.text import BatchSampler
 from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload.context import ActivationOffload, OffloadError
-from labkit.spmd.offload.transfer import Copy, CountingTransfer
+from labkit.spmd.offload.transfer import CountingTransfer, HostCopy
 
 CONFIG = ModelConfig(dim=16, num_layers=4, num_heads=2, hidden_dim=24, max_seq_len=16)
 BATCH, SEQ = 2, 16
@@ -38,13 +38,13 @@ class LazyTransfer:
     is_alias = False
 
     def __init__(self) -> None:
-        self.pending: dict[Copy, tuple[Tensor, Tensor]] = {}
-        self.num_host, self.free = 0, list[Copy]()
+        self.pending: dict[HostCopy, tuple[Tensor, Tensor]] = {}
+        self.num_host, self.free = 0, list[HostCopy]()
         self.events: list[str] = []
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         waiting = [copy for copy in self.free if copy.host.numel() == source.numel()]
-        copy = waiting[0] if waiting else Copy(torch.empty_like(source))
+        copy = waiting[0] if waiting else HostCopy(torch.empty_like(source))
         if waiting:
             self.free.remove(copy)
         else:
@@ -54,27 +54,27 @@ class LazyTransfer:
         self.events.append("send")
         return copy
 
-    def wait_sent(self, copy: Copy) -> None:
+    def wait_sent(self, copy: HostCopy) -> None:
         self._finish(copy)
 
-    def fetch(self, copy: Copy) -> Tensor:
+    def fetch(self, copy: HostCopy) -> Tensor:
         assert copy not in self.pending, "asked back before it had left"
         target = torch.full_like(copy.host, 97)
         self.pending[copy] = (target, copy.host)
         self.events.append("fetch")
         return target
 
-    def wait_fetched(self, copy: Copy) -> None:
+    def wait_fetched(self, copy: HostCopy) -> None:
         self._finish(copy)
 
-    def recycle(self, copy: Copy) -> None:
+    def recycle(self, copy: HostCopy) -> None:
         assert copy not in self.pending, "recycled while bytes are under way"
         self.free.append(copy)
 
     def host_bytes(self) -> int:
         return self.num_host
 
-    def _finish(self, copy: Copy) -> None:
+    def _finish(self, copy: HostCopy) -> None:
         if copy in self.pending:
             target, source = self.pending.pop(copy)
             target.copy_(source)

@@ -19,7 +19,7 @@ from labkit.spmd.model.text import BatchSampler
 from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload.context import ActivationOffload
 from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus
-from labkit.spmd.offload.plan import BlockCost, Bus, Choice, Plan, PlanError, Setting, plan_blocks, predict, roofline_seconds
+from labkit.spmd.offload.plan import BlockCost, Bus, Choice, OffloadPlan, PlanError, Setting, plan_blocks, predict, roofline_seconds
 from labkit.spmd.offload.slow_bus import SlowBus
 
 CPU = torch.device("cpu")
@@ -188,7 +188,7 @@ def test_a_plan_carried_out_gives_the_same_gradients_and_the_predicted_bytes(cho
 
 
 def test_the_predicted_peak_is_the_measured_one(bus: SlowBus) -> None:
-    def peak_of(choices: list[Choice]) -> tuple[int, Plan | None]:
+    def peak_of(choices: list[Choice]) -> tuple[int, OffloadPlan | None]:
         model = build_model(CONFIG)
 
         def step() -> None:

@@ -20,8 +20,8 @@ from labkit.notebook.pictures.plans import draw_plans
 from labkit.plan import JobError, Plan, TrainingJob, checkpoint, private
 from labkit.plan.cli import plan as command
 from labkit.plan.compute import compute_plan
+from labkit.plan.held_boxes import Layout, held_elements
 from labkit.plan.job import mesh_of
-from labkit.plan.layout import Layout, held_elements
 from labkit.plan.traffic import traffic_of
 from labkit.spmd.shards.layouts import MeshRecord
 from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan

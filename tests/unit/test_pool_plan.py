@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labkit.controller.start.plan import MOST_ON_A_GPU, PoolPlan, attached_plan, make_plan
+from labkit.controller.start.pool_plan import MOST_ON_A_GPU, PoolPlan, attached_plan, make_plan
 from labkit.errors import InvalidPoolError
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec, gpu_of

@@ -246,7 +246,7 @@ def test_every_message_is_frozen_and_survives_pickling() -> None:
         messages.Failed(0, 1, RankFailure(0, "exception", "ValueError", "boom")),
         messages.Bye(0),
         Aborted(0, 1),
-        messages.Inspection(0, 1, messages.RankReport(None, collectives=(messages.Collective(1, "all_reduce", "0"),))),
+        messages.Inspection(0, 1, messages.RankReport(None, collectives=(messages.RecordedCollective(1, "all_reduce", "0"),))),
     ]
     alternatives = (*messages.ToMain.__args__, *messages.ToControl.__args__, *messages.FromWorker.__args__)
     assert {type(example) for example in examples} == set(alternatives)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Any
 
-from labkit.checkpoint.pickles.pickle_budget import Budget
+from labkit.checkpoint.pickles.pickle_budget import PickleBudget
 
 _LONGEST_NAME = 200
 _SIZED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
@@ -42,7 +42,7 @@ class PickleMachine:
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.budget = Budget(len(data))
+        self.budget = PickleBudget(len(data))
         self.memo: Any = []
         self.stack: list[Any] = []
         self._marks: list[list[Any]] = []

@@ -13,7 +13,7 @@ from labkit.checkpoint.index.model import Path_
 from labkit.checkpoint.index.names import flat_key, fqn_of
 from labkit.checkpoint.pickles.values import digest
 from labkit.checkpoint.state.state import Captured
-from labkit.checkpoint.store.ranks import Comm
+from labkit.checkpoint.store.comm import Comm
 
 # Maps a key to its nested keys and a text with its shape and dtype (or "a value"), for everything but per-rank values.
 _Forms = dict[str, tuple[Path_, str]]

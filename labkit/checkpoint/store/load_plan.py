@@ -23,7 +23,7 @@ from labkit.checkpoint.state.modules import is_extra_state, load_module_state, m
 from labkit.checkpoint.state.shards import is_tensor, local_tensor
 from labkit.checkpoint.state.state import Captured, PerRank, capture
 from labkit.checkpoint.state.state_load import OptimizerTarget, key_of, keys_below, nest, optimizer_targets, put_value
-from labkit.checkpoint.store.ranks import Comm
+from labkit.checkpoint.store.comm import Comm
 
 
 @dataclass

@@ -24,8 +24,8 @@ from labkit.checkpoint.errors import (
     IncompleteCheckpointError,
 )
 from labkit.checkpoint.index import manifest
+from labkit.checkpoint.store.comm import Comm
 from labkit.checkpoint.store.load_plan import LoadPlan, Problems
-from labkit.checkpoint.store.ranks import Comm
 
 Check = Literal["full", "size", "none"]
 

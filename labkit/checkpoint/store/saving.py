@@ -29,9 +29,9 @@ from labkit.checkpoint.index import manifest
 from labkit.checkpoint.index.manifest import FileSum, Manifest
 from labkit.checkpoint.pickles.values import snapshot
 from labkit.checkpoint.state.state import Captured, capture
+from labkit.checkpoint.store.comm import Comm
 from labkit.checkpoint.store.divergence import refuse_divergence
 from labkit.checkpoint.store.host_memory import HostMemory
-from labkit.checkpoint.store.ranks import Comm
 from labkit.checkpoint.store.store_folder import StoreFolder
 from labkit.checkpoint.write.dcp_writer import DirectoryWriter, Leaf, LeafPlanner
 

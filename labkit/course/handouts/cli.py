@@ -40,7 +40,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     """
     try:
         from labkit.course.handouts.build import make_handouts
-        from labkit.course.running.progress import Progress
+        from labkit.course.running.progress import ProgressBars
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Handouts need the lab extra: pip install 'torch-labkit[lab]'") from None
 
@@ -51,7 +51,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     chromium = machine.find_chromium()
     try:
-        with Progress() as progress:
+        with ProgressBars() as progress:
             made = make_handouts(
                 chosen,
                 out,

@@ -33,7 +33,7 @@ class Channel:
                 line = line[os.write(self._fd, line) :]
 
 
-class Copy(NotebookExecutionManager):  # type: ignore[misc]  # papermill has no types
+class ExecutedCopy(NotebookExecutionManager):  # type: ignore[misc]  # papermill has no types
     """papermill's record of a run, saved atomically: if the reader is killed, the copy on disk is still a whole file."""
 
     def save(self, **_: Any) -> None:
@@ -49,7 +49,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         cut: The ids of cells whose output was cut.
     """
 
-    def __init__(self, copy: Copy, channel: Channel, cell_limit: int, **options: Any) -> None:
+    def __init__(self, copy: ExecutedCopy, channel: Channel, cell_limit: int, **options: Any) -> None:
         super().__init__(copy, on_cell_executed=self._see_reply, **options)
         self.channel, self.cell_limit = channel, cell_limit
         self.error = ""

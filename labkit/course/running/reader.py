@@ -31,7 +31,7 @@ import labkit
 from labkit.base.own_python import own_python
 from labkit.course.files import NotebookError, read_notebook, shown
 from labkit.course.parameters import inject
-from labkit.course.running.client import Channel, Client, Copy
+from labkit.course.running.client import Channel, Client, ExecutedCopy
 from labkit.course.running.execution import COPY, kill_descendants
 from labkit.course.running.outputs import shortened
 
@@ -45,7 +45,7 @@ _START_KERNEL = "import sys; sys.path.append(sys.argv.pop()); from labkit.course
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class LastWords:
+class KernelOutput:
     """The output of the kernel's process outside the notebook: of a long one, the beginning and the end."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class Manager(AsyncKernelManager):
         super().__init__(kernel_name="python3")
         self.transport = "ipc"
         self.connection_file = str(folder / "kernel.json")
-        self.words = LastWords()
+        self.words = KernelOutput()
         self.channel = channel
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -133,7 +133,7 @@ def run(job: dict[str, Any], channel: Channel) -> None:
     except NotebookError as error:
         channel.tell(done={"status": "failed", "error": str(error), "cut": []})
         return
-    copy = Copy(notebook, output_path=str(folder / COPY), progress_bar=False, autosave_cell_every=0)
+    copy = ExecutedCopy(notebook, output_path=str(folder / COPY), progress_bar=False, autosave_cell_every=0)
     copy.notebook_start()
     manager = Manager(folder, channel)
     # Use this kernel, whatever the notebook was saved with: labkit is installed in it.

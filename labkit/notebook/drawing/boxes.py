@@ -24,7 +24,7 @@ _PIECES_IN = 0.17  # the line of piece names
 
 
 @dataclass(frozen=True)
-class Box:
+class ValueBox:
     """One value on one rank.
 
     Attributes:
@@ -38,7 +38,7 @@ class Box:
     sources: tuple[int, ...]
 
 
-Rows = dict[int, list[Box]]
+Rows = dict[int, list[ValueBox]]
 
 
 def canvas(fig: Figure) -> Axes:
@@ -91,7 +91,7 @@ def _draw_piece_names(ax: Axes, start: float, box_in: float, columns: int, piece
         ax.text(start + first * box_in + wide / 2, _TITLE_IN + 0.06, text, ha="center", va="center", color=MUTED, fontsize=7.5)
 
 
-def _draw_row(ax: Axes, x: float, y: float, box_in: float, columns: int, row: list[Box]) -> None:
+def _draw_row(ax: Axes, x: float, y: float, box_in: float, columns: int, row: list[ValueBox]) -> None:
     from matplotlib.patches import Rectangle
 
     held = {box.column for box in row}
@@ -102,7 +102,7 @@ def _draw_row(ax: Axes, x: float, y: float, box_in: float, columns: int, row: li
         _draw_box(ax, x + box.column * box_in + 0.02, y, box_in - 0.04, 0.4, box)
 
 
-def _draw_box(ax: Axes, x: float, y: float, width: float, height: float, box: Box) -> None:
+def _draw_box(ax: Axes, x: float, y: float, width: float, height: float, box: ValueBox) -> None:
     from matplotlib.patches import Rectangle
 
     one = rank_style(box.sources[0]) if len(box.sources) == 1 else None

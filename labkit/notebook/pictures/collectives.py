@@ -9,18 +9,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from labkit.notebook.drawing.boxes import ROW_IN, Box, Rows, canvas, draw_panels, head_in, number_text
+from labkit.notebook.drawing.boxes import ROW_IN, Rows, ValueBox, canvas, draw_panels, head_in, number_text
 from labkit.notebook.drawing.style import INK, MUTED, Picture, figure, rank_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 MAX_RANKS = 16
 MAX_VALUES = 16
 
-_CAPTIONS: dict[Collective, str] = {
+_CAPTIONS: dict[CollectiveName, str] = {
     "all_gather": "All-gather: every rank ends with the pieces of all ranks, in rank order.",
     "reduce_scatter": "Reduce-scatter: the ranks add up column by column, and each rank keeps one piece of the sum.",
     "all_reduce": "All-reduce: the ranks add up column by column, and every rank keeps the whole sum.",
@@ -28,7 +28,7 @@ _CAPTIONS: dict[Collective, str] = {
 
 
 def collective_picture(
-    collective: Collective, before: Mapping[int, Any], after: Mapping[int, Any], *, caption: str | None = None
+    collective: CollectiveName, before: Mapping[int, Any], after: Mapping[int, Any], *, caption: str | None = None
 ) -> Picture:
     """Draw the values of each rank before and after a summing or gathering collective.
 
@@ -138,7 +138,7 @@ def _offsets(pieces: Mapping[int, Sequence[float]]) -> dict[int, int]:
 
 def _all_gather_rows(inputs: dict[int, list[float]], outputs: dict[int, list[float]]) -> tuple[Rows, Rows, dict[int, int]]:
     offsets = _offsets(inputs)
-    left = {rank: [Box(offsets[rank] + i, x, (rank,)) for i, x in enumerate(piece)] for rank, piece in inputs.items()}
+    left = {rank: [ValueBox(offsets[rank] + i, x, (rank,)) for i, x in enumerate(piece)] for rank, piece in inputs.items()}
     whole = [box for row in left.values() for box in row]
     _check_lengths(outputs, len(whole))
     return left, _judged(outputs, [(box.value, box.sources) for box in whole]), offsets
@@ -162,7 +162,7 @@ _ROWS = {"all_gather": _all_gather_rows, "reduce_scatter": _reduce_scatter_rows,
 
 
 def _own_rows(inputs: dict[int, list[float]]) -> Rows:
-    return {rank: [Box(i, x, (rank,)) for i, x in enumerate(row)] for rank, row in inputs.items()}
+    return {rank: [ValueBox(i, x, (rank,)) for i, x in enumerate(row)] for rank, row in inputs.items()}
 
 
 def _sums(inputs: dict[int, list[float]]) -> list[tuple[float, tuple[int, ...]]]:
@@ -187,7 +187,7 @@ def _judged(
             right, sources = expected[column]
             # Ranks add in float32 and in their own order, so allow for rounding; a wrong value differs by more.
             same = math.isclose(value, right, rel_tol=1e-5, abs_tol=1e-6)
-            rows[rank].append(Box(column, value, sources if same else ()))
+            rows[rank].append(ValueBox(column, value, sources if same else ()))
     return rows
 
 

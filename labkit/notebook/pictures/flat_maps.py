@@ -28,7 +28,7 @@ def flat_map(
     """Draw one block's elements twice, coloured by the rank that holds them.
 
     Args:
-        shares: Per rank, the result of `labkit.spmd.shards.flat.flat_shares` for the FSDP1 model.
+        shares: Per rank, the result of `labkit.spmd.shards.flat_parameters.flat_shares` for the FSDP1 model.
         tables: Per rank, the result of `labkit.spmd.shard_table` for the same model under FSDP2.
         unit: The FQN of the block, such as ``layers.0``.
         caption: The line under the picture.

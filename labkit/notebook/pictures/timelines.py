@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from labkit.notebook.drawing.lanes import GATHER_MARK, MARKS, Lane, Period, Span, lanes_of
+from labkit.notebook.drawing.lanes import GATHER_MARK, MARKS, Lane, Period, PhaseSpan, lanes_of
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, RankStyle, figure, rank_style
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _gaps(lanes: Sequence[Lane]) -> list[float]:
     """Return the space above each lane in inches: more if its phases do not begin where those of the last named lane do."""
     end = max((lane.end for lane in lanes), default=0.0)
     gaps: list[float] = []
-    named: list[Span] = []
+    named: list[PhaseSpan] = []
     for number, lane in enumerate(lanes):
         same = [phase.name for phase in lane.phases] == [phase.name for phase in named] and all(
             abs(phase.begin - other.begin) <= _ELSEWHERE * end for phase, other in zip(lane.phases, named, strict=True)
@@ -156,7 +156,7 @@ def _draw_phases(axes: Axes, lane: Lane, top: float, *, with_names: bool) -> Non
             axes.plot([phase.begin] * 2, [top - 0.03, top + height], color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=1)
 
 
-def _write_phases(axes: Axes, phases: Sequence[Span], y: float) -> None:
+def _write_phases(axes: Axes, phases: Sequence[PhaseSpan], y: float) -> None:
     """Write each name above the middle of its phase, or all names in one line if one does not fit."""
     step_in = axes.get_position().width * WIDTH_IN / axes.get_xlim()[1]
     if all(len(phase.name) * _PHASE_CHAR_IN <= (phase.end - phase.begin) * step_in for phase in phases):

@@ -12,8 +12,8 @@ from torch.distributed._composable import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from labkit.spmd.offload.context import ActivationOffload
-from labkit.spmd.offload.plan import BlockCost, Bus, Choice, Plan
-from labkit.spmd.offload.transfer import Copy, CountingTransfer, Transfer, transfer_for
+from labkit.spmd.offload.plan import BlockCost, Bus, Choice, OffloadPlan
+from labkit.spmd.offload.transfer import CountingTransfer, HostCopy, Transfer, transfer_for
 
 _PIECES = 8
 
@@ -115,7 +115,7 @@ def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats
     return min(seconds[1:])
 
 
-def apply_plan(blocks: Sequence[nn.Module], plan: Plan, **options: Any) -> ActivationOffload | None:
+def apply_plan(blocks: Sequence[nn.Module], plan: OffloadPlan, **options: Any) -> ActivationOffload | None:
     """Apply a plan to the blocks of a model, before or after it is sharded.
 
     Args:
@@ -147,7 +147,7 @@ class _Sizes(CountingTransfer):
         super().__init__()
         self.sizes: list[int] = []
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         self.sizes.append(source.numel())
         return super().send(source)
 

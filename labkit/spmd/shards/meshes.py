@@ -113,7 +113,7 @@ def shard_2d(
 
     Raises:
         MeshError: See `check_mesh`.
-        PlanError: See `check_plan`.
+        ParallelPlanError: See `check_plan`.
         ShardingError: See `shard_model`.
 
     Ranks: collective.

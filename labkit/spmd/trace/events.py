@@ -79,7 +79,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Block:
+class TracedBlock:
     """One parameter group.
 
     Attributes:
@@ -107,7 +107,7 @@ class Trace:
 
     rank: int
     world_size: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[TracedBlock, ...]
     events: tuple[Event, ...] = field(repr=False)
     start_s: float = 0.0
 

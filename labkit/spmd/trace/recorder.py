@@ -21,11 +21,11 @@ from labkit.spmd.trace.events import (
     ROOT,
     UNSHARD,
     WAIT,
-    Block,
     Collective,
     Event,
     Phase,
     Trace,
+    TracedBlock,
 )
 from labkit.spmd.trace.fsdp_events import Group, groups_of, kept_bytes, observed, shard_bytes, whole_bytes
 
@@ -38,7 +38,7 @@ class Recording:
 
     def __init__(self, model: nn.Module) -> None:
         self._groups = {group: _joined(names) for group, names in groups_of(model).items()}
-        self._blocks = tuple(Block(name, whole_bytes(group), shard_bytes(group)) for group, name in self._groups.items())
+        self._blocks = tuple(TracedBlock(name, whole_bytes(group), shard_bytes(group)) for group, name in self._groups.items())
         self._kept = {group: kept_bytes(group) for group in self._groups}
         self._pending: set[Group] = set()
         self._in_forward: set[Group] = set()

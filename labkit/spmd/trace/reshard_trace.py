@@ -41,7 +41,7 @@ class SavedTensor:
 
 
 @dataclass
-class Trace:
+class ReshardTrace:
     """The tensors that were saved, in order.
 
     Attributes:
@@ -61,7 +61,7 @@ class Trace:
 @contextmanager
 def trace_input_reshard(
     model: nn.Module, tp_mesh: DeviceMesh, *, modules: Sequence[nn.Module] = (), dim: int = 0
-) -> Iterator[Trace]:
+) -> Iterator[ReshardTrace]:
     """Trace what a forward in the block saves, as if ``input_reshard(module, tp_mesh, dim)`` had been called on ``modules``.
 
     Args:
@@ -78,7 +78,7 @@ def trace_input_reshard(
     # Private functions, used only here: with torch's own rule the trace cannot deviate from it.
     from torch.distributed.tensor.parallel.input_reshard import _pack_hook_tp, _unpack_hook_tp
 
-    trace = Trace()
+    trace = ReshardTrace()
     parameters = {_local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack_whole(tensor: Tensor) -> Any:
@@ -118,7 +118,7 @@ def trace_input_reshard(
                 handle.remove()
 
 
-def _record(trace: Trace, tensor: Tensor, packed: Any, *, comes_back: bool) -> None:
+def _record(trace: ReshardTrace, tensor: Tensor, packed: Any, *, comes_back: bool) -> None:
     kind = str(tuple(tensor.placements)) if isinstance(tensor, DTensor) else "plain"
     kept = _local(packed)
     trace.saved.append(SavedTensor(kind, tuple(tensor.shape), kept.numel(), comes_back))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from labkit.course.labs.checks import Pool, hint_for, refuse, require_on_ranks, run_on_ranks
-from labkit.course.labs.lab02.hooks_trial import Seen, try_hooks
+from labkit.course.labs.lab02.hooks_trial import HookEffects, try_hooks
 from labkit.errors import ExerciseError
 
 
@@ -49,7 +49,7 @@ _ANOTHER = (
 )
 
 
-def _judge(rank: int, seen: Seen) -> None:
+def _judge(rank: int, seen: HookEffects) -> None:
     if seen.error:
         refuse(f"The hooks raised on rank {rank}: {seen.error}.", "forward and backward run.", hint_for(seen.error, _ERRORS))
     if seen.changed:

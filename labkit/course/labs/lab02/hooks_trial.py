@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seen:
+class HookEffects:
     """The effects of the hooks on one rank.
 
     Attributes:
@@ -88,7 +88,7 @@ def _model() -> nn.Module:
     return Mixed()
 
 
-def try_hooks() -> Seen:
+def try_hooks() -> HookEffects:
     """Train the model for a step with ``make_hooks`` of this rank, and record everything that the hooks get and return.
 
     Raises:
@@ -110,7 +110,7 @@ def try_hooks() -> Seen:
         make_hooks = from_cell("make_hooks")
         hooks = ask(make_hooks, model, case="a model of two linear layers")
         if not (isinstance(hooks, tuple | list) and len(hooks) == 2 and all(map(callable, hooks))):
-            return Seen(f"make_hooks returned {type(hooks).__name__}")
+            return HookEffects(f"make_hooks returned {type(hooks).__name__}")
         watch = _Watch(hooks[0], hooks[1], list(model.parameters()))
         with saved_tensors_hooks(watch.pack, watch.unpack):
             loss = model(x).sum()
@@ -123,11 +123,13 @@ def try_hooks() -> Seen:
         if watch is not None and watch.found["changed"]:
             with suppress(Exception):  # it only improves the hint
                 watch.look_for_mix_ups(make_hooks(model))
-            return Seen("", **watch.found)  # this made backward fail
-        return Seen(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", **(watch.found if watch else {}))
+            return HookEffects("", **watch.found)  # this made backward fail
+        return HookEffects(
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", **(watch.found if watch else {})
+        )
     got = [parameter.grad for parameter in model.parameters()]
     wrong = sum(not _same(a, b) for a, b in zip(got, expected, strict=True))
-    return Seen("", wrong_gradients=wrong, **watch.found)
+    return HookEffects("", wrong_gradients=wrong, **watch.found)
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:

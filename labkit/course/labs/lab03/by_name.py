@@ -19,7 +19,7 @@ ByName = Callable[[dict[str, Any], Sequence[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedState:
     """The result of moving a state by the learner's function.
 
     Attributes:
@@ -77,7 +77,7 @@ def check_by_name(by_name: ByName) -> str:
     return f"Solved: {_STEPS_AFTER} later steps equal bit for bit, with groups and parameters in another order."
 
 
-def _move(by_name: ByName) -> Moved:
+def _move(by_name: ByName) -> MovedState:
     import torch
 
     model, optimizer = _start((("third", "first"), ("frozen", "second")))
@@ -98,7 +98,7 @@ def _move(by_name: ByName) -> Moved:
     }
     names = [*answer["state"], *(name for group in answer["param_groups"] for name in group["params"])]
     if not all(isinstance(name, str) for name in names):
-        return Moved(answer, right, numbers_left=True)
+        return MovedState(answer, right, numbers_left=True)
     # Without the old optimizer's options: they have to come with the state.
     other, resumed = _start(_NEW_ORDER, with_options=False)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -112,8 +112,8 @@ def _move(by_name: ByName) -> Moved:
             equal_steps += all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
             gap = max(gap, *gaps)
     except Exception as error:  # any error of AdamW when a part of its state is missing
-        return Moved(answer, right, numbers_left=False, stopped=f"{type(error).__name__}: {error}")
-    return Moved(answer, right, numbers_left=False, equal_steps=equal_steps, gap=gap)
+        return MovedState(answer, right, numbers_left=False, stopped=f"{type(error).__name__}: {error}")
+    return MovedState(answer, right, numbers_left=False, equal_steps=equal_steps, gap=gap)
 
 
 def _check_form(answer: Any) -> None:
@@ -196,25 +196,25 @@ def _first_difference(actual: Any, expected: Any, where: str = "") -> str:
     return "" if same else f"{where} is {actual!r} instead of {expected!r}"
 
 
-def _groups(moved: Moved) -> list[list[Any]]:
+def _groups(moved: MovedState) -> list[list[Any]]:
     return [list(group["params"]) for group in moved.answer["param_groups"]]
 
 
-def _lost_options(moved: Moved) -> bool:
+def _lost_options(moved: MovedState) -> bool:
     return any(group.keys() - answer.keys() for answer, group in _pairs(moved))
 
 
-def _pairs(moved: Moved) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _pairs(moved: MovedState) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield groups of the answer with the right ones; there are equally many."""
     return zip(moved.answer["param_groups"], moved.right["param_groups"], strict=True)
 
 
-def _moments(moved: Moved) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _moments(moved: MovedState) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield states of the answer with the right ones; their names are equal."""
     return ((moved.answer["state"][name], value) for name, value in moved.right["state"].items())
 
 
-def _other_dtype(moved: Moved) -> bool:
+def _other_dtype(moved: MovedState) -> bool:
     return any(
         getattr(answer.get(key), "dtype", None) not in (None, value.dtype)
         for answer, right in _moments(moved)
@@ -223,7 +223,7 @@ def _other_dtype(moved: Moved) -> bool:
 
 
 _RIGHT_GROUPS = [["third", "first"], ["frozen", "second"]]
-_MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
+_MISTAKES: list[tuple[Callable[[MovedState], bool], str]] = [
     (lambda moved: moved.numbers_left, "Numbers are in two places: as keys of state, and in the params of each group."),
     (lambda moved: not moved.answer["state"], "The state is empty: the moments and the step counts are all in there."),
     (

@@ -15,7 +15,7 @@ _FEW = 16
 
 
 @dataclass(frozen=True)
-class Seen:
+class NormsSeen:
     """The measurements of one rank.
 
     Attributes:
@@ -82,7 +82,7 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
     return f"Solved: {norm:.6g} on every rank, with {worst:.1f} elements sent per parameter.{note}"
 
 
-def _hint(found: Seen) -> str:
+def _hint(found: NormsSeen) -> str:
     for name, hint in _HINTS.items():
         if isclose(found.norm, found.guesses[name], rel_tol=1e-5):
             return hint
@@ -100,7 +100,7 @@ _HINTS = {
 }
 
 
-def _measure() -> Seen:
+def _measure() -> NormsSeen:
     import torch
 
     model = norm_model()
@@ -115,7 +115,7 @@ def _measure() -> Seen:
         parameter.grad is not None and torch.equal(parameter.grad.to_local(), local)
         for parameter, local in zip(parameters, before, strict=True)
     ]
-    return Seen(_as_number(answer), truth, counter.elements / len(grads), same.count(False), len(grads), guesses)
+    return NormsSeen(_as_number(answer), truth, counter.elements / len(grads), same.count(False), len(grads), guesses)
 
 
 def _asked(model: Any) -> Any:

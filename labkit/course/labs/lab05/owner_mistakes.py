@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from labkit.course.labs.lab05.owner_layouts import Case, Shape
+from labkit.course.labs.lab05.owner_layouts import OwnerCase, Shape
 
 
-def hint_for_answers(case: Case, answers: dict[Shape, set[int]]) -> str:
+def hint_for_answers(case: OwnerCase, answers: dict[Shape, set[int]]) -> str:
     """Return the hint of the mistake that explains all answers for a layout, or a general one."""
     for rule, hint in _WRONG_RULES:
         if answers == rule(case):
@@ -26,7 +26,7 @@ def hint_for_error(error: BaseException | None) -> str:
 
 
 def _by_rule(
-    case: Case,
+    case: OwnerCase,
     *,
     order: Sequence[int] | None = None,
     swapped: bool = False,
@@ -102,7 +102,7 @@ def _balanced(index: int, length: int, num: int) -> tuple[int, int, int]:
     raise AssertionError("the index lies after the last piece")
 
 
-_Rule = Callable[[Case], dict[Shape, set[int]]]
+_Rule = Callable[[OwnerCase], dict[Shape, set[int]]]
 _WRONG_RULES: tuple[tuple[_Rule, str], ...] = (
     (
         lambda case: _by_rule(case, order=(0, 1)),

@@ -13,7 +13,7 @@ Lint = Callable[[Mapping[str, Any], Any, int], Set[str]]
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """A plan, the number of ranks it is for, its bad keys, and the hint for a wrong answer."""
 
     what: str
@@ -59,7 +59,7 @@ def plan_case(what: str) -> tuple[dict[str, Any], Any, int]:
     return dict(case.plan), case.model, case.tp_size
 
 
-def _asked(lint: Lint, case: Case) -> Any:
+def _asked(lint: Lint, case: PlanCase) -> Any:
     """Call ``lint`` and return its result. The case is a call that works in a cell."""
     try:
         return ask(lint, dict(case.plan), case.model, case.tp_size, case=f"lint(*lab05.plan_case({case.what!r}))")
@@ -81,7 +81,7 @@ def _as_keys(answer: Any) -> frozenset[str]:
     return frozenset(answer)
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[PlanCase]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     from labkit.spmd import ModelConfig, build_model
@@ -153,7 +153,7 @@ def _cases() -> list[Case]:
     cases = []
     for what, plan, on, tp_size, hint in table:
         bad = frozenset(finding.key for finding in lint_plan(on, plan, tp_size) if finding.kind in ("unmatched", "uneven"))
-        cases.append(Case(what, plan, on, tp_size, bad, hint or all_keys))
+        cases.append(PlanCase(what, plan, on, tp_size, bad, hint or all_keys))
     return cases
 
 

@@ -15,7 +15,7 @@ BetweenBytes = Callable[[Groups, int, int], int]
 
 
 @dataclass(frozen=True)
-class Case:
+class GroupCase:
     """Groups of ranks, and the number of ranks whose successor is on another node."""
 
     what: str
@@ -61,20 +61,20 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
     return f"Solved: {len(cases)} meshes of up to {largest:,} ranks, all right to the byte."
 
 
-def _if(count: Callable[[Case], float]) -> Callable[[Sequence[float]], bool]:
+def _if(count: Callable[[GroupCase], float]) -> Callable[[Sequence[float]], bool]:
     """Return a test of whether a mistake explains every answer, given the number of links that it counts as between nodes."""
     return lambda answers: all(answer == count(case) for answer, case in zip(answers, _cases(), strict=True))
 
 
-def _links(counts: Callable[[int, int, Case], bool]) -> Callable[[Sequence[float]], bool]:
+def _links(counts: Callable[[int, int, GroupCase], bool]) -> Callable[[Sequence[float]], bool]:
     return _if(lambda case: sum(counts(*link, case) for group in case.groups for link in _ring(group)))
 
 
-def _leaves(rank: int, following: int, case: Case) -> bool:
+def _leaves(rank: int, following: int, case: GroupCase) -> bool:
     return rank // case.ranks_per_node != following // case.ranks_per_node
 
 
-def _spans(group: Sequence[int], case: Case) -> int:
+def _spans(group: Sequence[int], case: GroupCase) -> int:
     return len({rank // case.ranks_per_node for rank in group})
 
 
@@ -115,18 +115,18 @@ def _ring(group: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(group, [*group[1:], group[0]], strict=True))
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[GroupCase]:
     def rows(num: int, size: int, step: int = 1, stride: int = 1) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(row * step + place * stride for place in range(size)) for row in range(num))
 
     return [
-        Case("groups inside nodes", rows(2, 4, step=4), 4, 0),
-        Case("FSDP over 8 ranks", rows(1, 8), 4, 2),
-        Case("HSDP's replicas, one on each of 2 nodes", rows(4, 2, stride=4), 4, 8),
-        Case("one group over a node and a half", rows(1, 6), 4, 2),
-        Case("each rank alone", rows(4, 1), 2, 0),
-        Case("one rank on each of 3 nodes", rows(1, 3), 1, 3),
-        Case("a ring that goes back and forth between 2 nodes", ((0, 4, 1, 5),), 4, 4),
-        Case("FSDP over 1,024 ranks", rows(1, 1024), 8, 128),
-        Case("HSDP's replicas on 128 nodes", rows(8, 128, stride=8), 8, 1024),
+        GroupCase("groups inside nodes", rows(2, 4, step=4), 4, 0),
+        GroupCase("FSDP over 8 ranks", rows(1, 8), 4, 2),
+        GroupCase("HSDP's replicas, one on each of 2 nodes", rows(4, 2, stride=4), 4, 8),
+        GroupCase("one group over a node and a half", rows(1, 6), 4, 2),
+        GroupCase("each rank alone", rows(4, 1), 2, 0),
+        GroupCase("one rank on each of 3 nodes", rows(1, 3), 1, 3),
+        GroupCase("a ring that goes back and forth between 2 nodes", ((0, 4, 1, 5),), 4, 4),
+        GroupCase("FSDP over 1,024 ranks", rows(1, 1024), 8, 128),
+        GroupCase("HSDP's replicas on 128 nodes", rows(8, 128, stride=8), 8, 1024),
     ]

@@ -17,7 +17,7 @@ Writers = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Case:
+class LossCase:
     """A checkpoint, described by the files that hold each tensor's pieces, and a node that is lost."""
 
     what: str
@@ -62,7 +62,7 @@ def check_lost_names(lost_names: LostNames) -> str:
     return f"Solved: {len(cases)} checkpoints, every lost tensor named and no other."
 
 
-def _answer(lost_names: LostNames, case: Case) -> frozenset[str]:
+def _answer(lost_names: LostNames, case: LossCase) -> frozenset[str]:
     with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
         _write(Path(scratch), case.files)
         answer = ask(lost_names, Path(scratch), case.node, case.ranks_per_node)
@@ -79,7 +79,7 @@ def _second(file: str) -> int:
     return int(Path(file).stem.split("_")[-1])
 
 
-def _if(names: Callable[[Case], frozenset[str]]) -> Callable[[Sequence[frozenset[str]]], bool]:
+def _if(names: Callable[[LossCase], frozenset[str]]) -> Callable[[Sequence[frozenset[str]]], bool]:
     """Return a test of whether a mistake explains every answer, given the names that it takes to be lost."""
     return lambda answers: all(answer == names(case) for answer, case in zip(answers, _cases(), strict=True))
 
@@ -124,18 +124,20 @@ _MISTAKES: Any = [
 ]
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[LossCase]:
     def of(*ranks: int) -> tuple[str, ...]:
         return tuple(f"__{rank}_0.distcp" for rank in ranks)
 
     hsdp = {"embed.weight": of(0, 1), "head.weight": of(2, 3), "norm.weight": of(2)}
     return [
-        Case("two files from each rank", {"w1": ("__0_0.distcp", "__0_1.distcp"), "w2": ("__1_0.distcp", "__2_1.distcp")}, 0, 1),
-        Case("sharded over all ranks", {"embed.weight": of(0, 1, 2, 3), "norm.weight": of(0, 1, 2, 3)}, 1, 2),
-        Case("every piece written by one of its replicas", hsdp, 1, 2),
-        Case("the same, the other node", hsdp, 0, 2),
-        Case("16 ranks", {"w1": of(1, 3), "w2": of(12, 13), "w3": of(7, 8), "w4": of(0, 15)}, 1, 8),
-        Case("a node that wrote nothing", {"w1": of(0, 1)}, 3, 2),
+        LossCase(
+            "two files from each rank", {"w1": ("__0_0.distcp", "__0_1.distcp"), "w2": ("__1_0.distcp", "__2_1.distcp")}, 0, 1
+        ),
+        LossCase("sharded over all ranks", {"embed.weight": of(0, 1, 2, 3), "norm.weight": of(0, 1, 2, 3)}, 1, 2),
+        LossCase("every piece written by one of its replicas", hsdp, 1, 2),
+        LossCase("the same, the other node", hsdp, 0, 2),
+        LossCase("16 ranks", {"w1": of(1, 3), "w2": of(12, 13), "w3": of(7, 8), "w4": of(0, 15)}, 1, 8),
+        LossCase("a node that wrote nothing", {"w1": of(0, 1)}, 3, 2),
     ]
 
 
