@@ -65,6 +65,28 @@ def test_each_collective_gives_what_the_plain_group_gives(plain: WorkerPool) -> 
     assert not wrong, "\n".join(wrong[:40])
 
 
+def test_nothing_holds_what_has_been_used(plain: WorkerPool) -> None:
+    def work() -> list[bool]:
+        import weakref
+
+        import torch.distributed as dist
+
+        tensors = [torch.ones(4), torch.ones(16), torch.ones(4), torch.ones(4)]
+        left = [weakref.ref(tensor) for tensor in tensors]
+        dist.all_reduce(tensors[0])
+        dist.all_gather_into_tensor(tensors[1], tensors[0])
+        works = [dist.irecv(tensors[2], (dist.get_rank() - 1) % 4), dist.isend(tensors[3], (dist.get_rank() + 1) % 4)]
+        for one in works:
+            assert one is not None
+            one.wait()
+        del works, one
+        tensors.clear()
+        return [reference() is None for reference in left]
+
+    plain.run(install)
+    assert plain.run(work).same() == [True] * 4
+
+
 # -- what is stuck, and what fails ------------------------------------------------------------------------------------
 
 IMPORTS = "import os, signal, time, torch, torch.distributed as dist\n"

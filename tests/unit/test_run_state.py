@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import sys
 import threading
 import time
 
@@ -18,7 +19,7 @@ class Borrowed:
         self.raised: bool | None = None
         self.began, self.over, self.released = threading.Event(), threading.Event(), threading.Lock()
         self.released.acquire()
-        _thread.start_new_thread(self._run, ())
+        self.ident = _thread.start_new_thread(self._run, ())
         assert self.began.wait(10)
 
     def _run(self) -> None:
@@ -39,9 +40,13 @@ class Borrowed:
 
 
 @pytest.mark.parametrize("taken_back", [False, True])
-def test_interrupt_reaches_a_borrowed_thread_unless_it_is_taken_back(taken_back: bool) -> None:
+def test_interrupt_reaches_a_borrowed_thread_unless_it_is_taken_back(taken_back: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     borrowed = Borrowed()
+    # pytest-xdist has such threads too.
+    frames = sys._current_frames()
+    monkeypatch.setattr(sys, "_current_frames", lambda: {borrowed.ident: frames[borrowed.ident]})
     interrupted = interrupt_borrowed_threads(threading.get_ident())
+    assert interrupted == {borrowed.ident}
     if taken_back:
         take_back_interrupts(interrupted)
     assert borrowed.finish() is not taken_back

@@ -72,8 +72,9 @@ _OF_GLOO = {
 }
 
 _library: list[torch.library.Library] = []
-# The work that was returned last. torch's C++ code hands on its native half only, and Python would make a new other half of it.
-_returned: list[Any] = [None]
+# The work that was returned last and not waited for. torch's C++ code hands on its native half only, and Python would make a new
+# other half of it.
+_returned: list[_Work | None] = [None]
 
 
 def install(device_type: str = "cuda", dispatch_key: str = "CUDA") -> None:
@@ -200,6 +201,8 @@ class _Landing:
         Raises:
             RuntimeError: The call has failed, or the time is over.
         """
+        if (last := _returned[0]) is not None and last.landing is self:
+            _returned[0] = None  # else its tensors would stay until the next call
         self.work.wait(timeout)
         self._land()
         if self._error is not None:
@@ -253,35 +256,38 @@ class _Work(_native.PythonCallbackWork):  # type: ignore[misc]
 
     Args:
         landing: Its end.
+
+    Attributes:
+        landing: The same.
     """
 
     def __init__(self, landing: _Landing) -> None:
         super().__init__(landing.wait)
-        self._landing = landing
+        self.landing = landing
 
     def is_completed(self) -> bool:
         """Return whether the call is over; see :meth:`_Landing.is_over`."""
-        return self._landing.is_over()
+        return self.landing.is_over()
 
     def is_success(self) -> bool:
         """Return whether the call has not failed so far."""
-        return bool(self._landing.work.is_success())
+        return bool(self.landing.work.is_success())
 
     def exception(self) -> Any:
         """Return the error of a call that has failed."""
-        return self._landing.work.exception()
+        return self.landing.work.exception()
 
     def get_future(self) -> Any:
         """Return a future for the results, as far as gloo has one for such a call."""
-        return self._landing.future()
+        return self.landing.future()
 
     def result(self) -> list[Tensor]:
         """Return the results."""
-        return self._landing.tensors
+        return self.landing.tensors
 
     def source_rank(self) -> int:
         """Return the rank that has sent a message."""
-        return int(self._landing.work.source_rank())
+        return int(self.landing.work.source_rank())
 
     _source_rank = source_rank
 
