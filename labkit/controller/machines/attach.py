@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from labkit.base import places
 from labkit.controller.machines.agents import LocalAgents
 from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.nodes import Nodes
@@ -267,7 +267,7 @@ _LOCAL_LINGER_S, _PLAYED_LINGER_S = 3.0, 10.0
 
 def local_site(num_nodes: int, workers_per_node: int, device: str) -> AttachedSite:
     """Return a site of simulated machines on this one: an agent is started here for each, and connects over the loopback device."""
-    folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
+    folder = Path(places.new_temporary("labkit-key-"))
     linger_s = _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
     meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", device, linger_s, on_one_machine=True)
     return AttachedSite(meeting, folder / "labkit.key", LocalAgents(folder), outlives_notebook=False)

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,7 +22,7 @@ import psutil
 from nbformat import NotebookNode
 
 import labkit
-from labkit.base import torch_caches
+from labkit.base import places, torch_caches
 from labkit.base.limits import LIMITS
 from labkit.base.own_python import own_python
 from labkit.course.files import plain, replace_file, sealed, shown
@@ -108,8 +107,7 @@ class Attempt:
         self._done_at: float | None = None
         self._done: dict[str, Any] | None = None
         self.started = self.clock()
-        # Short: a Unix socket's path ends at about 100 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
+        self._folder = Path(places.new_temporary("labkit-run-", longest=places.FOR_SOCKETS))
         self._process = self._start_reader()
 
     def _start_reader(self) -> subprocess.Popen[bytes]:

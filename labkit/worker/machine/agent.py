@@ -17,7 +17,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Sequence
@@ -27,9 +26,10 @@ from typing import Any
 
 import zmq
 
-from labkit.base import torch_caches
+from labkit.base import places, torch_caches
 from labkit.base.machine import MemoryAtDeath
 from labkit.base.own_python import own_environ, own_python, with_folder
+from labkit.base.places import PlaceError
 from labkit.errors import InvalidPoolError
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
@@ -135,9 +135,7 @@ class Agent:
             except (EOFError, OSError):
                 return f"the fork server ended with exit code {self._process.wait()}; its output stands above"
             if name == "broken":
-                self._tell(NodeFailed(f"{socket.gethostname()} cannot import what ranks need: {args[0]}"))
-                self._flush()
-                return str(args[0])
+                return self._fail(f"it cannot import what ranks need: {args[0]}")
             if name == "counted":
                 self._num_gpus = args[1]
                 self._introduce()
@@ -149,6 +147,12 @@ class Agent:
             elif name == "exited":
                 self._exited(*args)
         return None
+
+    def _fail(self, reason: str) -> str:
+        """Tell the notebook why this machine cannot take part, and return it."""
+        self._tell(NodeFailed(f"{socket.gethostname()}: {reason}"))
+        self._flush()
+        return reason
 
     def _started(self, handle: int, pid: int) -> None:
         if handle in self._doomed or handle not in self._ranks:  # its world was closed in the meantime
@@ -177,7 +181,10 @@ class Agent:
             tag, parts = received
             if isinstance(tag, Leave):
                 return f"the notebook refuses this machine: {tag.refused}" if tag.refused else ""
-            self._do(tag, parts)
+            try:
+                self._do(tag, parts)
+            except PlaceError as error:
+                return self._fail(str(error))
         return None
 
     def _mind_silence(self) -> str | None:
@@ -237,8 +244,7 @@ class Agent:
         elif isinstance(tag, OpenWorld):
             self._close_world()
             self._world = tag.name
-            base = tempfile.gettempdir()
-            self._directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
+            self._directory = places.new_temporary("labkit-", longest=places.FOR_SOCKETS)
             self._send_server("directory", self._directory)
             self._wire = ControllerWire(self._directory, Keys.generate())
         else:
