@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -159,6 +160,37 @@ def test_s8_the_policy_and_the_printer_each_hold_without_the_sanitizer(
     write_pdf((tmp_path / "raw.html").read_text().replace(POLICY, ""), tmp_path / "open.pdf", CHROMIUM)
     assert SECRET not in _text(tmp_path / "open.pdf")
     assert asked[1] == []  # the printer has no network, whatever the page allows
+
+
+@needs_chromium
+@pytest.mark.timeout(300)
+def test_v1_the_printer_starts_in_a_private_folder_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the working directory its libraries would look for others to load, which a neighbour may have put there."""
+    wrapper, told = tmp_path / "chromium", tmp_path / "told"
+    wrapper.write_text(f'#!/bin/sh\n{{ pwd; echo "$TMPDIR"; stat -c %a .; }} > {told}\nexec {CHROMIUM} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    before = {path.name for path in Path(tempfile.gettempdir()).iterdir()}
+    write_pdf("<p>printed</p>", tmp_path / "page.pdf", "./chromium")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+    folder, temporary, mode = told.read_text().split()
+    assert folder == temporary
+    assert Path(folder).name.startswith("labkit-print-")
+    assert mode == "700"
+    assert {path.name for path in Path(tempfile.gettempdir()).iterdir()} == before
+
+
+def test_v1_no_program_is_taken_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("chromium", "nvidia-smi"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "_MAC_CHROME", "/missing")
+    monkeypatch.setenv("PATH", f".:{os.pathsep}")
+    assert machine.find_chromium() is None
+    assert machine.find_program("nvidia-smi") is None
+    monkeypatch.setenv("PATH", f".:{tmp_path}")
+    assert machine.find_chromium() == str(tmp_path / "chromium")
 
 
 def _dom(page: Path, folder: Path) -> str:
