@@ -283,8 +283,8 @@ def _hidden_root() -> int:
 def new_temporary(prefix: str, *, longest: int | None = None) -> str:
     """Make a folder in the temporary folder that only the caller can enter, and return its path.
 
-    Python's own ``tempfile.mkdtemp`` does not look at the way there, on which others may be able to exchange the folder, and takes the
-    working directory when nothing else can be written to.
+    Python's own ``tempfile.mkdtemp`` does not ask who can exchange the folder on the way, and takes the working directory when
+    nothing else can be written to.
 
     Args:
         prefix: The beginning of its name.
