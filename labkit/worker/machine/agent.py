@@ -84,7 +84,7 @@ class Agent:
         self._link = HubLink(address, keys, self._life)
         self._num_gpus: int | None = None
         self._silent_s, self._looked_at = 0.0, time.monotonic()
-        self._met = False
+        self._met = self._told_of_refusal = False
         self._wire: ControllerWire | None = None
         self._directory = self._store = ""
         self._world = ""
@@ -191,14 +191,19 @@ class Agent:
         now = time.monotonic()
         if self._asked_to_end:
             return f"it was asked to end ({self._asked_to_end})"
-        if self._link.refused:
-            return f"the notebook at {self._address} knows another key. Copy its present key file to this machine"
+        # Whoever holds the port can refuse, so ranks that wait for their notebook wait on.
+        other_key = f"what answers at {self._address} knows another key: copy the notebook's present key file to this machine"
+        if self._link.refused and not self._told_of_refusal:
+            self._told_of_refusal = True
+            sys.stderr.write(f"labkit: {other_key}. Until then this goes on trying.\n")
         # While this process is stopped or its machine sleeps, it cannot receive anything: that time does not count.
         passed, self._looked_at = min(now - self._looked_at, 4 * LOOK_MS / 1000), now
         self._silent_s = 0.0 if self._link.connected else self._silent_s + passed
         limit = self._linger_s if self._met else self._wait_s
         if self._silent_s <= limit:
             return None
+        if self._link.refused:
+            return other_key
         if self._met:
             return f"the notebook has been silent for {limit:g} s"
         return f"no notebook with this key answers at {self._address} after {limit:g} s: is the address right, and the port open?"
