@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import zipfile
@@ -29,6 +30,7 @@ from labkit.course.handouts.copies.instructor import instructor_copy
 from labkit.course.handouts.pages.page import Page, make_page
 from labkit.course.handouts.pages.print_page import make_print_page, write_pdf
 from labkit.course.handouts.pages.safe import POLICY, sanitized
+from tests.conftest import TESTS
 from tests.notebooks.hostile_notebooks import CHANGED, PAYLOADS, Traps, hostile_notebook, payload
 
 SECRET = "CanaryThatNobodyMayRead"
@@ -178,6 +180,36 @@ def test_v1_the_printer_starts_in_a_private_folder_and_leaves_nothing(tmp_path: 
     assert Path(folder).name.startswith("labkit-print-")
     assert mode == "700"
     assert {path.name for path in Path(tempfile.gettempdir()).iterdir()} == before
+
+
+FORMULA = """
+import sys
+from labkit.course.handouts.pages.formulas import formula
+before = "matplotlib" in sys.modules
+print(before, hash(formula("x^2", display=True)), open("here").read())
+"""
+
+
+@pytest.mark.parametrize("what", ["fifo", "tex", "colour"])
+def test_v5_a_matplotlibrc_in_the_working_directory_neither_holds_nor_steers_handouts(tmp_path: Path, what: str) -> None:
+    (tmp_path / "here").write_text("here")
+
+    def drawn(environ: dict[str, str]) -> str:
+        given = {**os.environ, "PYTHONPATH": str(TESTS.parent), "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0", **environ}
+        command = [sys.executable, "-P", "-c", FORMULA]
+        return subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    before = drawn({})
+    assert before.startswith("False ")
+    assert before.endswith(" here\n")
+    rc = tmp_path / "matplotlibrc"
+    if what == "fifo":
+        os.mkfifo(rc)
+        assert drawn({}) == before
+    else:
+        rc.write_text({"tex": "text.usetex: True", "colour": "text.color: red\nmathtext.fontset: cm"}[what])
+        assert drawn({}) == before
+        assert drawn({"MATPLOTLIBRC": str(rc)}) == before  # nor do the user's own settings
 
 
 def test_v1_no_program_is_taken_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
