@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import uuid
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from labkit.controller.machines.tables import arrival_html, arrival_text
 from labkit.controller.output import present_screen
 from labkit.controller.start.plan import PoolPlan
 from labkit.errors import InvalidPoolError
-from labkit.wire.key_file import KeyFile, read_private, write_private
+from labkit.wire.key_file import KeyFile, read_private, remove_private, write_private
 from labkit.wire.transport import Keys
 
 
@@ -93,7 +92,7 @@ class AttachedSite:
         self.meeting, self.key_file, self._caller, self._keys = meeting, key_file, caller, keys
         self.outlives_notebook = outlives_notebook
         self._nodes: Nodes | None = None
-        self._written: KeyFile | None = None
+        self._written: dict[Path, dict[str, Any]] = {}
 
     @property
     def nodes(self) -> Nodes:
@@ -131,12 +130,15 @@ class AttachedSite:
         try:
             self._caller.begin()
             self._refuse_foreign_file()
-            self._written = KeyFile.of(keys)
-            self._written.write(self.key_file)
+            agents_half = KeyFile.of(keys)
+            agents_half.write(self.key_file)
+            self._written[self.key_file] = asdict(agents_half)
             if self.outlives_notebook:
                 listen = f"{meeting.listen.rpartition(':')[0]}:{self._nodes.port}"
                 own = {name: value.decode() for name, value in asdict(keys).items()}
-                write_private(notebook_half(self.key_file), {"keys": own, "meeting": asdict(meeting) | {"listen": listen}})
+                own_half = {"keys": own, "meeting": asdict(meeting) | {"listen": listen}}
+                write_private(notebook_half(self.key_file), own_half)
+                self._written[notebook_half(self.key_file)] = own_half
             connect = f"tcp://{meeting.host}:{self._nodes.port}"
             self._caller.call(Launch(*size, connect, str(self.key_file), meeting.linger_s, on_gpus=meeting.device != "cpu"))
         except BaseException:
@@ -166,11 +168,9 @@ class AttachedSite:
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
             nodes.leave()
-        with contextlib.suppress(OSError, InvalidPoolError):
-            if self._written is not None and KeyFile.read(self.key_file) == self._written:  # else another pool owns it
-                self.key_file.unlink()
-                notebook_half(self.key_file).unlink(missing_ok=True)
-        self._written = None
+        for path, content in self._written.items():
+            remove_private(path, content)  # another pool may own the path by now
+        self._written.clear()
         self._caller.end()
 
     def _refuse_foreign_file(self) -> None:
