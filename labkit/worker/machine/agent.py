@@ -29,7 +29,6 @@ import zmq
 from labkit.base import places, torch_caches
 from labkit.base.machine import MemoryAtDeath
 from labkit.base.own_python import own_environ, own_python, with_folder
-from labkit.base.places import PlaceError
 from labkit.errors import InvalidPoolError
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
@@ -72,6 +71,9 @@ class Agent:
         claim: The node rank that it claims.
         linger_s: How long the ranks wait for a notebook that has fallen silent.
         wait_s: How long to wait for the notebook's first message.
+
+    Raises:
+        PlaceError: Others can change the temporary folder.
     """
 
     def __init__(self, address: str, keys: Keys, claim: NodeClaim, linger_s: float, wait_s: float) -> None:
@@ -80,6 +82,7 @@ class Agent:
         self._asked_to_end = ""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        os.rmdir(self._make_directory())  # a machine that cannot make one says so before the notebook counts on it
         self._server, self._process = _start_fork_server()
         self._link = HubLink(address, keys, self._life)
         self._num_gpus: int | None = None
@@ -135,7 +138,9 @@ class Agent:
             except (EOFError, OSError):
                 return f"the fork server ended with exit code {self._process.wait()}; its output stands above"
             if name == "broken":
-                return self._fail(f"it cannot import what ranks need: {args[0]}")
+                self._tell(NodeFailed(f"{socket.gethostname()} cannot import what ranks need: {args[0]}"))
+                self._flush()
+                return str(args[0])
             if name == "counted":
                 self._num_gpus = args[1]
                 self._introduce()
@@ -147,12 +152,6 @@ class Agent:
             elif name == "exited":
                 self._exited(*args)
         return None
-
-    def _fail(self, reason: str) -> str:
-        """Tell the notebook why this machine cannot take part, and return it."""
-        self._tell(NodeFailed(f"{socket.gethostname()}: {reason}"))
-        self._flush()
-        return reason
 
     def _started(self, handle: int, pid: int) -> None:
         if handle in self._doomed or handle not in self._ranks:  # its world was closed in the meantime
@@ -181,10 +180,7 @@ class Agent:
             tag, parts = received
             if isinstance(tag, Leave):
                 return f"the notebook refuses this machine: {tag.refused}" if tag.refused else ""
-            try:
-                self._do(tag, parts)
-            except PlaceError as error:
-                return self._fail(str(error))
+            self._do(tag, parts)
         return None
 
     def _mind_silence(self) -> str | None:
@@ -249,11 +245,15 @@ class Agent:
         elif isinstance(tag, OpenWorld):
             self._close_world()
             self._world = tag.name
-            self._directory = places.new_temporary("labkit-", longest=places.FOR_SOCKETS)
+            self._directory = self._make_directory()
             self._send_server("directory", self._directory)
             self._wire = ControllerWire(self._directory, Keys.generate())
         else:
             assert isinstance(tag, AreYouThere)
+
+    def _make_directory(self) -> str:
+        """Make a private directory for a world's sockets."""
+        return places.new_temporary("labkit-", longest=places.FOR_SOCKETS)
 
     def _open_store(self, tag: OpenStore) -> None:
         if self._store:
