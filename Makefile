@@ -24,16 +24,11 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1 \
 	&& echo $$python && break; done)
 
-# Kernels on Unix sockets in a folder of yours: at Jupyter's usual TCP ports every user of the machine can read a notebook's outputs.
-PRIVATE := --KernelManager.transport=ipc
-# JupyterLab refuses to run as root without this; in a container root is the usual user.
-ROOT_FLAG := $(if $(filter 0,$(shell id -u)),--allow-root)
-
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-lab: $(READY) ## open JupyterLab on notebooks/
-	$(BIN)/jupyter lab $(ROOT_FLAG) $(PRIVATE) --ServerApp.root_dir="$(CURDIR)" --ServerApp.preferred_dir="$(CURDIR)/notebooks" $(ARGS)
+lab: $(READY) ## write your copies of the labs into work/ and open JupyterLab there; SOLVED=1 opens notebooks/
+	$(BIN)/labkit lab $(if $(SOLVED),--solved) $(ARGS)
 
 test: $(READY) ## run what a change needs: every test once, every notebook with 2 ranks
 	$(PYTEST) $(ARGS)

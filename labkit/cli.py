@@ -36,12 +36,17 @@ ELSEWHERE = {
     "checkpoint": ("labkit.checkpoint.cli:checkpoint", "Look into checkpoints, verify, migrate and reshard them."),
     "plan": ("labkit.plan.cli:plan", "Plan a training job on up to 16,384 ranks: bytes on a rank, traffic of a step, checkpoint."),
     "handouts": ("labkit.course.handouts.cli:handouts", "Make handouts of notebooks, for students and for the instructor."),
+    "lab": ("labkit.course.learner.cli:lab", "Write unsolved copies of the labs into your folder, and open JupyterLab there."),
+    "progress": (
+        "labkit.course.learner.cli:progress",
+        "List the solved exercises in FOLDER, which holds your saved copies of the labs.",
+    ),
     "new": ("labkit.course.starter:new", "Write NOTEBOOK, a small lab to change into one of your own."),
     "nbgrader": ("labkit.course.handouts.nbgrader:nbgrader", "Write notebooks as assignments of nbgrader."),
 }
 
 # Commands that read notebooks.
-_OF_NOTEBOOKS = ("run", "script", "handouts", "new", "nbgrader")
+_OF_NOTEBOOKS = ("run", "script", "handouts", "lab", "progress", "new", "nbgrader")
 
 
 class LazyGroup(click.Group):
@@ -122,7 +127,7 @@ def run(
     try:
         from labkit.course.files import shown
         from labkit.course.running import junit as reports
-        from labkit.course.running.progress import Progress
+        from labkit.course.running.progress import ProgressBars
         from labkit.course.running.runner import run_notebooks
         from labkit.course.running.summary import require_place, write_summary
     except ModuleNotFoundError as error:
@@ -132,7 +137,7 @@ def run(
     # A cancelled CI job sends SIGTERM; kernels must not outlive it.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     interrupted = False
-    with Progress() as progress:
+    with ProgressBars() as progress:
         try:
             require_place(out, notebooks)
             if junit is not None:
@@ -258,7 +263,7 @@ def launch(
     a manifest for kubectl apply. In the notebook: labkit.WorkerPool.attach(num_nodes, workers_per_node, ...).
     """
     from labkit.controller.machines.launch_text import Launch
-    from labkit.controller.start.plan import is_endpoint
+    from labkit.controller.start.pool_plan import is_endpoint
 
     if not connect.startswith("tcp://") or not is_endpoint(connect.removeprefix("tcp://")):
         raise click.BadParameter(f"{connect!r} is no address: write tcp://HOST:PORT", param_hint="--connect")

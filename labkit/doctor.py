@@ -1,4 +1,4 @@
-"""Examination of this machine: what it can run, one fact a line, and advice for each problem."""
+"""Examination of this machine: what it can run, one fact per line, with advice for each problem."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIN_OPEN_FILES = 1024
 GOOD_OPEN_FILES = 4096
 
 KERNELS = (
-    "over TCP, which is Jupyter's usual way, every user of this machine can read the code and the output of notebooks. Start "
+    "over TCP, Jupyter's default, every user of this machine can read the code and the output of notebooks. Start "
     "JupyterLab with --KernelManager.transport=ipc, as `make lab` does."
 )
 
@@ -87,7 +87,7 @@ def examine() -> list[Finding]:
             findings.extend(look())
         except Exception as error:
             name = look.__name__.strip("_").replace("_", " ")
-            findings.append(Finding(name, "could not be found out", f"{type(error).__name__}: {error}", "This is a bug in labkit."))
+            findings.append(Finding(name, "could not be examined", f"{type(error).__name__}: {error}", "This is a bug in labkit."))
     return findings
 
 
@@ -116,7 +116,7 @@ def _system() -> Iterator[Finding]:
         metadata = importlib.metadata.metadata(DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
         yield Finding("Python", found)
-        yield Finding("labkit", "not installed", "its requirements cannot be compared", "pip install -e . in the folder of labkit")
+        yield Finding("labkit", "not installed", "its requirements cannot be checked", "pip install -e . in the folder of labkit")
         return
     wanted = Requirement(f"python{metadata['Requires-Python']}").specifier
     bad = "" if wanted.contains(platform.python_version()) else f"labkit needs Python {wanted}"
@@ -194,7 +194,7 @@ def _processor_and_memory() -> Iterator[Finding]:
     yield Finding("cores", str(machine.usable_cores()))
     available = machine.available_memory_bytes()
     short = (
-        f"a pool of 4 ranks with its kernel wants about {MIN_MEMORY_BYTES / GIB:.0f} GiB" if available < MIN_MEMORY_BYTES else ""
+        f"a pool of 4 ranks with its kernel needs about {MIN_MEMORY_BYTES / GIB:.0f} GiB" if available < MIN_MEMORY_BYTES else ""
     )
     yield Finding("memory", f"{available / GIB:.1f} GiB available", short, "Close other programs, or use world_size = 2.")
 
@@ -212,7 +212,7 @@ def _shared_memory() -> Iterator[Finding]:
 def _open_files() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = (
-        "every rank and every connection between ranks takes some"
+        "every rank and every connection between ranks needs some"
         if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES
         else ""
     )
@@ -239,7 +239,7 @@ def _kernel() -> Iterator[Finding]:
 
 def _chromium() -> Iterator[Finding]:
     path = machine.find_chromium()
-    missing = "" if path else "handouts come as HTML only, and browser tests are skipped"
+    missing = "" if path else "handouts are made as HTML only, and browser tests are skipped"
     yield Finding("Chromium", path or "not found", missing, "Install chromium (Debian: apt-get install chromium) for PDF handouts.")
 
 
@@ -270,7 +270,7 @@ def _pool(world_size: int, device: Literal["cpu", "cuda"]) -> Finding:
 
 
 def _trust() -> Iterator[Finding]:
-    """State what no examination of a machine can find out: who can reach it."""
+    """State what labkit cannot examine: who can reach this machine."""
     from labkit.controller.machines.launch_text import TRUST
 
     yield Finding("trust between ranks", TRUST)

@@ -39,7 +39,7 @@ class LabkitError(Exception):
 
 
 def raises_here(function: Callable[P, T]) -> Callable[P, T]:
-    """Make labkit's errors appear to come from this function: the frames below it tell a reader nothing."""
+    """Make labkit's errors appear to come from this function, because the frames below it would not help a reader."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -107,11 +107,11 @@ class PoolStateError(LabkitError):
 
 
 class InvalidPoolError(LabkitError, ValueError):
-    """The arguments describe no pool that this machine can run (world size, device, number of GPUs)."""
+    """This machine cannot run a pool with these arguments (world size, device, number of GPUs)."""
 
 
 class InvalidRunError(LabkitError, ValueError):
-    """The arguments of a run make no sense: something that cannot be called, or a time limit that is not a positive number."""
+    """The arguments of a run are invalid: the function is not callable, or the time limit is not a positive number."""
 
 
 class WorkerStartError(LabkitError):
@@ -139,7 +139,7 @@ class RunReport(BaseException):
     Attributes:
         failures: One RankFailure per rank that did not finish, in rank order; the cause comes before its victims.
         finished: The ranks that finished the run normally.
-        notes: The measures that labkit took, one sentence each (interrupted ranks, rebuilt groups).
+        notes: The actions that labkit took, one sentence each (interrupted ranks, rebuilt groups).
         diagnosis: The cause of the hang when the run was stopped, in one sentence; empty if there was none.
     """
 
@@ -206,7 +206,7 @@ class RunReport(BaseException):
         return [([failure.rank for failure in group], group[0]) for group in ordered]
 
     def _told(self) -> Iterator[tuple[list[int], str]]:
-        """Yield each different failure once: its traceback on the ranks, or how they died and what they wrote last."""
+        """Yield each distinct failure once: the ranks with its traceback, or with how they died and what they wrote last."""
         for ranks, failure in self.grouped():
             if failure.kind != "interrupted":
                 last = f"\nIts last output in this run:\n{indent(failure.last_output)}" if failure.last_output else ""
@@ -258,8 +258,8 @@ class LeftOpen:
 class OpenCollectiveError(RunError):
     """A run ended on every rank, but some ranks have begun a collective that others of its group have not.
 
-    The group's next collective would have been matched with it and would have given wrong values. So the group was aborted and made
-    again. The contents of the tensor that the collective was to fill are undefined.
+    The group's next collective would have been matched with it and would have given wrong values, so the group was aborted and
+    rebuilt. The contents of the tensor that the collective was to fill are undefined.
 
     Attributes:
         collectives: The open ones.
@@ -275,7 +275,7 @@ class OpenCollectiveError(RunError):
         told = " ".join(map(str, self.collectives))
         return (
             f"the run ended with a collective that not all ranks have begun. {told} It was given up, so that the next collective "
-            "does not meet it, and its tensor holds anything. Every rank of a group has to make the same calls; "
+            "is not matched with it. The contents of its tensor are undefined. Every rank of a group has to make the same calls; "
             "wait() for those with async_op=True before the cell ends."
         )
 
@@ -320,27 +320,35 @@ class WireError(LabkitError):
 
 
 class StrangerError(LabkitError):
-    """Another user of this machine took a rank's place in a process group while it was made. Nothing was sent to it.
+    """Another user of this machine took a rank's place in a process group while it was being made. Nothing was sent to that user.
 
     Attributes:
         uid: The user's number.
         user: The user's name; empty where the system knows none.
-        port: Where it connected, or answered.
+        port: The port to which that user connected, or at which that user answered.
     """
 
     def __init__(self, uid: int, user: str, port: int, *, answered: bool = False) -> None:
         self.uid, self.user, self.port = uid, user, port
         who = f"the user {user} (uid {uid})" if user else f"a user without a name (uid {uid})"
         super().__init__(
-            f"{who} {'answered at' if answered else 'connected to'} port {port} of this machine in the place of a rank, while the "
-            "ranks made a process group. The connection was closed, nothing was sent to it, and the group was not made. Try "
-            "again; if it happens again, somebody here wants to read what ranks say to each other: tell who runs the machine, or "
-            "start the pool where others cannot reach its loopback device, as in a container."
+            f"{who} {'answered at' if answered else 'connected to'} port {port} of this machine in place of a rank, while the "
+            "ranks were making a process group. The connection was closed, nothing was sent over it, and the group was not made. "
+            "Try again. If it happens again, somebody is trying to read what ranks send each other: tell the machine's "
+            "administrator, or start the pool where others cannot reach its loopback device, for example in a container."
         )
 
 
 class ExerciseError(LabkitError, AssertionError):
     """The check of an exercise measured something other than its target."""
+
+
+class UnsolvedError(ExerciseError):
+    """An exercise has no answer yet."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the one line that IPython shows."""
+        return [str(self)]
 
 
 class CheckpointError(LabkitError):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import tests.start  # noqa: F401  # before everything that it is about
+import tests.start  # noqa: F401  # before the imports that it configures
 
 # isort: split
 import nbformat
@@ -35,7 +35,7 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and bring them into the order in which they start."""
+    """Mark tests by their folder, and sort them."""
     for item in items:
         folder = _folder(item)
         if folder in MARKED_FOLDERS and item.get_closest_marker(folder) is None:
@@ -59,13 +59,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if (found := len(machine.nvidia_gpus())) < needed:
             pytest.skip(f"needs {needed} NVIDIA GPUs, this machine has {found}")
     if item.get_closest_marker("browser") and machine.find_chromium() is None:
-        # Continuous integration installs Chromium; a run there that skips these tests would pass without having looked.
+        # Continuous integration installs Chromium, so skipping these tests there would hide a fault.
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Chromium: apt-get install chromium")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _private_folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A temporary folder of this run's own, so that other runs on this machine are no leaks; IPython's files go there too."""
+    """A temporary folder for this run, so that other runs on this machine do not count as leaks; IPython's files go there too."""
     tmp_path_factory.getbasetemp()  # pytest's own folder stays where people look for it
     # Short: the path of a Unix socket ends at about 100 characters.
     folder = tempfile.mkdtemp(prefix="lk-")
@@ -106,7 +106,7 @@ def make_notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeNotebo
 
 @pytest.fixture(autouse=True)
 def _verified_means_verified(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Whatever a test migrates or reshards: ``verify`` finds no error in what came out, but for those that were accepted."""
+    """Verify every result of a migration or reshard in a test: only accepted errors may be found."""
     if "checkpoint" not in request.path.name and "migration" not in request.path.name:
         yield
         return

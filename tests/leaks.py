@@ -1,7 +1,7 @@
-"""What a test must not leave behind: processes, threads, file descriptors, listening sockets, labkit's temporary folders.
+"""A guard against leaks of a test: processes, threads, file descriptors, listening sockets, labkit's temporary folders.
 
-Everything is judged by count, because a test may replace what was there before it: a shared pool that is restarted has
-new processes but no more of them. The message names what is new.
+It compares counts, because a test may replace things that existed before it: a shared pool that is restarted has new processes
+but not more of them. The message names the new ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 FORKSERVER = "labkit.worker.start.forkserver"
-# What has to be gone within two seconds has tests of its own. Here others may keep the cores busy.
+# Other tests check that everything is gone within two seconds. Here the cores may be busy.
 SETTLE_S = 10.0
 # The fork server outlives pools on purpose. The test that happens to start it keeps the kernel's ends of its channels
 # and the thread that listens to it.
@@ -40,7 +40,7 @@ _SINGLETON_PROCESSES = ("multiprocessing.resource_tracker", "chromium --type=", 
 
 @dataclass(frozen=True)
 class Holdings:
-    """What this test process, and everything that it started, holds at one moment. Keys identify, values describe."""
+    """The resources that this test process and its descendants hold at one moment. Keys identify them, values describe them."""
 
     processes: dict[str, str] = field(default_factory=dict)
     threads: dict[str, str] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Holdings:
 
 
 def prepare() -> None:
-    """Mark this process, and let libraries open what they keep for the life of a process, before anything is counted."""
+    """Mark this process, and let libraries open their permanent resources before anything is counted."""
     os.environ[_MARK] = _RUN
     import zmq
     from jupyter_core.utils import ensure_event_loop
@@ -61,7 +61,7 @@ def prepare() -> None:
 
 
 def take_stock() -> Holdings:
-    """Look at everything once."""
+    """Count everything once."""
     family = _family()
     forkservers = {process.pid: text for process in family if _is_forkserver(process) for _, text in _describe(process)}
     return Holdings(
@@ -75,7 +75,7 @@ def take_stock() -> Holdings:
 
 
 def leaked(before: Holdings, after: Holdings) -> list[str]:
-    """One line per kind of which there is more than before, naming what is new."""
+    """One line per kind whose count has grown, naming the new ones."""
     started_one = bool(after.forkservers.keys() - before.forkservers.keys())
     extra_forkservers = len(after.forkservers) > max(1, len(before.forkservers))
     lines = [f"{len(after.forkservers)} fork servers: {'; '.join(after.forkservers.values())}"] if extra_forkservers else []
@@ -101,7 +101,7 @@ def guard(settle_s: float = SETTLE_S) -> Iterator[None]:
     deadline = time.monotonic() + settle_s
     lines = leaked(before, take_stock())
     while lines and time.monotonic() < deadline:
-        # Descriptors may hang in a cycle behind a traceback; that is Python's business, not a leak.
+        # A reference cycle behind a traceback may hold descriptors; that is Python's business, not a leak.
         gc.collect()
         time.sleep(0.05)
         lines = leaked(before, take_stock())
@@ -134,7 +134,7 @@ def _cmdline(process: psutil.Process) -> str:
 
 
 def _is_forkserver(process: psutil.Process) -> bool:
-    """Whether this is a fork server itself; its forks, the ranks, have the same command line."""
+    """Return whether this is a fork server itself; its forks, the ranks, have the same command line."""
     if FORKSERVER not in _cmdline(process):
         return False
     try:

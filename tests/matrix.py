@@ -1,4 +1,4 @@
-"""Parameters of which ``make test`` takes the first and ``make test-all`` the rest."""
+"""Parameter lists: ``make test`` runs the first value, ``make test-all`` the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tests belong together, and in what order the groups start."""
+"""The groups of tests that belong together, and the order in which the groups start."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ LONG = (
 
 
 def group_of(nodeid: str) -> str:
-    """A test's group: a notebook, if it looks at one, the browser, whose tests share JupyterLab, or its file."""
+    """A test's group: its notebook if it has one, the browser (those tests share JupyterLab), or its file."""
     file, _, name = nodeid.partition("::")
     parameter = re.search(r"\[(\w+)", name)
     if parameter and parameter[1] in NOTEBOOKS:
@@ -52,7 +52,7 @@ def group_of(nodeid: str) -> str:
 
 
 def place_of(nodeid: str) -> tuple[int, int, int]:
-    """What tests are sorted by: the cheap folder, the long groups, then the others; in each folder by folder."""
+    """The key to sort tests by: the cheap folder, the long groups, then the others, each in the order of folders."""
     folder = nodeid.removeprefix("tests/").partition("/")[0]
     number = FOLDERS.index(folder) if folder in FOLDERS else -1
     group = group_of(nodeid)

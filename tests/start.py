@@ -1,4 +1,4 @@
-"""What has to be settled in a process of the tests before it imports anything else, and is inherited by those that it starts."""
+"""Settings that a process of the tests needs before it imports anything else; processes that it starts inherit them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import sys
 
 from labkit.course.light_nbformat import import_nbformat
 
-# Before anything imports torch: several ranks on few cores, each with a thread pool of its own, only get in each other's way.
+# Before anything imports torch: several ranks on few cores, each with its own thread pool, would slow each other down.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Without compiled files a thousand processes would compile labkit anew, and pytest its own form of the tests in each of its own.
+# Without compiled files a thousand processes would compile labkit again, and each of pytest's processes its own form of the tests.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 import_nbformat()

@@ -8,8 +8,8 @@ from tests.order import group_of
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]  # xdist has no types
-    """Gives a process all tests of one group, in their order, when it has few left."""
+    """A scheduler that gives a process all tests of one group, in their order, when it has few left."""
 
     def _split_scope(self, nodeid: str) -> str:
-        """Return a test's group; xdist's own schedulers differ in this method only."""
+        """Return a test's group; xdist's own schedulers differ only in this method."""
         return group_of(nodeid)

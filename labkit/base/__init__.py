@@ -1,3 +1,3 @@
-"""What every room uses and none of them owns: names, limits, ranks, processes, folders. It knows no room."""
+"""Code that all of labkit's packages share: names, limits, ranks, processes, folders. It imports none of them."""
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ from importlib import import_module
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]], list[str]]:
     """Return the ``__getattr__``, ``__dir__`` and ``__all__`` of a package (PEP 562).
 
-    A module must not have the name of what its package exports: once imported, it would take the name's place.
+    A module must not share a name with anything that its package exports: importing the module would shadow the export.
 
     Args:
         package: Its ``__name__``.
-        homes: For each module, relative to the package, the names that it defines, with spaces between them.
+        homes: The names that each module defines, separated by spaces. Keys are module names relative to the package.
     """
     home = {name: module for module, names in homes.items() for name in names.split()}
 

@@ -1,6 +1,6 @@
-"""Limits of time after which labkit takes its next step: one record of seconds.
+"""Time limits, in seconds, after which labkit takes its next step.
 
-Code that waits reads its limit from :data:`LIMITS` each time. Each process has its own: a change in the notebook's reaches no rank.
+Code that waits reads its limit from :data:`LIMITS` each time. Each process has its own: changing the notebook's affects no rank.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from dataclasses import dataclass
 
 @dataclass
 class Limits:
-    """Limits of time, all in seconds.
+    """Time limits, all in seconds.
 
     Attributes:
-        first_look_s: A run that lasts this long is looked at. Two successive looks that find the same hang report it.
+        first_look_s: A run that lasts this long is examined. A hang is reported once two successive looks find it.
         look_every_s: The time from one look to the next.
-        early_look_s: The earlier look, with which a last look is compared, gets this long for its answers.
-        answer_s: The answers to a look come within this. A control thread answers within milliseconds unless native code holds
+        early_look_s: The look before the last one, which the last is compared with, waits this long for answers.
+        answer_s: A look waits this long for answers. A control thread answers within milliseconds unless native code holds
             Python's lock.
         grace_s: The other ranks may go on for this long after one has failed: they may be about to fail with the same error.
         death_grace_s: The same after a death, which no other rank repeats.
-        cause_s: A rank that was cut off often reports this before the system reports the death that caused it.
+        cause_s: A rank that lost its connection often reports that before the system reports the death that caused it. Wait this
+            long for the death.
         abort_after_s: SIGINT ends Python code within milliseconds; a rank that has not ended by then is in native code. Ranks
             that report that they wait in a collective are freed at once.
         kill_after_s: Aborting NCCL took 0.5 s on 2 H200; freeing gloo takes milliseconds. A rank that has not ended by then is
@@ -36,11 +37,11 @@ class Limits:
             keep the socket busy.
         agents_end_s: The agents of a pool that is closed may take this long to end.
         connect_s: A rank tries for this long to reach the store in which the ranks meet.
-        notebook_interrupt_s: A notebook whose time is up is interrupted, and its kernel may end its cell within this.
-        notebook_write_s: The process that reads a killed notebook may then write for this long. The two together keep a notebook
-            from taking 5 s more than its time.
-        notebook_leftovers_s: The ranks of a pool end by themselves when their kernel has gone, within this.
-        notebook_kill_s: Killing processes takes longer only where the system does not let one go.
+        notebook_interrupt_s: The kernel of a notebook that ran out of time is interrupted and has this long to end its cell.
+        notebook_write_s: After the kernel was killed, the process that reads the notebook has this long to write. The two together
+            keep a notebook from overrunning by 5 s.
+        notebook_leftovers_s: When their kernel has gone, the ranks of a pool end by themselves within this time.
+        notebook_kill_s: Killing processes takes longer only if the system does not release one.
     """
 
     first_look_s: float = 2.0
@@ -69,7 +70,7 @@ LIMITS = Limits()
 
 @contextmanager
 def other_limits(**seconds: float) -> Iterator[None]:
-    """Let labkit wait for other times inside the block. Tests use this.
+    """Use other limits inside the block. Tests do.
 
     Args:
         **seconds: Attributes of :class:`Limits` and their values.

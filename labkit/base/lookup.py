@@ -1,7 +1,7 @@
-"""Look-up of the function that a text such as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` names.
+"""Import of a function by a name such as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``.
 
-The folder of the user's module comes last on the import path: others may be able to write there, and torch imports much of what it
-needs when it is first used.
+The folder of the user's module comes last on the import path: others may be able to write there, and torch imports many modules
+only when it first needs them.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from labkit.errors import LabkitError
 
 
 class FunctionNotFoundError(LabkitError, ValueError):
-    """A text does not name a function that can be called."""
+    """A text does not name a callable function."""
 
 
 def find_function(reference: str) -> Callable[..., Any]:
-    """Import the function that a text names and return it. This runs the user's own module.
+    """Import the function that a text names, and return it. This runs the user's own module.
 
     Args:
         reference: ``MODULE:FUNCTION``, also searched for in the current directory, or ``PATH/FILE.py:FUNCTION``, which may import
             other modules of its folder. What is installed under the same name goes before these.
 
     Raises:
-        FunctionNotFoundError: The text is not written like that, there is no such module, file or function, or importing the module
-            failed for any reason, including a SystemExit.
+        FunctionNotFoundError: The text has another form, there is no such module, file or function, or importing the module failed
+            for any reason, including a SystemExit.
     """
     place, _, name = reference.rpartition(":")
     if not place or not name:
@@ -45,7 +45,7 @@ def find_function(reference: str) -> Callable[..., Any]:
     except BaseException as error:
         raise FunctionNotFoundError(f"{reference!r} cannot be imported: {described(error)}") from error
     if not callable(found):
-        raise FunctionNotFoundError(f"{reference!r} is {type(found).__name__} and no function")
+        raise FunctionNotFoundError(f"{reference!r} is of type {type(found).__name__}, not a function")
     return found  # type: ignore[no-any-return]
 
 

@@ -95,7 +95,7 @@ def _parse_gpu(line: str) -> Gpu | None:
 
 
 def ends_lines(stream: TextIO) -> bool:
-    """Return whether a terminal, which breaks lines at some width, shows this stream. A notebook's ``!`` only imitates one."""
+    """Return whether a real terminal, which wraps lines, shows this stream. A notebook's ``!`` only imitates one."""
     return stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 

@@ -1,14 +1,14 @@
-"""Folders that others may write to: what labkit follows, enters, replaces and deletes in them.
+"""Safe work in folders that others may write to: what labkit follows, enters, replaces and deletes there.
 
-Whoever can write to a folder can plant names in it, and where it has no sticky bit also exchange them. The rule:
+Anyone who can write to a folder can plant names in it and, if it has no sticky bit, swap existing ones. The rules:
 
-- A new file may be made in any folder that you name, whoever owns it: a group's shared folder, or ``/tmp``.
-- What labkit replaces, deletes or believes (a list or mark that it has left) is a regular file of yours. What it goes into inside
-  of the folder that you name is a real folder of yours. Links, and what other users own, are refused or passed over.
-- On the way to the folder that you name, links of yours and of root's are followed, and nobody else's.
+- labkit may make a new file in any folder that you name, no matter who owns it: a group's shared folder, or ``/tmp``.
+- labkit replaces, deletes or trusts (a list or mark that it has left) only regular files of yours. Inside the folder that you name
+  it enters only real folders of yours. It refuses or skips links and anything that other users own.
+- On the way to the folder that you name, it follows only links that you or root made.
 
-A folder is held open while labkit works in it: when its name is exchanged meanwhile, that leads nowhere else. A folder of yours
-that you have opened to others is taken for yours; they can still exchange what is written into it.
+labkit holds a folder open while it works there, so swapping the folder's name meanwhile redirects nothing. A folder of yours that
+others may write to counts as yours; they can still swap what is written into it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS = {
     stat.S_IFBLK: "a block device",
     stat.S_IFLNK: "a link",
 }
-# To go through a folder one need not be able to list it; O_PATH is Linux's.
+# Passing through a folder does not require the right to list it. Only Linux has O_PATH.
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_LINKS = 40  # as in Linux
@@ -46,10 +46,10 @@ _ANOTHER = "Set TMPDIR to a folder that only you can write to."
 
 
 class PlaceError(LabkitError, ValueError):
-    """A place that somebody else may have prepared is not used.
+    """labkit refused a path because another user may have tampered with it.
 
     Attributes:
-        path: The place.
+        path: The path.
         reason: What is wrong with it.
     """
 
@@ -59,7 +59,7 @@ class PlaceError(LabkitError, ValueError):
 
 
 class NotRegularError(PlaceError):
-    """Something else is in a regular file's place; it was not opened.
+    """A path is not a regular file, so it was not opened.
 
     Attributes:
         kind: What it is, such as "a FIFO".
@@ -71,12 +71,12 @@ class NotRegularError(PlaceError):
 
 
 def kind_of(mode: int) -> str | None:
-    """Return what a file is, in words; None for a regular one."""
-    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
+    """Return the kind of a file in words; None for a regular file."""
+    return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "not a regular file")
 
 
 def is_mine(status: os.stat_result) -> bool:
-    """Return whether a file belongs to the user whose rights this process has."""
+    """Return whether a file belongs to this process's effective user."""
     return status.st_uid == os.geteuid()
 
 
@@ -85,16 +85,16 @@ def open_regular(path: str | Path, *, dir_fd: int | None = None, own: bool = Fal
 
     Args:
         path: The file.
-        dir_fd: The folder that a name is in.
-        own: Take a file of the caller's only, and follow no link to it. Else a link to a regular file is followed.
+        dir_fd: The open folder that a relative path starts from.
+        own: Open only a file of the caller's, and follow no link to it. Otherwise a link to a regular file is followed.
 
     Raises:
-        NotRegularError: It is something else, which is left unopened: a FIFO would hold the reader.
+        NotRegularError: It is something else, and was not opened: a FIFO would block the reader.
         PlaceError: It belongs to another user.
-        OSError: It is missing, or must not be read.
+        OSError: It is missing or unreadable.
     """
     _refuse(path, os.stat(path, dir_fd=dir_fd, follow_symlinks=not own), own=own)
-    # Without O_NONBLOCK, what takes its place in between could still hold the reader.
+    # O_NONBLOCK, because a FIFO may have been swapped in since the check.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if own else 0)
     file = os.fdopen(os.open(path, flags, dir_fd=dir_fd), "rb")
     try:
@@ -114,14 +114,14 @@ def _refuse(path: str | Path, status: os.stat_result, *, own: bool) -> None:
 
 @contextlib.contextmanager
 def opened(folder: Path, *, make: bool = False) -> Iterator[int]:
-    """Open a folder as the user names it, for work inside of it.
+    """Open a folder that the user named, to work inside it.
 
     Args:
-        folder: The folder. Links on the way are followed when the caller or root has made them.
-        make: Make what is missing of it.
+        folder: The folder. Links on the way are followed if the caller or root made them.
+        make: Make the folders that are missing.
 
     Yields:
-        A descriptor for ``dir_fd`` arguments. It need not be good for listing.
+        A descriptor for ``dir_fd`` arguments, possibly without the right to list the folder.
 
     Raises:
         PlaceError: A link on the way was made by another user.
@@ -167,7 +167,7 @@ def _names(path: Path) -> tuple[str, ...]:
 
 
 def _link(fd: int, name: str, path: Path) -> Path | None:
-    """Return where a link leads that may be followed; None for what is no link."""
+    """Return the target of a link, if it may be followed; None if the name is not a link."""
     try:
         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -175,7 +175,7 @@ def _link(fd: int, name: str, path: Path) -> Path | None:
     if not stat.S_ISLNK(status.st_mode):
         return None
     target = Path(os.readlink(name, dir_fd=fd))
-    # Whoever exchanges the link in between may get the old one's inode for his own, so the owner is looked at again too.
+    # A link swapped in since may have reused the old one's inode, so compare the owner too.
     same = _identity(status) == _identity(os.stat(name, dir_fd=fd, follow_symlinks=False))
     if status.st_uid not in (0, os.geteuid()) or not same:
         raise PlaceError(path, "is a link that another user has made, and is not followed. Name another place.")
@@ -199,19 +199,19 @@ def _enter(fd: int, name: str, *, make: bool) -> int:
 
 @contextlib.contextmanager
 def inside(fd: int, folder: Path, *names: str, make: bool = False) -> Iterator[int]:
-    """Go into folders of an open folder, one inside the other. All have to be real folders of the caller's.
+    """Enter nested folders inside an open folder. All have to be real folders of the caller's.
 
     Args:
         fd: The open folder.
         folder: Its path, for messages.
-        names: The folders.
+        names: The folders, outermost first.
         make: Make those that are missing.
 
     Yields:
-        A descriptor of the last one, as :func:`opened`.
+        A descriptor of the innermost one, as :func:`opened`.
 
     Raises:
-        PlaceError: One of them is a link, no folder, or another user's.
+        PlaceError: One of them is a link, not a folder, or another user's.
         OSError: One is missing, or cannot be made.
     """
     with contextlib.ExitStack() as stack:
@@ -234,23 +234,23 @@ def inside(fd: int, folder: Path, *names: str, make: bool = False) -> Iterator[i
 
 
 def private_folder(base: Path, *names: str) -> str:
-    """Make folders that only the caller can enter, one inside the other, and return the path of the last one.
+    """Make nested folders that only the caller can enter, and return the path of the innermost one.
 
     Args:
-        base: Where the first of them is. Folders that are missing on the way there are made as well.
-        names: The folders. Those that are there have to be the caller's.
+        base: The folder that holds the first of them. It is made if it is missing.
+        names: The folders, outermost first. Existing ones have to be the caller's.
 
     Raises:
-        PlaceError: Somebody else could exchange one of them, write into one, or has taken its name.
+        PlaceError: Another user could swap one of them or write into it, or has taken its name.
         OSError: One cannot be made.
     """
     base = base.absolute()
     with contextlib.ExitStack() as stack:
         fd = stack.enter_context(opened(base, make=True))
-        # A path is followed anew at each use, so nobody else may be able to change what it leads to.
+        # A path is resolved again at each use, so nobody else may be able to change where it leads.
         resolved = Path(os.path.realpath(base))
         if not os.path.samestat(os.fstat(fd), os.stat(resolved)):
-            raise PlaceError(base, "is being exchanged")
+            raise PlaceError(base, "was replaced while labkit looked at it")
         for folder in (*reversed(resolved.parents), resolved):
             _refuse_changeable(folder, os.lstat(folder))
         for name in names:
@@ -340,11 +340,11 @@ def temporary(prefix: str, *, longest: int | None = None) -> Iterator[str]:
 
 
 def write_new(name: str, data: bytes, dir_fd: int) -> None:
-    """Write a file that was not there.
+    """Write a new file.
 
     Raises:
-        FileExistsError: Something of that name is there, a link for example.
-        OSError: It cannot be written; what there is of it stays.
+        FileExistsError: The name is taken, for example by a link.
+        OSError: It cannot be written; a partial file stays.
     """
     with os.fdopen(os.open(name, _NEW, 0o666, dir_fd=dir_fd), "wb") as file:
         file.write(data)

@@ -23,7 +23,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def printable(text: str, *, keep: str = "") -> str:
-    """Return a text with everything escaped that is not plainly visible: control and bidirectional characters, lone surrogates.
+    """Escape every character of a text that is not plainly visible: control and bidirectional characters, lone surrogates.
 
     Args:
         text: Any text, such as a name from a file.

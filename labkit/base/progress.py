@@ -1,8 +1,8 @@
 """Progress of long tasks in this process, for the notebook's cell or the terminal that waits for them.
 
-Code that takes long opens a `task` and reports how much is done. A task of less than two seconds shows nothing. In a terminal, a
-bar on stderr shows the task until it ends. In a notebook, the cell shows it (`labkit.notebook.views.progress`). Elsewhere nothing
-does.
+Slow code opens a `task` and reports how much is done. A task that takes less than two seconds shows nothing. In a terminal, a bar
+on stderr shows the task until it ends. In a notebook, the cell shows it (`labkit.notebook.views.progress`). Elsewhere nothing is
+shown.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _running: list[Task] = []
 
 
 def running() -> Task | None:
-    """Return the process's current task, or None. If tasks are nested, return the outermost: somebody asked for that one."""
+    """Return the process's current task, or None. If tasks are nested, return the outermost, which is the one the user started."""
     return next(iter(_running), None)
 
 
 @contextmanager
 def task(title: str, total_bytes: int | None = None) -> Iterator[Task]:
-    """Announce that the block takes long.
+    """Show the progress of the block, which may take long.
 
     Args:
         title: The task's name, one or two words.

@@ -1,7 +1,7 @@
-"""Keeps what torch compiles in a folder that only its user can write to.
+"""A folder for torch's compiler cache that only its user can write to.
 
-torch puts it into ``torchinductor_USER`` in the temporary folder, which every user of the machine can write to, and runs what it
-finds there. A neighbour who makes that name first decides what runs, or stops the import of ``torch._dynamo``.
+By default torch compiles into ``torchinductor_USER`` in the temporary folder, which every user of the machine can write to, and
+runs what it finds there. A neighbour who makes that name first decides what runs, or makes the import of ``torch._dynamo`` fail.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ _NAMES = ("labkit", "torchinductor")
 
 
 def private(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which torch keeps what it compiles in a private folder. The user's own setting stays."""
+    """Return an environment in which torch compiles into a private folder, unless the user has chosen a folder."""
     if VARIABLE in environ:
         return dict(environ)
     return {**environ, VARIABLE: folder(environ)}
 
 
 def folder(environ: Mapping[str, str]) -> str:
-    """Return the folder, which is there and private. It is the same from process to process, so nothing is compiled twice.
+    """Return the private folder, and make it if it is missing. Processes share it, so nothing is compiled twice.
 
-    It is in the user's cache folder, with the machine's name in it: a home may be shared by machines with other processors. Where
-    others can write to the way there, it is ``labkit-UID`` in the temporary folder, and where somebody has taken that
-    name, a new one that goes with this process.
+    It is in the user's cache folder, under the machine's name: machines with different processors may share a home. If others can
+    write to a folder on the way, it is in ``labkit-UID`` in the temporary folder. If somebody has taken that name too, it is a new
+    folder that is deleted when this process ends.
 
     Raises:
         PlaceError: There is no place that only the caller can change; see :func:`labkit.base.places.new_temporary`.
@@ -45,7 +45,7 @@ def folder(environ: Mapping[str, str]) -> str:
     machine = platform.node().replace("/", "_") or "machine"
     shared = (f"labkit-{os.geteuid()}", *_NAMES[1:])
     for place, names in ((base, (*_NAMES, machine)), *((temporary, shared) for temporary in places.temporary_folders())):
-        # Something else may be there, the home may be missing or full: each is a reason to go on to the next place.
+        # The name may be taken, the home missing or full: then try the next place.
         with contextlib.suppress(PlaceError, OSError):
             return places.private_folder(place, *names)
     return _passing()
@@ -55,6 +55,6 @@ def folder(environ: Mapping[str, str]) -> str:
 def _passing() -> str:
     made = places.new_temporary("labkit-torch-")
     maker = os.getpid()
-    # A forked process inherits this, and must leave the folder to the others.
+    # A forked process inherits this handler, and must not delete the folder.
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == maker else None)
     return made

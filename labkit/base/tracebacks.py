@@ -1,7 +1,7 @@
-"""Tracebacks for people: the reader's own lines with their context, library frames in one line each.
+"""Tracebacks for people: the reader's own lines with their context, and one line per library frame.
 
-IPython's own formatter parses every file on the stack. Through torch.distributed that took 1.4 s on one rank, and 6 s for four
-ranks at once on two cores.
+IPython's own formatter parses every file on the stack. For a stack through torch.distributed that took 1.4 s on one rank, and 6 s
+for four ranks at once on two cores.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _slashes(filename: str) -> str:
 
 
 def release_frames(error: BaseException) -> None:
-    """Release the objects that an error's frames hold, now: a big tensor in a failed cell is freed before the next cell runs."""
+    """Release what an error's frames hold, so that a failed cell's big tensors are freed before the next cell runs."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,17 +15,14 @@ import click
 from labkit.base import torch_caches
 from labkit.base.machine import ends_lines
 from labkit.base.places import PlaceError
-from labkit.base.plain_text import printable
 from labkit.checkpoint.checks.findings import CODES
-from labkit.errors import CheckpointError
+from labkit.checkpoint.cli_output import errors_told, print_report, run_and_tell, write_json
 
 # Commands import what they need when they run, so that help texts appear at once and reading does not import the writers.
 if TYPE_CHECKING:
-    from labkit.checkpoint.checks.findings import Report
     from labkit.checkpoint.convert.engine import Result
     from labkit.checkpoint.convert.several_optimizers import Order
 
-INTERRUPTED_EXIT_CODE = 130
 RARE_COLLECTIONS = (100_000, 20, 20)  # gc.set_threshold
 PATH = click.Path(path_type=Path)
 TEXT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -112,7 +106,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
     labkit.checkpoint.save has written, the latest complete step is taken. PATTERNS such as 'model.layers.0.*' choose tensors and
     values by name.
     """
-    with _errors_told():
+    with errors_told():
         from rich.console import Console
 
         from labkit.checkpoint.formats.catalog import open_checkpoint
@@ -121,7 +115,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
 
         found = open_checkpoint(path, unknown="opaque" if opaque else "refuse")
         if as_json:
-            _write_json(describe(found, patterns=patterns, chunks=chunks))
+            write_json(describe(found, patterns=patterns, chunks=chunks))
             return
         table = render(found, patterns=patterns, rows=None if all_rows else DEFAULT_ROWS, chunks=chunks)
         # If output goes to a file or pipe, lines do not wrap, so that each name stays on one line.
@@ -164,12 +158,12 @@ def verify_command(
     """
     from labkit.checkpoint.checks.verification import verify
 
-    with _errors_told():
+    with errors_told():
         report = verify(path, against=against, model=model, data=not quick, finite=finite, workers=workers)
     if as_json:
-        _write_json(report.as_dict())
+        write_json(report.as_dict())
     else:
-        _print_report(report)
+        print_report(report)
     sys.exit(0 if report.ok and not (strict and report.findings) else 1)
 
 
@@ -272,7 +266,7 @@ def migrate_command(
             workers=workers,
         )
 
-    _run_and_tell(work)
+    run_and_tell(work)
 
 
 @checkpoint.command("reshard", epilog=RESHARD_HELP, short_help="Rewrite the shards for other ranks or another mesh.")
@@ -320,23 +314,7 @@ def reshard_command(
         rules = [parse_rule(text) for text in shards]
         return reshard(source, destination, axes, rules=rules, despite=despite, for_torch=for_torch, workers=workers)
 
-    _run_and_tell(work)
-
-
-@contextmanager
-def _errors_told() -> Iterator[None]:
-    """Report errors of files and arguments as one message, and end the command."""
-    try:
-        yield
-    except BrokenPipeError:
-        raise  # the reader of the output has gone; click ends quietly
-    except CheckpointError as error:
-        raise click.ClickException(str(error)) from None
-    except OSError as error:
-        place = f"{error.filename}: " if error.filename is not None else ""
-        raise click.ClickException(printable(f"{place}{error.strerror or error}")) from None
-    except MemoryError:
-        raise click.ClickException("there is not enough memory for it") from None
+    run_and_tell(work)
 
 
 def _read_orders(texts: Sequence[str]) -> Order | None:
@@ -362,49 +340,3 @@ def _parse_part(text: str) -> tuple[str, str]:
     if not equals or not path:
         raise click.BadParameter(f"{text!r} is no NAME=PATH, such as model=pytorch_model_fsdp_0", param_hint="--part")
     return name, path
-
-
-def _say(text: str, *, err: bool = False) -> None:
-    """Print a line that may contain names from files."""
-    click.echo(printable(text), err=err)
-
-
-def _write_json(content: object) -> None:
-    json.dump(content, sys.stdout, indent=1, default=str)
-    sys.stdout.write("\n")
-
-
-def _run_and_tell(work: Callable[[], Result]) -> None:
-    from labkit.checkpoint.wording import bytes_text, counted
-
-    # A scheduler's SIGTERM ends the work like Ctrl-C, with the usual cleanup.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with _errors_told():
-            result = work()
-    except KeyboardInterrupt as interrupt:
-        _say(" ".join(["Interrupted.", *getattr(interrupt, "__notes__", ())]), err=True)
-        sys.exit(INTERRUPTED_EXIT_CODE)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    for note in result.notes:
-        _say(f"note: {note}")
-    codes = ", ".join(sorted({finding.code for finding in result.accepted}))
-    despite = f", despite {counted(len(result.accepted), 'finding')} that you accepted ({codes})" if codes else ""
-    _say(
-        f"{result.path}: {counted(result.num_tensors, 'tensor')}, {bytes_text(result.size_bytes)}, in "
-        f"{counted(result.num_files, 'file')}, verified{despite}"
-    )
-
-
-def _print_report(report: Report) -> None:
-    from labkit.checkpoint.wording import counted
-
-    for finding in report.findings:
-        click.echo(finding.line())
-    for text in report.unchecked:
-        _say(f"not checked: {text}")
-    looked = ", ".join(f"{number:,} {name.removesuffix('s') if number == 1 else name}" for name, number in report.checked.items())
-    errors = sum(finding.severity == "error" for finding in report.findings)
-    verdict = "ok" if report.ok else counted(errors, "error")
-    _say(f"{report.path}: {verdict}" + (f" ({looked})" if looked else ""))

@@ -56,7 +56,7 @@ def parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
         pattern, _, name = text.rpartition("=")
         dtype = getattr(torch, name, None)
         if not pattern or not isinstance(dtype, torch.dtype):
-            raise CheckpointError(f"{text!r} (--dtype) is no PATTERN=DTYPE, such as '*=bfloat16'")
+            raise CheckpointError(f"{text!r} (--dtype) is not PATTERN=DTYPE, such as '*=bfloat16'")
         if pattern in found:
             raise CheckpointError(f"the pattern {pattern!r} (--dtype) is given twice")
         found[pattern] = dtype

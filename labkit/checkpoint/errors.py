@@ -28,7 +28,7 @@ __all__ = [
 
 #: What to do about a file that is missing or cut off.
 COPY_ADVICE = "Copy it from where it was saved, or use an earlier checkpoint."
-# In place of a file in an error about what was given.
+# The path in errors about the caller's state.
 STATE = "the state"
 
 
@@ -141,7 +141,7 @@ class CheckpointMismatchError(CheckpointError):
     max_listed = 12
     #: The statement about ``path`` in the first line.
     verdict = "does not fit"
-    #: What is left as it is in problems; line breaks, where the problems are printable already and may be of several lines.
+    #: Characters that are not escaped in problems: line breaks, if the problems are already printable and may have several lines.
     _kept = ""
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
@@ -171,7 +171,7 @@ class FQNMismatchError(CheckpointMismatchError):
     ``problems`` are sentences about names that are neither.
     """
 
-    #: Where there are problems of several kinds, at most this many of each are spelled out.
+    #: If there are problems of several kinds, at most this many of each are spelled out.
     max_listed_of_each = 5
 
     def __init__(
@@ -192,7 +192,7 @@ class FQNMismatchError(CheckpointMismatchError):
         super().__init__(path, [problem for group in self._groups for problem in group], advice=advice)
 
     def _listed(self) -> list[str]:
-        """Return some problems of each kind, so that names which one side lacks stand beside those that the other one lacks."""
+        """Return some problems of each kind, so that the names that each side lacks can be compared."""
         groups = [group for group in self._groups if group]
         if len(groups) < 2 or len(self.problems) <= self.max_listed:
             return super()._listed()

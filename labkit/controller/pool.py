@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, TypeVar
 
-from labkit.base.plain_text import format_ranks, name_ranks
+from labkit.base.plain_text import format_ranks
 from labkit.base.ranks import RankResults, RankSpec, parse_ranks
-from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool, starting
+from labkit.controller.current import open_pool, refuse_second_pool, set_open_pool
 from labkit.controller.hang.diagnosis import Diagnosis
+from labkit.controller.lifetime import Lifetime
 from labkit.controller.machines.attach import AttachedSite, Meeting, ShownCommand, earlier_site, local_site, own_address
 from labkit.controller.machines.node import NodeStatus
-from labkit.controller.output import Screen, present_screen
+from labkit.controller.output import Screen
 from labkit.controller.run import sending
-from labkit.controller.run.interrupts import held_sigint
-from labkit.controller.run.members import Members
 from labkit.controller.run.runner import Runner
-from labkit.controller.start import plan
+from labkit.controller.start import pool_plan
 from labkit.controller.start.world import LocalSite, Site
 from labkit.errors import InvalidPoolError, PoolStateError, WorkerStartError, raises_here
 from labkit.wire.key_file import KeyFile
@@ -42,7 +40,7 @@ class WorkerPool:
         world_size: The number of ranks.
         device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` if there are enough GPUs.
         launcher: ``local`` starts the ranks from this process. ``agents`` starts labkit's agents on this machine, which start the
-            ranks in the same way as with :meth:`attach` on several machines.
+            ranks in the same way as with :meth:`attach` on several machines. :meth:`attach` passes its machines here.
         num_nodes: With ``agents``: simulate that many machines on this one, each with the same number of ranks.
         start_timeout_s: The longest time that the start may take, in seconds.
         replace: Close an open pool first instead of refusing.
@@ -53,28 +51,33 @@ class WorkerPool:
         WorkerStartError: A rank did not start; nothing is left running.
     """
 
-    _site: Site
-
     @raises_here
     def __init__(
         self,
         world_size: int | None = None,
         device: Literal["auto", "cpu", "cuda"] = "auto",
         *,
-        launcher: Literal["local", "agents"] = "local",
+        launcher: Literal["local", "agents"] | AttachedSite = "local",
         num_nodes: int = 1,
         start_timeout_s: float = 180.0,
         replace: bool = False,
     ) -> None:
-        self._closed = True
-        plan.check_arguments(world_size, device, launcher, num_nodes)
+        if not isinstance(launcher, AttachedSite):
+            pool_plan.check_arguments(world_size, device, launcher, num_nodes)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
-        if launcher == "agents":
-            self._attach(local_site(num_nodes, (world_size or 0) // num_nodes, device), start_timeout_s, world_size)
-            return
-        self._plan = plan.make_plan(world_size, device, plan.launcher().count_gpus)
-        self._begin(LocalSite(), start_timeout_s)
+        site: Site
+        if isinstance(launcher, AttachedSite):
+            site = launcher
+        elif launcher == "agents":
+            site = local_site(num_nodes, (world_size or 0) // num_nodes, device)
+        else:
+            site = LocalSite(pool_plan.make_plan(world_size, device, pool_plan.launcher().count_gpus))
+        self._life = Lifetime(site, start_timeout_s, lambda: set_open_pool(self))
+        if isinstance(site, AttachedSite) and site.has_ranks:
+            self._life.adopt(site)
+        else:
+            self._life.begin()
 
     @classmethod
     @raises_here
@@ -115,37 +118,18 @@ class WorkerPool:
             PoolStateError: Another pool is open and ``replace`` is False.
             WorkerStartError: A machine did not connect, or a rank did not start; the message names it.
         """
-        plan.check_attachment(num_nodes, workers_per_node, device, listen, host, linger_s)
+        pool_plan.check_attachment(num_nodes, workers_per_node, device, listen, host, linger_s)
         if not replace:
             refuse_second_pool(_CLOSE_IT)
-        pool = cls.__new__(cls)
-        pool._closed = True
         path = Path(key_file).absolute()
         other = open_pool()
-        if other is not None and isinstance(other._site, AttachedSite) and other._site.key_file == path:
+        if other is not None and isinstance(other._life.site, AttachedSite) and other._life.site.key_file == path:
             other.close()  # the cell is run again: this pool replaces that one and takes over its key file
         interface = listen.removeprefix("tcp://").rpartition(":")[0]
         address = host or (interface if interface in ("127.0.0.1", "localhost") else own_address())
         meeting = Meeting(num_nodes, workers_per_node, listen, address, device, linger_s, on_one_machine=num_nodes == 1)
         site = AttachedSite(meeting, path, ShownCommand(), outlives_notebook=linger_s is not None)
-        pool._attach(site, start_timeout_s)
-        return pool
-
-    def _attach(self, site: AttachedSite, start_timeout_s: float, world_size: int | None = None) -> None:
-        try:
-            with held_sigint() as stop_if_asked:
-                site.prepare(start_timeout_s, stop_if_asked)
-            nodes, meeting = site.nodes, site.meeting
-            if meeting.num_nodes == 1:
-                self._plan = plan.make_plan(world_size or meeting.workers_per_node or None, meeting.device, lambda: nodes.num_gpus)
-                site.settle(self._plan.world_size)
-            else:
-                self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
-            self._begin(site, start_timeout_s)
-        except BaseException:
-            if self._closed:  # else the interrupt came when the pool was already open
-                site.leave()
-            raise
+        return cls(launcher=site, start_timeout_s=start_timeout_s, replace=True)
 
     @classmethod
     @raises_here
@@ -171,123 +155,67 @@ class WorkerPool:
         """
         if not replace:
             refuse_second_pool(_CLOSE_IT)
-        pool = cls.__new__(cls)
-        pool._closed = True
         path = Path(key_file).absolute()
         site = earlier_site(path)
         if path.exists() and KeyFile.read(path).in_use:
             raise InvalidPoolError(f"the notebook of the pool behind {path} still runs. Close it, or restart its kernel.")
         try:
-            pool._come_back(site, start_timeout_s)
+            return cls(launcher=site, start_timeout_s=start_timeout_s, replace=True)
         except WorkerStartError as error:
             raise PoolStateError(
                 f"not every machine came back in {start_timeout_s:g} s. Ranks wait {site.meeting.linger_s:g} s for a notebook and "
                 f"then end; attach anew: WorkerPool.attach(...). ({error.reason})"
             ) from None
-        left = site.nodes.left().values()
-        busy = tuple(sorted(rank for found in left for rank in found.busy))
-        pool._runner.resume(max(found.run_id for found in left), busy)
-        return pool
-
-    def _come_back(self, site: AttachedSite, start_timeout_s: float) -> None:
-        """Adopt the ranks that wait at a site. On an error they go on waiting for another notebook."""
-        with held_sigint() as stop_if_asked:
-            site.prepare(start_timeout_s, stop_if_asked)
-            try:
-                left = site.nodes.left()
-                if not left:
-                    site.leave()
-                    raise PoolStateError("no rank is left of the earlier pool on its machines. Attach anew: WorkerPool.attach(...)")
-                if (other := open_pool()) is not None:
-                    other.close()
-                stop_if_asked()
-                self._site, self._start_timeout_s = site, start_timeout_s
-                meeting, nodes = site.meeting, site.nodes
-                self._plan = plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
-                world = site.world(self._plan, next(iter(left.values())).world)
-                nodes.adopt_world(world.name)
-                self._members = Members(self.world_size, world)
-                self._members.adopt(left, world, {node.node_rank: node.name for node in nodes.nodes})
-                self._open()
-            except BaseException:
-                site.abandon()
-                raise
-
-    def _begin(self, site: Site, start_timeout_s: float) -> None:
-        # Close the open pool only now, so that it is not lost for a pool that cannot run.
-        if (other := open_pool()) is not None:
-            other.close()
-        self._site, self._start_timeout_s = site, start_timeout_s
-        self._start()
-
-    def _start(self) -> None:
-        with starting(self.world_size), held_sigint() as stop_if_asked:
-            self._site.prepare(self._start_timeout_s, stop_if_asked)
-            try:
-                self._members = Members(self.world_size, self._site.open_world(self._plan))
-                self._members.start(self._start_timeout_s, stop_if_asked)
-                self._open()
-            except BaseException:
-                self._site.leave()
-                raise
-
-    def _open(self) -> None:
-        self._runner = Runner(self._members, self.world_size)
-        self._closed = False
-        set_open_pool(self)
-        atexit.register(self._at_exit)
-
-    def _at_exit(self) -> None:
-        if isinstance(self._site, AttachedSite) and self._site.outlives_notebook:
-            self._site.abandon()
-        else:
-            self.close()
 
     # ---- what the pool is ----------------------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self._plan.world_size
+        return self._life.site.plan.world_size
 
     @property
     def device(self) -> str:
         """``cpu`` or ``cuda``."""
-        return self._plan.device
+        return self._life.site.plan.device
 
     @property
     def closed(self) -> bool:
         """True if the pool has been closed."""
-        return self._closed
+        return self._life.runner is None
 
     @property
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose process has ended."""
-        return () if self._closed else self._runner.dead_ranks
+        runner = self._life.runner
+        return () if runner is None else runner.dead_ranks
 
     @property
     def pids(self) -> dict[int, int]:
         """Process id of each rank."""
-        return {} if self._closed else dict(sorted(self._members.pids.items()))
+        runner = self._life.runner
+        return {} if runner is None else dict(sorted(runner.members.pids.items()))
 
     @property
     def nodes(self) -> tuple[NodeStatus, ...]:
         """The machines of an attached pool, by node rank; empty for a pool on this machine."""
-        if self._closed or not isinstance(self._site, AttachedSite):
+        runner, site = self._life.runner, self._life.site
+        if runner is None or not isinstance(site, AttachedSite):
             return ()
-        self._runner.look_around()
-        return self._site.nodes.statuses()
+        runner.look_around()
+        return site.nodes.statuses()
 
     @property
     def places(self) -> dict[int, str]:
         """The machine of each rank, if they run on more than one."""
-        return {} if self._closed else dict(self._members.places)
+        runner = self._life.runner
+        return {} if runner is None else dict(runner.members.places)
 
     def __repr__(self) -> str:
-        if self._closed:
+        if self.closed:
             return f"WorkerPool(world_size={self.world_size}, device={self.device!r}): closed"
         dead = f", dead: {format_ranks(self.dead_ranks)}" if self.dead_ranks else ""
-        return f"WorkerPool(world_size={self.world_size}, device={self.device!r}): {self._plan.describe()}{dead}"
+        return f"WorkerPool(world_size={self.world_size}, device={self.device!r}): {self._life.site.plan.describe()}{dead}"
 
     # ---- running -------------------------------------------------------------------------------------------------
 
@@ -321,9 +249,9 @@ class WorkerPool:
             PoolStateError: The pool is closed or broken, or a run is in progress.
             InvalidRunError: The function is not callable, or the time limit is not a positive number.
         """
-        chosen = self._choose(ranks, timeout_s)
-        packed = sending.pack_call(function, args, kwargs, share_memory=self._members.share_memory)
-        return self._runner.values(self._runner.execute("call", chosen, timeout_s, packed=packed))
+        runner, chosen = self._choose(ranks, timeout_s)
+        packed = sending.pack_call(function, args, kwargs, share_memory=runner.members.share_memory)
+        return runner.values(runner.execute("call", chosen, timeout_s, packed=packed))
 
     @raises_here
     def run_cell(
@@ -355,11 +283,11 @@ class WorkerPool:
             SyntaxError: The cell cannot be parsed; nothing was sent.
             RankFailedError: The cell raised on a rank. Further errors as in :meth:`run`.
         """
-        chosen = self._choose(ranks, timeout_s)
+        runner, chosen = self._choose(ranks, timeout_s)
         sending.check_syntax(source, f"<cell {cell_number}>" if cell_number else "<cell>")
         fields: dict[str, Any] = {"source": source, "want_value": want_value, "cell_number": cell_number}
-        run = self._runner.execute("cell", chosen, timeout_s, screen=screen, **fields)
-        return self._runner.values(run) if want_value else None
+        run = runner.execute("cell", chosen, timeout_s, screen=screen, **fields)
+        return runner.values(run) if want_value else None
 
     @raises_here
     def push(self, *, ranks: RankSpec = None, timeout_s: float | None = None, **variables: Any) -> None:
@@ -378,9 +306,9 @@ class WorkerPool:
         Raises:
             WireError: A value cannot be pickled. Further errors as in :meth:`run`.
         """
-        chosen = self._choose(ranks, timeout_s)
-        packed = sending.pack_variables(variables, share_memory=self._members.share_memory)
-        self._runner.execute("push", chosen, timeout_s, packed=packed)
+        runner, chosen = self._choose(ranks, timeout_s)
+        packed = sending.pack_variables(variables, share_memory=runner.members.share_memory)
+        runner.execute("push", chosen, timeout_s, packed=packed)
 
     @raises_here
     def pull(self, name: str, *, ranks: RankSpec = None, timeout_s: float | None = None) -> RankResults[Any]:
@@ -400,9 +328,9 @@ class WorkerPool:
             SyntaxError: The text is not an expression; nothing was sent.
             RankFailedError: A rank has no such name, or its value cannot be pickled. Further errors as in :meth:`run`.
         """
-        chosen = self._choose(ranks, timeout_s)
+        runner, chosen = self._choose(ranks, timeout_s)
         compile(name, "<pull>", "eval")
-        return self._runner.values(self._runner.execute("pull", chosen, timeout_s, source=name))
+        return runner.values(runner.execute("pull", chosen, timeout_s, source=name))
 
     def diagnose(self) -> Diagnosis:
         """Ask every rank what it does now and return the cause that holds up the present run.
@@ -418,9 +346,9 @@ class WorkerPool:
         Raises:
             PoolStateError: The pool is closed.
         """
-        if self._closed:
+        if (runner := self._life.runner) is None:
             raise PoolStateError("the pool is closed. Start it again with pool.restart().")
-        return self._runner.diagnose()
+        return runner.diagnose()
 
     def look(self) -> Diagnosis | None:
         """Return what the ranks of the present run did at the last look at them; None if no run is in progress.
@@ -430,7 +358,8 @@ class WorkerPool:
 
         Ranks: controller. Safe from any thread. Blocks for at most 1 s.
         """
-        return None if self._closed else self._runner.look()
+        runner = self._life.runner
+        return None if runner is None else runner.look()
 
     def interrupt(self) -> None:
         """Interrupt the present run, as Kernel > Interrupt does. Any thread may call this; it returns at once.
@@ -440,8 +369,8 @@ class WorkerPool:
 
         Ranks: controller. Does nothing when no run is in progress.
         """
-        if not self._closed:
-            self._runner.interrupt()
+        if (runner := self._life.runner) is not None:
+            runner.interrupt()
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -463,44 +392,7 @@ class WorkerPool:
                 reach; the message says what to do.
             WorkerStartError: A rank did not start.
         """
-        chosen = parse_ranks(ranks, self.world_size)
-        if self._closed or len(chosen) == self.world_size:
-            self._restart_all()
-        else:
-            self._replace(chosen)
-
-    def _restart_all(self) -> None:
-        was_closed = self._closed
-        if was_closed:
-            refuse_second_pool("or close it with labkit.current_pool().close() and restart this one then")
-        elif self._site.gone:
-            self.close()
-        else:  # else ranks would end although their successors cannot be started
-            with held_sigint() as stop_if_asked:
-                self._site.prepare(self._start_timeout_s, stop_if_asked)
-        with held_sigint() as stop_if_asked:
-            self._end_ranks()
-            try:
-                stop_if_asked()
-                self._start()
-            except BaseException:
-                if self._closed:
-                    self._site.leave()
-                raise
-        again = "the pool was closed and is open again; " if was_closed else ""
-        have = "is fresh and has" if self.world_size == 1 else "are fresh and have"
-        text = f"{again}{name_ranks(range(self.world_size))} {have} no variables.\n"
-        present_screen().text("stdout", text[0].upper() + text[1:])
-
-    def _replace(self, ranks: tuple[int, ...]) -> None:
-        self._runner.look_around()
-        left = set(self._runner.dead_ranks) - set(ranks)
-        if left:
-            raise PoolStateError(
-                f"{name_ranks(left)} died as well. Name all dead ranks: pool.restart({sorted(left | set(ranks))})."
-            )
-        for note in self._runner.replace(ranks, self._start_timeout_s):
-            present_screen().text("stderr", note + "\n")
+        self._life.restart(parse_ranks(ranks, self.world_size))
 
     @raises_here
     def close(self) -> None:
@@ -512,22 +404,11 @@ class WorkerPool:
             PoolStateError: A run is in progress in another thread.
             KeyboardInterrupt: An interrupt arrived in the meantime. The pool is closed.
         """
-        with held_sigint():
-            self._end_ranks()
-            self._site.leave()
-
-    def _end_ranks(self) -> None:
-        if self._closed:
-            return
-        with self._runner.alone():
-            self._closed = True
-            atexit.unregister(self._at_exit)
-            self._members.close()
+        self._life.close()
 
     def abandon(self) -> None:
         """Forget the ranks without telling them. A forked child of this process calls this: the ranks do not belong to it."""
-        self._closed = True
-        atexit.unregister(self._at_exit)
+        self._life.abandon()
 
     def __enter__(self) -> WorkerPool:
         """Use the pool as a context manager: it closes at the end."""
@@ -539,11 +420,11 @@ class WorkerPool:
 
     # ---- inside --------------------------------------------------------------------------------------------------
 
-    def _choose(self, ranks: RankSpec, timeout_s: float | None) -> tuple[int, ...]:
-        if self._closed:
+    def _choose(self, ranks: RankSpec, timeout_s: float | None) -> tuple[Runner, tuple[int, ...]]:
+        if (runner := self._life.runner) is None:
             raise PoolStateError("the pool is closed. Start it again with pool.restart(), or make a new labkit.WorkerPool(...).")
         chosen = parse_ranks(ranks, self.world_size)
         sending.check_limit(timeout_s)
-        self._runner.look_around()
-        self._runner.refuse_dead(chosen)
-        return chosen
+        runner.look_around()
+        runner.refuse_dead(chosen)
+        return runner, chosen

@@ -1,1 +1,1 @@
-"""The parts that turn notebooks into a course: checks of exercises, and the runner of notebooks."""
+"""The parts that turn notebooks into a course: the runner, handouts, and checks of exercises."""

@@ -1,9 +1,9 @@
 """Reading of notebooks and writing of files for the commands: only files that labkit wrote itself are replaced.
 
-The rule: a file may be replaced when it is yours, carries labkit's own mark and is as labkit left it. A notebook's mark is a hash
-of its cells in its metadata; of a text it is a line near its beginning. An input, a link, and anything else is somebody's own work,
-and is refused. A file that you have marked by hand is not told apart. :mod:`labkit.base.places` has the rule for folders that
-others may write to.
+The rule: a file may be replaced if it is yours, carries labkit's own mark and is as labkit left it. A notebook's mark is a hash
+of its cells in its metadata; a text's is a line near its beginning. Inputs, links and everything else count as somebody's own work
+and are refused. A file that you have marked by hand cannot be told apart. :mod:`labkit.base.places` has the rule for folders
+that others may write to.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from labkit.base.places import NotRegularError, PlaceError
 from labkit.errors import LabkitError
 
 _MARK = "labkit"
-# A mark is at the beginning of a file, which may be large or not a text at all.
+# A mark is near the beginning, so there is no need to read all of a file that may be large or binary.
 _HEAD_BYTES = 4096
-# nbformat 4.5 introduced ids of cells.
+# nbformat 4.5 introduced cell ids.
 _WITH_IDS = 5
 _MOST_BYTES = 512 << 20
 
@@ -54,7 +54,7 @@ def plain(text: str) -> str:
 
 
 def papermill_of(part: NotebookNode) -> dict[str, Any]:
-    """Return papermill's record about a notebook or a cell; empty if something else is in its place."""
+    """Return papermill's record about a notebook or a cell; empty if it is missing or not a record."""
     found = part.metadata.get("papermill")
     return dict(found) if isinstance(found, dict) else {}
 
@@ -84,13 +84,13 @@ def read_notebook(path: Path) -> NotebookNode:
     except Exception as error:  # nbformat raises its parser's errors and its own
         reason = shown((str(error).splitlines() or [type(error).__name__])[0][:300])
         raise NotebookError(
-            f"{shown(path)} is no valid notebook: {reason}. Open it in JupyterLab and save it there, or choose another."
+            f"{shown(path)} is not a valid notebook: {reason}. Open it in JupyterLab and save it there, or choose another."
         ) from None
     return notebook
 
 
 def sealed(notebook: NotebookNode, writer: str) -> str:
-    """Return a notebook as the text of a file, with the mark of the command that writes it."""
+    """Return a notebook as the text of a file, marked with the command that writes it."""
     notebook.metadata[_MARK] = {"written_by": writer, "sha256": _hash(notebook.cells)}
     return str(nbformat.writes(notebook)) + "\n"
 
@@ -103,6 +103,16 @@ def is_sealed(file: BinaryIO, writer: str) -> bool:
         return bool(mark == {"written_by": writer, "sha256": _hash(nbformat.from_dict(_joined(notebook["cells"])))})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
+
+
+def mark_of(path: Path) -> dict[str, Any] | None:
+    """Return the mark of the command that wrote a notebook, even if it has been changed since; None if it has no mark."""
+    try:
+        with places.open_regular(path) as file:
+            mark = json.load(file)["metadata"][_MARK]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, PlaceError):
+        return None
+    return mark if isinstance(mark, dict) else None
 
 
 def _joined(cells: list[dict[str, Any]]) -> Any:
@@ -124,13 +134,13 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: IsOwn, *, within:
 
     Args:
         path: The file to write.
-        inputs: What the command reads. They are recognised by what they are, not by how they are spelled.
-        is_own: Whether the file that is there, which is opened for it, was written by this command.
-        within: The folder that the user has named, when the file lies deeper: folders in it have to be the user's own.
+        inputs: The files that the command reads. They are recognised even if their paths are spelled differently.
+        is_own: A function that returns whether this command wrote an existing file, which is open.
+        within: The folder that the user has named, if the file lies deeper: folders in it have to be the user's own.
 
     Raises:
         OverwriteError: It is one of the inputs, a link, a folder, not the command's own, or another user's; or it would be written
-            through a link or into a folder of another user's, or into one that this user or nobody may write to.
+            through a link, into another user's folder, or into one that the user may not write to.
     """
     try:
         _refuse_unwritable(path)
@@ -157,28 +167,29 @@ def _refuse_what_is_there(path: Path, fd: int, is_own: IsOwn) -> None:
     there = os.stat(path.name, dir_fd=fd, follow_symlinks=False)
     kind = places.kind_of(there.st_mode)
     if kind == "a link":
-        raise OverwriteError(f"{shown(path)} is a link; what it leads to would be lost. Choose another place.")
+        raise OverwriteError(f"{shown(path)} is a link, and its target would be lost. Choose another place.")
     if kind:
         raise OverwriteError(f"{shown(path)} is {kind}, and nothing is written to it. Move it away, or choose another place.")
     if not places.is_mine(there):
         raise OverwriteError(f"{shown(path)} belongs to another user, and is not replaced. Choose another place.")
-    if not _is_own(path.name, fd, is_own):
+    if not is_written(path.name, is_own, dir_fd=fd):
         raise OverwriteError(
             f"{shown(path)} was not written by this command, or has been changed since. Nothing was touched. "
             "Move it away, or choose another place."
         )
 
 
-def _is_own(name: str, fd: int, is_own: IsOwn) -> bool:
+def is_written(path: str | Path, is_own: IsOwn, *, dir_fd: int | None = None) -> bool:
+    """Return whether a file is a regular one of the user's, and a command's own by the command's function."""
     try:
-        with places.open_regular(name, dir_fd=fd, own=True) as file:
+        with places.open_regular(path, dir_fd=dir_fd, own=True) as file:
             return is_own(file)
     except (OSError, PlaceError):
         return False
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Make sure that a file of this name can be made, and the folders of it that are missing, as far as can be told beforehand."""
+    """Check, as far as possible beforehand, that a file of this name and its missing folders can be made."""
     folder = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     code = 0
     if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
@@ -193,7 +204,7 @@ def _refuse_unwritable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterator[int]:
-    """Open the folder of a file as :mod:`labkit.base.places` says."""
+    """Open the folder of a file by the rules of :mod:`labkit.base.places`."""
     named = path.parent if within is None else within
     inside = path.parent.relative_to(named).parts
     with places.opened(named, make=make) as outer, places.inside(outer, named, *inside, make=make) as fd:
@@ -201,7 +212,7 @@ def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterat
 
 
 def replace_file(path: Path, text: str, is_own: IsOwn, *, within: Path | None = None, make: bool = False) -> None:
-    """Write a text file in one step: whoever looks finds the file of before or the new one, and a link is not followed.
+    """Write a text file in one step: readers find either the old file or the new one. A link is not followed.
 
     What is there is looked at once more, in the folder that is written to: folders may have been exchanged since
     :func:`refuse_foreign`.
@@ -211,24 +222,24 @@ def replace_file(path: Path, text: str, is_own: IsOwn, *, within: Path | None = 
         text: What to write.
         is_own: As for :func:`refuse_foreign`.
         within: As for :func:`refuse_foreign`.
-        make: Make the folders that it lies in.
+        make: Make the folders on the way if they are missing.
 
     Raises:
-        OverwriteError: Something is there that the command did not write; it is as it was.
-        PlaceError: It would be written through a link or into a folder of another user's; what was there is as it was.
-        OSError: It cannot be written; the same.
+        OverwriteError: The command did not write the old file, which is unchanged.
+        PlaceError: It would be written through a link or into another user's folder. The old file is unchanged.
+        OSError: It cannot be written. The old file is unchanged.
     """
     draft = f".labkit-{secrets.token_hex(8)}"
     with _folder_of(path, within, make=make) as fd:
         try:
-            # Half of a surrogate pair, which a kernel may send, becomes the escape that JSON has for it.
+            # A kernel may send half of a surrogate pair; it becomes JSON's escape for it.
             places.write_new(draft, text.encode("utf-8", "backslashreplace"), fd)
             with contextlib.suppress(FileNotFoundError):
                 _refuse_what_is_there(path, fd, is_own)
             os.replace(draft, path.name, src_dir_fd=fd, dst_dir_fd=fd)
         except BaseException as error:
             if isinstance(error, OSError):
-                error.filename = str(path)  # nobody has heard of the draft
+                error.filename = str(path)  # the user does not know of the draft
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft, dir_fd=fd)
             raise

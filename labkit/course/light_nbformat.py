@@ -1,4 +1,4 @@
-"""The import of nbformat at half its cost, for processes of labkit's own that read notebooks."""
+"""A faster import of nbformat, for labkit's own processes that read notebooks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import contextlib
 import importlib
 import sys
 
-# jsonschema, which nbformat imports, makes 38 grammars of it at once. That is half of the time that a process takes to start which
-# reads notebooks, and no schema of a notebook has an IRI to look at.
+# jsonschema, which nbformat imports, builds 38 grammars from it at import. That is half of the start-up time of a process that
+# reads notebooks, and no notebook schema needs them: none has an IRI to validate.
 _GRAMMARS = "rfc3987_syntax"
 
 
 def import_nbformat() -> None:
-    """Import nbformat without the grammars of IRIs: in this process ``jsonschema`` will not look at formats of IRIs."""
+    """Import nbformat without the grammars of IRIs: ``jsonschema`` will not validate IRIs in this process."""
     if _GRAMMARS in sys.modules or "jsonschema" in sys.modules:
         return
-    sys.modules[_GRAMMARS] = None  # type: ignore[assignment]  # this is how Python notes that there is no such module
+    sys.modules[_GRAMMARS] = None  # type: ignore[assignment]  # makes its import fail
     try:
-        with contextlib.suppress(ModuleNotFoundError):  # without the lab extra; whoever needs it says so
+        with contextlib.suppress(ModuleNotFoundError):  # without the lab extra; code that needs nbformat reports it
             importlib.import_module("nbformat")
     finally:
         del sys.modules[_GRAMMARS]

@@ -20,7 +20,7 @@ _BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), s
 
 
 class UnknownParameterError(LabkitError, ValueError):
-    """A parameter was given that a notebook does not have. papermill would ignore it with a warning.
+    """A notebook does not have a given parameter. papermill would ignore it with a warning.
 
     Attributes:
         notebook: The notebook.

@@ -1,4 +1,4 @@
-"""Conversion of a notebook into one script for torchrun: its ``%%spmd`` cells as plain code, the rest run by rank 0.
+"""Conversion of a notebook into one script for torchrun: its ``%%spmd`` cells become plain code, and rank 0 runs the rest.
 
 The script runs on `labkit.spmd.script.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks, the
 first one would end the script.
@@ -81,8 +81,8 @@ def _head(name: str, futures: Iterable[str]) -> str:
 
     torchrun --nproc-per-node 4 {file}
 
-The %%spmd cells stand here as plain code and run on every rank. What the notebook's own process does is text in
-`job.kernel(...)`: it runs on rank 0, in a namespace of its own, as in the notebook.
+The %%spmd cells are plain code here and run on every rank. The cells of the notebook's own process are text in
+`job.kernel(...)`: they run on rank 0, in a namespace of their own, as in the notebook.
 """
 
 {imports}from labkit.spmd.script.torchrun import Job
@@ -117,7 +117,7 @@ def _kernel_cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iter
     source = source.replace("labkit.WorkerPool(", "script_pool(").strip("\n")
     more = ", parameters=True" if "parameters" in tags else ""
     if not source:
-        yield "# Nothing but magics."
+        yield "# Left out: it has only magics."
         return
     yield f"job.cell({name!r})"
     yield f"job.kernel({name!r}, {_literal(source)}{more})"
@@ -140,7 +140,7 @@ def _spmd_cell(notebook: Path, name: str, line: str, body: str, futures: dict[st
         yield f"# Left out: it teaches a failure, {options.expect}. Here it would end the script."
         return
     if options.timeout is not None:
-        yield "# Without its limit of time: nobody watches a script."
+        yield "# Its time limit is left out: nobody watches a script."
     tree = _parse(notebook, name, body)
     if hoisted := [statement for statement in tree.body if is_future(statement)]:
         futures.update(dict.fromkeys(alias.name for statement in hoisted for alias in statement.names))
@@ -198,7 +198,7 @@ def _handed_on(out: str | None, value: str, ranks: str) -> str:
 
 
 def _on_ranks(code: str, value: str, out: str | None, ranks: tuple[int, ...] | None) -> Iterator[str]:
-    """Yield the body of a cell. If it is guarded for some ranks, its value is passed on outside the guard, on all ranks."""
+    """Yield the body of a cell. If only some ranks run it, all ranks pass on its value, after the ``if``."""
     if ranks is None:
         yield from filter(None, [code, _handed_on(out, value, "")])
         return
@@ -212,7 +212,7 @@ def _on_ranks(code: str, value: str, out: str | None, ranks: tuple[int, ...] | N
 
 
 def _indented(code: str) -> str:
-    """Indent code, but not the inside of a string over several lines."""
+    """Indent code, but not the lines inside a multi-line string."""
     inside: set[int] = set()
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno is not None:

@@ -1,4 +1,4 @@
-"""The starter notebook for a lab of one's own: ``labkit new``."""
+"""The starter notebook for a lab of your own: ``labkit new``."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _GUIDE = Path(__file__).with_name("README.md")
 def new(notebook: Path) -> None:
     """Write NOTEBOOK, a small lab to change into one of your own.
 
-    It is complete, with a prediction, an exercise, its solution and its check: run, script, handouts and nbgrader take it as it
-    is. A file that exists is not replaced.
+    It is complete, with a prediction, an exercise, its solution and its check: run, script, handouts and nbgrader accept it as it
+    is. An existing file is not replaced.
     """
     if notebook.suffix != ".ipynb":
-        raise click.ClickException(f"{notebook} has to end in .ipynb")
+        raise click.ClickException(f"the name {notebook} has to end in .ipynb")
     title = notebook.stem.replace("_", " ")
     heading = json.dumps(title[:1].upper() + title[1:])[1:-1]
     text = STARTER.read_text(encoding="utf-8").replace(_TITLE, heading, 1)
@@ -40,4 +40,4 @@ def new(notebook: Path) -> None:
     except OSError as error:
         raise click.ClickException(f"{notebook} cannot be written: {error.strerror}") from None
     name = printable(str(notebook))
-    click.echo(f"made {name}. Run it with: labkit run {shlex.quote(name)}. How a lab is written: {_GUIDE}")
+    click.echo(f"made {name}. Run it with: labkit run {shlex.quote(name)}. How to write a lab: {_GUIDE}")

@@ -19,7 +19,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class ExpectationError(errors.LabkitError, AssertionError):
-    """A block that had to raise an error raised none, or another one."""
+    """A block that should have raised an error raised none, or a different one."""
 
 
 class Expectation:
@@ -40,7 +40,7 @@ class Expectation:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> bool:
         if error is None:
             raise ExpectationError(
-                f"expected {self._names()}, but nothing was raised. What this cell breaks on purpose did not break."
+                f"expected {self._names()}, but nothing was raised. This cell breaks something on purpose, and it did not break."
             )
         if not isinstance(error, self._types):
             if not isinstance(error, Exception):
@@ -58,7 +58,7 @@ class Expectation:
 
 
 def expect_error(*types: type[BaseException], match: str | None = None) -> Expectation:
-    """Run a block that has to raise, and show its error as lesson text.
+    """Run a block that is expected to raise, and show its error as lesson text.
 
     The error is shown as the cell would have shown it, with the ranks' own tracebacks, and the cell goes on::
 
@@ -117,7 +117,7 @@ class LessonText:
         return f"Expected error, {self.title}:\n{indent(self.text)}"
 
     def _repr_html_(self) -> str:
-        # Set no background and no text colour: either would be unreadable in one of JupyterLab's light and dark themes.
+        # Set no background and no text colour: either would be unreadable in JupyterLab's light theme or in its dark one.
         return (
             '<div style="border-left: 4px solid #d55e00; padding: 2px 0 2px 12px; margin: 4px 0">'
             f"<div><b>Expected error</b>, {html.escape(self.title)}:</div>"

@@ -21,6 +21,7 @@ from labkit.controller.current import current_pool, refuse_second_pool
 from labkit.controller.pool import WorkerPool
 from labkit.controller.start.launchers import fork_server
 from labkit.errors import LabkitError, PoolStateError, RankFailedError
+from labkit.notebook import holes
 from labkit.notebook.expect import error_class, expect_error
 from labkit.notebook.views import pool_view, progress, rank_names, rank_tabs
 
@@ -49,24 +50,20 @@ class _Parser(argparse.ArgumentParser):
     """A parser that raises an error instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        # IPython fills in what it can evaluate and leaves the rest unchanged.
+        # IPython fills in the braces that it can evaluate and leaves the others as they are.
         unfilled = re.search(r"\{[^{}]*\}", message)
-        hint = (
-            f"\n{unfilled[0]} stands for a value of this notebook that is not defined. Run the cell that defines it."
-            if unfilled
-            else ""
-        )
+        hint = f"\n{unfilled[0]} is not defined in this notebook. Run the cell that defines it." if unfilled else ""
         raise MagicUsageError(f"{self.prog}: {message}{hint}\n{self.format_usage().strip()}")
 
 
-@functools.cache  # making one takes longer than reading a line with it
+@functools.cache  # building the parser takes longer than using it
 def _spmd_parser() -> _Parser:
     parser = _Parser(prog="%%spmd", add_help=False, description="Run this cell on the ranks of the pool.")
-    parser.add_argument("--ranks", metavar="SPEC", help="which ranks, such as 0-3,6; all when left out")
+    parser.add_argument("--ranks", metavar="SPEC", help="run on these ranks only, such as 0-3,6")
     parser.add_argument("--timeout", metavar="S", type=float, help="interrupt the cell after S seconds")
     parser.add_argument("--out", metavar="NAME", help="keep the last expression's values as RankResults in NAME")
     parser.add_argument("--needs", metavar="N", type=int, default=1, help="skip the cell when the pool has fewer ranks")
-    parser.add_argument("--tabs", action="store_true", help="show what the ranks put out in tabs, equal output in one")
+    parser.add_argument("--tabs", action="store_true", help="show each rank's output in a tab; equal outputs share one")
     parser.add_argument("--expect", metavar="ERROR", help="the cell has to fail with this error, for example RankFailedError")
     return parser
 
@@ -76,10 +73,10 @@ def _pool_parsers() -> dict[str, _Parser]:
     """Make one parser for each action, so that it refuses arguments of other actions and lists its own."""
     parsers = {name: _Parser(prog=f"%pool {name}", add_help=False) for name in ("status", "follow", "start", "restart", "close")}
     start = parsers["start"]
-    start.add_argument("world_size", nargs="?", type=int, metavar="N", help="how many ranks")
+    start.add_argument("world_size", nargs="?", type=int, metavar="N", help="number of ranks")
     start.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     start.add_argument("--replace", action="store_true", help="close the open pool first")
-    parsers["restart"].add_argument("ranks", nargs="*", metavar="RANKS", help="which ranks, such as 2 or 0-1,3; all when left out")
+    parsers["restart"].add_argument("ranks", nargs="*", metavar="RANKS", help="restart only these, such as 2 or 0-1,3")
     return parsers
 
 
@@ -94,8 +91,9 @@ class LabkitMagics(Magics):
 
         Usage: %%spmd [--ranks SPEC] [--timeout S] [--out NAME] [--needs N] [--tabs] [--expect ERROR]
 
-        Variables persist on the ranks between cells. The last expression is shown for each rank, equal ones once, or
-        kept in NAME with --out. Each line that a rank prints is shown with its rank in front, with --tabs in the rank's tab.
+        Variables persist on the ranks between cells. The value of the last expression is shown for each rank (equal values
+        once), or kept in NAME with --out. Each line that a rank prints is shown with its rank in front, or in the rank's tab
+        with --tabs.
         """
         options = _parse(_spmd_parser(), line)
         pool = current_pool()
@@ -119,8 +117,8 @@ class LabkitMagics(Magics):
         ranks = parse_ranks(options.ranks, pool.world_size)
         if options.out is not None and not _ends_with_expression(self.shell, cell):
             raise MagicUsageError(
-                f"%%spmd: --out {options.out} keeps the value of the cell's last expression, and this cell ends with a statement. "
-                f"Write what {options.out} is to hold in a last line."
+                f"%%spmd: --out {options.out} keeps the value of the cell's last expression, but this cell ends with a statement. "
+                f"End the cell with the expression that {options.out} is to hold."
             )
         try:
             with rank_tabs.in_tabs(ranks) if options.tabs and pool.world_size > 1 else nullcontext() as screen:
@@ -148,13 +146,13 @@ class LabkitMagics(Magics):
 
         Usage: %pool [status | follow | start [N] [--device auto|cpu|cuda] [--replace] | restart [RANKS] | close]
 
-        The status is a table of the ranks; with follow it is brought up to date once a second, also while later cells run.
-        A restart of some ranks lets the others keep their variables; without ranks it is one of all.
+        The status is a table of the ranks; with follow it is updated once a second, also while later cells run.
+        If only some ranks are restarted, the others keep their variables; without RANKS all are restarted.
         """
         action, _, rest = line.strip().partition(" ")
         action = action or "status"
         if action not in _pool_parsers():
-            raise MagicUsageError(f"%pool: {action!r} is no action. Write one of {', '.join(_pool_parsers())}.")
+            raise MagicUsageError(f"%pool: {action!r} is not an action. Write one of {', '.join(_pool_parsers())}.")
         options = _parse(_pool_parsers()[action], rest)
         if action == "start":
             if not options.replace:
@@ -212,14 +210,14 @@ def _hints_for_kernel_names(error: RankFailedError, kernel: Mapping[str, Any]) -
 
 def _hint_for_kernel_name(name: str, value: Any) -> str:
     if isinstance(value, WorkerPool):
-        return f"The kernel has {name}, and only the kernel steers the ranks: use it in a cell without %%spmd."
+        return f"{name} exists only in the kernel, which steers the ranks: use it in a cell without %%spmd."
     if isinstance(value, ModuleType):
         return f"The kernel has imported {name}, the ranks have not: import it in a %%spmd cell."
     return f"The kernel has {name}, the ranks do not: pool.push({name}={name}) sends it."
 
 
 def _ends_with_expression(shell: Any, cell: str) -> bool:
-    """Return whether the cell has a value. A cell that cannot be parsed is refused later, with its line."""
+    """Return whether the cell has a value. A cell that cannot be parsed is refused later, with the line of the error."""
     try:
         body = ast.parse(shell.transform_cell(cell)).body
     except SyntaxError:
@@ -240,5 +238,6 @@ def register(shell: Any) -> None:
     rank_names.register(shell)
     pool_view.register(shell)
     progress.register(shell)
+    holes.show_in_one_line(shell)
     if fork_server.available():
         fork_server.shared()

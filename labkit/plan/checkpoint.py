@@ -1,8 +1,8 @@
 """Planning of a checkpoint of all ranks with DCP's own planner, from the local plan of one rank and its tensors' layouts.
 
-Local plans of different ranks differ only in the boxes of their tensors. So every rank's plan is made from one, and the planner
-processes all of them as it does on a coordinator. If that takes too long, it runs for one tensor of each layout and for two
-instead. Files, metadata and planner treat tensors one by one, so the difference can be multiplied.
+Ranks' local plans differ only in the boxes of their tensors. So all plans are derived from one, and the planner processes them as
+it does on a coordinator. If that would take too long, it plans one tensor of each layout, then two, and the results are
+extrapolated: files, metadata and planner treat tensors one by one, so each further tensor adds the same.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from labkit.checkpoint.index.layout import Box
 from labkit.plan import private
-from labkit.plan.layout import Layout
+from labkit.plan.held_boxes import Layout
 from labkit.plan.records import CheckpointPlan, TrainingJob
 from labkit.plan.simulate import Simulation
 from labkit.spmd.shards.layouts import MeshRecord
 
-# Above either limit the planner runs over only a part. Each limit is a few seconds of planning.
+# Above either limit the planner runs over only some tensors. Planning up to a limit takes a few seconds.
 MAX_ITEMS, MAX_PAIRS = 150_000, 2_000_000
 
 
@@ -38,8 +38,8 @@ def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Si
     Args:
         job: The job.
         mesh: The mesh of all ranks.
-        simulations: Simulations of some ranks, with the coordinator (rank 0) first. The plans made for these ranks are compared
-            with those that they made themselves.
+        simulations: Simulations of some ranks, with the coordinator (rank 0) first. The plans derived for these ranks are compared
+            with those from the simulations.
 
     Raises:
         AssertionError: A simulated rank made a different plan, so labkit's arithmetic does not match this torch.
@@ -62,7 +62,7 @@ class _Proposals:
     def __init__(self, first: Simulation, mesh: MeshRecord) -> None:
         self.mesh, self.layouts, self.values = mesh, first.state, first.values
         # Plans reach the coordinator pickled: objects shared within one rank's plan stay shared, but ranks share none. The
-        # metadata take objects from the first rank and the last, and from others only what those two lack. So three copies do.
+        # metadata take objects from the first rank and the last, and from others only what those two lack. So three copies suffice.
         raw = pickle.dumps(first.local_plan)
         self.first, self.last, self._others = (_Template(pickle.loads(raw)) for _ in range(3))
         self._boxes: dict[Layout, tuple[list[Box], list[int]]] = {}
@@ -109,12 +109,12 @@ class _Proposals:
         return SavePlan(items, planner_data=template.paths)
 
     def check(self, simulation: Simulation) -> None:
-        """Compare the plan made for a rank with the plan that this rank made in its simulation."""
+        """Compare the plan derived for a rank with the plan that this rank made in its simulation."""
         names = list(self.first.items)
         planned = simulation.local_plan.items
         assert [item.index.fqn for item in planned] == names, f"rank {simulation.rank} saves other tensors than rank 0"
         for made_up, item in zip(self._of(self.first, names, simulation.rank).items, planned, strict=True):
-            assert made_up == item, f"rank {simulation.rank}: made up {made_up}, planned {item}"
+            assert made_up == item, f"rank {simulation.rank}: derived {made_up}, planned {item}"
 
 
 def _listed(layout: Layout, mesh: MeshRecord) -> tuple[list[Box], list[int]]:
@@ -123,7 +123,7 @@ def _listed(layout: Layout, mesh: MeshRecord) -> tuple[list[Box], list[int]]:
 
 
 class _Template:
-    """A local plan from which other ranks' plans are made."""
+    """A local plan from which other ranks' plans are derived."""
 
     def __init__(self, plan: SavePlan) -> None:
         self.items = {item.index.fqn: item for item in plan.items}

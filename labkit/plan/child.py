@@ -12,11 +12,11 @@ from labkit.plan.records import JobError
 
 def main() -> None:
     """Process one job and write a pickled `Plan`, or the text of a `JobError`."""
-    # Functions of the user may print; keep that out of the answer.
+    # The user's functions may print; keep their output out of the answer.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
-        # A function that travels by its name is found where the parent finds it. torch comes from where this process finds it:
-        # the parent's path may begin with the working directory.
+        # Functions pickled by name are imported on the parent's path. Import torch before that, on this process's own path: the
+        # parent's path may begin with the working directory.
         path = pickle.load(sys.stdin.buffer)
         from labkit.plan.compute import compute_plan
 

@@ -11,8 +11,8 @@ import torch
 
 from labkit.plan import private
 from labkit.plan.checkpoint import plan_checkpoint
+from labkit.plan.held_boxes import Int64s, held_elements
 from labkit.plan.job import mesh_of
-from labkit.plan.layout import Int64s, held_elements
 from labkit.plan.records import CheckpointPlan, Plan, RankPlan, TrainingJob
 from labkit.plan.simulate import MOVING, Simulation, simulate
 from labkit.plan.traffic import traffic_of
@@ -22,8 +22,8 @@ from labkit.spmd.shards.layouts import MeshRecord
 def compute_plan(job: TrainingJob) -> Plan:
     """Compute the plan of a job.
 
-    Rank 0 is simulated first. Its layouts show how much every rank holds, and so which rank holds most and which least. These two
-    and the ranks that the job names are simulated too.
+    Rank 0 is simulated first. Its layouts show which ranks hold the most and the least. These two and the ranks that the job names
+    are simulated too.
 
     Raises:
         JobError: The job cannot be planned.
@@ -79,7 +79,7 @@ def _check_same_collectives(first: Simulation, others: Sequence[Simulation]) -> 
 
 def _notes(job: TrainingJob, mesh: MeshRecord, elements: Int64s, checkpoint: CheckpointPlan | None) -> Iterator[str]:
     if job.peak and job.activations in MOVING:
-        yield "no peak: torch's tracker does not see that activations leave the device. Their bytes on the device are without it."
+        yield "no peak: torch's tracker does not see that activations leave the device. Their bytes on the device do not need it."
     idle = int((elements == 0).sum())
     if idle:
         yield (
@@ -91,7 +91,7 @@ def _notes(job: TrainingJob, mesh: MeshRecord, elements: Int64s, checkpoint: Che
     if checkpoint is not None and not checkpoint.exact:
         yield (
             f"the checkpoint's planner ran over some tensors of each layout and not over all {checkpoint.num_items:,} items, so "
-            "its time and the bytes of its metadata are multiples of what that gave"
+            "its time and the size of .metadata are extrapolated"
         )
 
 

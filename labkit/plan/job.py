@@ -59,7 +59,7 @@ def build_model(job: TrainingJob) -> nn.Module:
     """Build the whole model on the meta device.
 
     Raises:
-        JobError: It cannot be built there, or the result is no module.
+        JobError: It cannot be built there, or the result is not a module.
     """
     builder = _function(job.model, "model")
     try:
@@ -71,12 +71,12 @@ def build_model(job: TrainingJob) -> nn.Module:
             "reading values and without loading weights; names, shapes and dtypes are enough for a plan."
         ) from error
     if not isinstance(model, nn.Module):
-        raise JobError(f"{_name(job.model)} gave {type(model).__name__} and no torch.nn.Module")
+        raise JobError(f"{_name(job.model)} returned {type(model).__name__}, not a torch.nn.Module")
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     elsewhere = [name for name, tensor in tensors.items() if not tensor.is_meta]
     if elsewhere:
         raise JobError(
-            f"{_name(job.model)} puts {elsewhere[0]} on {tensors[elsewhere[0]].device} and not on meta, so that memory is taken. "
+            f"{_name(job.model)} puts {elsewhere[0]} on {tensors[elsewhere[0]].device} and not on meta, which takes memory. "
             "Leave out device=... in the model, or let the function take it from torch.get_default_device()."
         )
     return model if job.dtype is None else model.to(dtype_of(job.dtype))
@@ -112,12 +112,12 @@ def tp_plan_of(job: TrainingJob) -> Mapping[str, ParallelStyle]:
     """Return the plan for tensor parallelism.
 
     Raises:
-        JobError: The job has none.
+        JobError: The job names no plan.
     """
     if job.tp_plan is None:
         raise JobError(
             f"the mesh {job.mesh!r} has an axis tp, but nothing says how tensor parallelism cuts the model. Name a function that "
-            f"gives the plan for parallelize_module (--tp-plan); for the course's model it is {_COURSE_PLAN}."
+            f"returns the plan for parallelize_module (--tp-plan); for the course's model it is {_COURSE_PLAN}."
         )
     plan: Mapping[str, ParallelStyle] = _function(job.tp_plan, "tp_plan")()
     return plan
@@ -144,9 +144,9 @@ def optimizer_of(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer | 
     try:
         made = make(trained)
     except Exception as error:
-        raise JobError(f"the optimizer {_name(job.optimizer)} cannot be made: {type(error).__name__}: {error}") from error
+        raise JobError(f"the optimizer {_name(job.optimizer)} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise JobError(f"{_name(job.optimizer)} gave {type(made).__name__} and no torch.optim.Optimizer")
+        raise JobError(f"{_name(job.optimizer)} returned {type(made).__name__}, not a torch.optim.Optimizer")
     return made
 
 

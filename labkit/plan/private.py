@@ -1,6 +1,6 @@
-"""Everything that a plan needs of torch and that torch may change without notice.
+"""The private parts of torch that planning uses, which may change without notice.
 
-`self_test` really uses all of it; the test suite runs it on every supported torch.
+`self_test` exercises all of them; the test suite runs it on every supported torch.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _MANY_SHARDS, _SOME_SHARDS = 512, (256, 512)
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Create a default process group in which this process is one of many ranks, and no other rank exists.
+    """Create a default process group in which this process is one of many ranks, though no other rank exists.
 
     Collectives return at once and move nothing. Ranks: local, in a process without a default group.
 
@@ -64,7 +64,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
     if dist.is_initialized():
         raise RuntimeError("a default process group exists in this process")
-    # DTensor caches the shard that an operation returns by mesh, and ignores this process's coordinate on it.
+    # DTensor's cache of operations' shards is keyed by mesh, not by this process's coordinate on it.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -78,8 +78,8 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 def few_chunks() -> Iterator[None]:
     """Make ``fully_shard`` use one empty chunk for all ranks that get no row of a parameter while the block runs.
 
-    torch splits every parameter for all ranks, but keeps only this rank's chunk and the first. With few rows and many ranks, it
-    spends most of this time on empty tensors that are never used: with 1,024 ranks this is half the time of sharding.
+    torch splits every parameter for all ranks, but keeps only this rank's chunk and the first. With few rows and many ranks, most
+    of the split is empty tensors that are never used: with 1,024 ranks they take half the time of sharding.
     """
     original = _fsdp_param._chunk_with_empty
 
@@ -111,11 +111,10 @@ def unchecked_global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metada
 
 
 def checking_seconds(metadata: Metadata) -> float:
-    """Measure the time in which ``DefaultSavePlanner`` checks a plan for overlaps and gaps.
+    """Measure the time that ``DefaultSavePlanner`` takes to check a plan for overlaps and gaps.
 
     The planner compares the shards of a tensor along the tensor's longest dim only. So if another dim is sharded, it compares
-    each shard with each other. If there are more than `_MANY_SHARDS` shards, only the first ones are timed, and a parabola is
-    fitted.
+    every pair of shards. With more than `_MANY_SHARDS` shards, only the first ones are timed, and a parabola is fitted.
     """
     found = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     num_shards = max((len(entry.chunks) for entry in found), default=0)
@@ -129,7 +128,7 @@ def checking_seconds(metadata: Metadata) -> float:
 def _seconds_to_check(entries: list[TensorStorageMetadata]) -> float:
     logger = logging.getLogger(_validate_global_plan.__module__)
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it would warn of the shards that are left out
+    logger.setLevel(logging.CRITICAL)  # it would warn about the shards that are left out
     try:
         began_s = time.process_time()
         _validate_global_plan([SavePlan([])], Metadata({str(place): entry for place, entry in enumerate(entries)}))

@@ -28,7 +28,7 @@ def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
 
     Args:
         job: The job.
-        timeout_s: The most seconds that planning may take; no limit by default.
+        timeout_s: The time limit in seconds; none by default.
 
     Returns:
         The plan.
@@ -65,7 +65,7 @@ def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
             process.kill()
             process.communicate()
         if late.is_set():
-            raise TimeoutError(f"there is no plan after {timeout_s:g} s. Plan fewer ranks or layers, or allow more time.")
+            raise TimeoutError(f"planning did not end within {timeout_s:g} s. Plan fewer ranks or layers, or allow more time.")
         if not answer:
             raise PlanningFailedError(f"the planning process ended without a plan (exit code {process.returncode}):\n{_tail(log)}")
     found = pickle.loads(answer)
@@ -79,7 +79,7 @@ def _ask(process: subprocess.Popen[bytes], job: TrainingJob) -> bytes:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        # stdin stays open. It closes when this process dies, and then the child ends.
+        # Keep stdin open: the child ends when it closes, as it does when this process dies.
         process.stdin.write(pickle.dumps(sys.path) + cloudpickle.dumps(job))
         process.stdin.flush()
     except BrokenPipeError:

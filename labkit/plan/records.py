@@ -37,17 +37,17 @@ class TrainingJob:
             ``nn.ModuleList`` of the model, except in lists nested inside another.
         tp_plan: Returns the plan for ``parallelize_module``; needed if the mesh has an axis ``tp``.
         optimizer: A class of ``torch.optim``, used with its defaults, or a function of the parameters; None to plan none.
-        dtype: The dtype in which the parameters are stored; None for what ``model`` returns.
+        dtype: The dtype in which the parameters are stored; None keeps those that ``model`` returns.
         param_dtype, reduce_dtype: As in ``MixedPrecisionPolicy``.
         reshard_after_forward: As in ``fully_shard``, for the blocks.
-        activations: How to treat what the blocks save for backward: ``keep``, ``recompute`` (activation checkpointing), ``move``
-            to the host, or ``move-inputs``, which recomputes from inputs that wait on the host.
+        activations: How to treat the tensors that the blocks save for backward: ``keep``, ``recompute`` (activation
+            checkpointing), ``move`` to the host, or ``move-inputs``, which recomputes from inputs kept on the host.
         move_min_bytes: Storages smaller than this are not moved.
         checkpoint: The state that ``torch.distributed.checkpoint.save`` saves.
         checkpoint_dir: The checkpoint's directory. Nothing is written there; its name is part of the metadata.
         checkpoint_threads: As ``thread_count`` of ``FileSystemWriter``.
-        ranks: Ranks to plan besides the one that holds most and the one that holds least.
-        peak: Whether to find the peak of the step too, which takes about as long again.
+        ranks: Ranks to plan besides the ones that hold the most and the least.
+        peak: Whether to find the step's peak memory too, which takes about as long again.
     """
 
     model: str | Callable[[], Any]
@@ -84,7 +84,7 @@ class RankPlan:
         memory: Bytes when the step's backward has ended and the optimizer has its state; ``activations`` are those at the end
             of forward. FSDP2 pads uneven shards: parameters and gradients count with their padded size. Activations are those that
             torch's kernels for the CPU save; an attention kernel of a GPU may save a little more or less.
-        host_bytes: Activations that wait on the host.
+        host_bytes: Bytes of activations kept on the host.
         peak: The most memory that the step takes at once, by torch's ``FSDPMemTracker``; None if the job did not ask for it.
     """
 
@@ -112,7 +112,7 @@ class Traffic:
         num_calls: Calls that each rank makes.
         size_bytes: Whole tensors of all these calls together, as in `labkit.spmd.trace.events.Collective`.
         sent_bytes: Bytes that one rank sends.
-        node_out_bytes: Bytes that leave a node, for the node from which most leave.
+        node_out_bytes: Bytes that leave one node, for the node that sends the most.
         inside_bytes: Bytes that all ranks together send inside their nodes.
         between_bytes: Bytes that all ranks together send to other nodes.
     """
@@ -139,7 +139,7 @@ class CheckpointPlan:
         num_files: The number of ``.distcp`` files. A rank writes one for each thread, even if nothing is left for it to write.
         num_empty_files: The number of empty files; None if it was not computed.
         largest_file_bytes: The size of the largest file; None if it was not computed.
-        num_shards: Boxes of tensors, and values, each written once.
+        num_shards: Boxes of tensors, plus values, each written once.
         num_items: Items that all ranks propose to write, copies included; planning goes through all of them.
         metadata_bytes: The size of ``.metadata``.
         planning_s: Processor seconds that the coordinator's planning takes on this machine, in one thread.
@@ -217,7 +217,7 @@ class Plan:
         for each in self.ranks:
             if each.rank == rank:
                 return each
-        raise KeyError(f"rank {rank} was not looked at; name it in the job's `ranks`")
+        raise KeyError(f"rank {rank} was not planned; name it in the job's `ranks`")
 
     def as_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, ready for JSON."""

@@ -15,15 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from labkit.plan import private
+from labkit.plan.held_boxes import Layout
 from labkit.plan.job import TP_AXIS, blocks_of, build_model, dtype_of, loss_of, mixed_precision_of, optimizer_of, tp_plan_of
-from labkit.plan.layout import Layout
 from labkit.plan.records import JobError, TrainingJob
 from labkit.spmd.memory.kinds import held_memory, tracked_peak
 from labkit.spmd.offload.saved import WatchedOffload, watch_saved
 from labkit.spmd.shards.layouts import MeshRecord
 from labkit.spmd.shards.records import MemoryParts
 from labkit.spmd.shards.sharding import ShardingError, shard_model
-from labkit.spmd.shards.tensor_parallel import PlanError, check_plan
+from labkit.spmd.shards.tensor_parallel import ParallelPlanError, check_plan
 from labkit.spmd.trace.collectives import count_collectives
 from labkit.spmd.trace.events import Collective
 
@@ -42,8 +42,8 @@ class Simulation:
         peak: The peak, if the job asks for it.
         collectives: The step's collectives in order, each with the name of its mesh axis in ``group``.
         parameters: The layout of each parameter on the mesh, by name; tied parameters only once.
-        state: The layout of each entry to save, by its name in the checkpoint; None for an entry that is no tensor.
-        values: The entries that are no tensors, by name in the checkpoint.
+        state: The layout of each entry to save, by its name in the checkpoint; None for an entry that is not a tensor.
+        values: The entries that are not tensors, by name in the checkpoint.
         local_plan: The items that this rank proposes to write.
     """
 
@@ -96,14 +96,14 @@ def _sharded(job: TrainingJob, mesh: DeviceMesh) -> tuple[nn.Module, list[nn.Mod
             reshard_after_forward=job.reshard_after_forward,
             mp_policy=mixed_precision_of(job),
         )
-    except (PlanError, ShardingError) as error:
+    except (ParallelPlanError, ShardingError) as error:
         raise JobError(f"{error}\nChoose another size for an axis of the mesh {job.mesh!r}, or change the plan.") from error
     return model, blocks
 
 
 @torch.no_grad()
 def _materialize(model: nn.Module) -> None:
-    """Give every parameter and buffer on meta a storage; tied ones share it, while ``to_empty`` would untie them."""
+    """Give every parameter and buffer on meta a storage. Tied ones share it; ``to_empty`` would untie them."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -154,10 +154,10 @@ def _loss(function: Any, model: nn.Module, batch: Tensor, job: TrainingJob) -> T
     except Exception as error:
         raise JobError(
             f"the loss of a batch {tuple(batch.shape)} of {job.batch_dtype} cannot be computed: {type(error).__name__}: {error}. "
-            "Give the shape and dtype of one rank's batch (--batch) and the function of model and batch that gives it (--loss)."
+            "Give the shape and dtype of one rank's batch (--batch) and the function of model and batch that computes it (--loss)."
         ) from error
     if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-        raise JobError("the loss function must give a tensor of one element that depends on the parameters (--loss)")
+        raise JobError("the loss function must return a tensor of one element that depends on the parameters (--loss)")
     return loss
 
 
@@ -168,7 +168,7 @@ def _optimize(optimizer: torch.optim.Optimizer | None, job: TrainingJob) -> None
     except Exception as error:
         raise JobError(
             f"the optimizer {type(optimizer).__name__} cannot take a step: {type(error).__name__}: {error}. Choose "
-            f"another one than {job.optimizer!r} (--optimizer)."
+            f"one other than {job.optimizer!r} (--optimizer)."
         ) from error
 
 

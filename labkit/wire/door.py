@@ -4,11 +4,11 @@ Anyone who reaches the port can connect before proving anything. Each connection
 ZeroMQ does not limit their number. So:
 
 * Linux passes on a connection only when data has come through it. An agent sends data at once. Silent connections wait in the
-  system for some seconds.
+  operating system for a few seconds.
 * ZeroMQ's own threads close a connection that has not proved its key after HANDSHAKE_MS.
 * At most YOUNG connections, plus two for each expected machine, may be younger than that. Any further one is shut down at once.
-  Older ones have proved the key, so machines that are connected are not affected. While somebody floods the port, new ones may have
-  to try more than once.
+  Older ones have proved the key, so connected machines are not affected. While the port is being flooded, a new machine may have
+  to retry.
 * A frame larger than MOST_BYTES ends its connection before memory is allocated for it.
 """
 
@@ -34,7 +34,7 @@ _EVENTS = zmq.EVENT_LISTENING | zmq.EVENT_ACCEPTED | zmq.EVENT_MONITOR_STOPPED
 
 
 class Door:
-    """A watch over a socket that listens on TCP. Make it before the socket is bound.
+    """A guard on a listening TCP socket. Create it before binding the socket.
 
     Args:
         listener: The socket; the constructor sets its limits.
@@ -67,7 +67,7 @@ class Door:
         self._monitor.close(0)
 
     def _take(self, event: int, fd: int) -> None:
-        """Handle an event for a copied descriptor and close the copy. The original number may belong to another file by now."""
+        """Handle an event through a copy of its descriptor and close the copy. The original number may be another file's by now."""
         try:
             own = socket.socket(fileno=fd)
         except OSError:

@@ -1,8 +1,8 @@
 """The link between the controller and the machines of an attached pool: one encrypted TCP port, one connection for each machine.
 
 On each machine an agent (:mod:`labkit.worker.machine.agent`) sits between this connection and the ranks, which speak to it as the
-ranks of a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and a rank's own
-end is the same everywhere.
+ranks of a local pool speak to their controller. So a message for all ranks of a machine crosses the network once, and ranks run the
+same code in every pool.
 
 A message is a pickled tag, the pickled message itself, and frames with its large buffers. Frames travel in pieces, because ZeroMQ's
 heartbeats can only pass between two pieces: a piece that took longer than the heartbeat time-out would end the connection.
@@ -25,7 +25,7 @@ from labkit.wire.node_messages import FromNode, ToNode
 from labkit.wire.transport import Keys, guarded_context
 from labkit.wire.wake import Wake
 
-# ZeroMQ's own threads exchange heartbeats, so neither side has to be awake. A connection that is silent for longer is lost.
+# ZeroMQ's own threads exchange heartbeats, even while Python is busy. A connection that is silent for SILENCE_MS is lost.
 HEARTBEAT_MS = 1000
 SILENCE_MS = 3000
 QUEUED_MESSAGES = 1000

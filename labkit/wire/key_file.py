@@ -19,7 +19,7 @@ from labkit.wire.transport import Keys
 
 @dataclass(frozen=True)
 class KeyFile:
-    """The keys an agent needs to speak with the notebook. An agent with them can run code in the notebook, and the notebook in it.
+    """The keys with which an agent and the notebook trust each other. Each can then run code in the other.
 
     Attributes:
         server_public, client_public, client_secret: The pool's CURVE keys, 40 characters of Z85 each.
@@ -64,7 +64,7 @@ class KeyFile:
         try:
             return cls(**read_private(path, "Copy it here from the notebook's machine, with mode 0600."))
         except TypeError:
-            raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.") from None
+            raise InvalidPoolError(f"{path} is not a labkit key file. WorkerPool.attach() writes one.") from None
 
 
 def _start_of(pid: int) -> str:
@@ -80,8 +80,8 @@ def _start_of(pid: int) -> str:
 def write_private(path: Path, content: dict[str, Any]) -> None:
     """Write JSON for this user alone (mode 0600), replacing an existing file.
 
-    The file is written under a name that cannot be guessed, and then renamed: no link is followed, and no file is left behind if
-    that fails.
+    The file is written under a name that cannot be guessed, and then renamed, so that no link is followed. If that fails, no file
+    is left behind.
 
     Raises:
         InvalidPoolError: The file cannot be written, or the path is a link or a folder.
@@ -90,7 +90,7 @@ def write_private(path: Path, content: dict[str, Any]) -> None:
     try:
         if path.is_symlink() or path.is_dir():
             kind = "link" if path.is_symlink() else "folder"
-            raise InvalidPoolError(f"a {kind} is where the key file {path} would be written. Name another: key_file=...")
+            raise InvalidPoolError(f"the key file cannot be written: {path} is a {kind}. Name another: key_file=...")
         with places.opened(path.parent) as folder:
             fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
             try:
@@ -124,7 +124,7 @@ def read_private(path: Path, otherwise: str) -> dict[str, Any]:
         otherwise: What to do when it is not there.
 
     Raises:
-        InvalidPoolError: It is not there, belongs to another user than this one and root, others may read it, or it is no JSON.
+        InvalidPoolError: It does not exist, is not JSON, belongs to a user other than this one or root, or others may read it.
     """
     try:
         with places.open_regular(path) as file:  # links are followed, because Kubernetes mounts secrets as links
@@ -133,7 +133,7 @@ def read_private(path: Path, otherwise: str) -> dict[str, Any]:
         raise InvalidPoolError(f"the key file {path} cannot be read: {error.strerror}. {otherwise}") from None
     except PlaceError as error:
         raise InvalidPoolError(f"the key file {error}. {otherwise}") from None
-    # Check the owner as well: an owner can change the mode at any time, and so the mode that is seen here.
+    # Check the owner as well: an owner can change the mode at any time, so the mode alone proves nothing.
     if status.st_uid not in (os.geteuid(), 0):
         raise InvalidPoolError(
             f"the key file {path} belongs to another user (uid {status.st_uid}), who would get what you run. {otherwise}"
@@ -143,7 +143,7 @@ def read_private(path: Path, otherwise: str) -> dict[str, Any]:
     except ValueError:
         content = None
     if not isinstance(content, dict):
-        raise InvalidPoolError(f"{path} is no key file of labkit. WorkerPool.attach() writes one.")
+        raise InvalidPoolError(f"{path} is not a labkit key file. WorkerPool.attach() writes one.")
     if status.st_mode & 0o077:
-        raise InvalidPoolError(f"others than its owner may read {path} (mode {status.st_mode & 0o777:o}). Run: chmod 600 {path}")
+        raise InvalidPoolError(f"other users may read {path} (mode {status.st_mode & 0o777:o}). Run: chmod 600 {path}")
     return content

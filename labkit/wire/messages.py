@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from labkit.errors import RankFailure
 from labkit.wire.payload import Payload
-from labkit.wire.record import Record
+from labkit.wire.record import WireRecord
 
 StreamName = Literal["stdout", "stderr"]
 
@@ -24,7 +24,7 @@ StreamName = Literal["stdout", "stderr"]
 
 
 @dataclass(frozen=True, slots=True)
-class Execute(Record):
+class Execute(WireRecord):
     """Run something on this rank.
 
     Attributes:
@@ -51,12 +51,12 @@ class Execute(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Shutdown(Record):
+class Shutdown(WireRecord):
     """End the worker once it has processed the messages before this one."""
 
 
 @dataclass(frozen=True, slots=True)
-class GroupSpec(Record):
+class GroupSpec(WireRecord):
     """The information with which ranks find each other to form the default process group.
 
     Attributes:
@@ -74,28 +74,28 @@ class GroupSpec(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Interrupt(Record):
+class Interrupt(WireRecord):
     """Raise KeyboardInterrupt in the main thread if it still works on ``run_id``."""
 
     run_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Abort(Record):
+class Abort(WireRecord):
     """Free the main thread from native collectives: abort this rank's process groups."""
 
     run_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Inspect(Record):
-    """Report what this rank does now."""
+class Inspect(WireRecord):
+    """Report what this rank is doing."""
 
     request_id: int
 
 
 @dataclass(frozen=True, slots=True)
-class Release(Record):
+class Release(WireRecord):
     """Free the buffers of ``run_id``'s result: the controller has read them."""
 
     run_id: int
@@ -105,7 +105,7 @@ class Release(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Ready(Record):
+class Ready(WireRecord):
     """This rank has a process group and has completed a collective."""
 
     rank: int
@@ -115,7 +115,7 @@ class Ready(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Stream(Record):
+class Stream(WireRecord):
     """Text that a rank wrote.
 
     Attributes:
@@ -130,7 +130,7 @@ class Stream(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Display(Record):
+class Display(WireRecord):
     """Something a rank displayed: a Jupyter mime bundle.
 
     Attributes:
@@ -150,7 +150,7 @@ class Display(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Output(Record):
+class Output(WireRecord):
     """Output of a rank, in order."""
 
     rank: int
@@ -159,7 +159,7 @@ class Output(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun(Record):
+class Begun(WireRecord):
     """The collectives and groups that a run has begun on this rank.
 
     Attributes:
@@ -175,7 +175,7 @@ class Begun(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Result(Record):
+class Result(WireRecord):
     """A run finished on this rank.
 
     Attributes:
@@ -190,7 +190,7 @@ class Result(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Failed(Record):
+class Failed(WireRecord):
     """A run ended badly on this rank.
 
     Attributes:
@@ -207,14 +207,14 @@ class Failed(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Bye(Record):
+class Bye(WireRecord):
     """The worker is ending by itself."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class Aborted(Record):
+class Aborted(WireRecord):
     """Answer to Abort: the process groups of this rank are aborted."""
 
     rank: int
@@ -223,7 +223,7 @@ class Aborted(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection(Record):
+class Inspection(WireRecord):
     """Answer to Inspect.
 
     Attributes:
@@ -238,7 +238,7 @@ class Inspection(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Collective(Record):
+class RecordedCollective(WireRecord):
     """One collective as torch's flight recorder describes it.
 
     Attributes:
@@ -249,7 +249,7 @@ class Collective(Record):
         sizes: Shapes of the inputs.
         dtypes: Their dtypes.
         done: Whether the rank has left it.
-        where: The reader's line that called it, while it is not done; empty if no line of the reader's did.
+        where: The line of user code that called it, while it is not done; empty if no user code did.
         code: That line's text.
     """
 
@@ -265,7 +265,7 @@ class Collective(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class TaskReport(Record):
+class TaskReport(WireRecord):
     """The progress of a long task; see :mod:`labkit.base.progress`.
 
     Attributes:
@@ -280,7 +280,7 @@ class TaskReport(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport(Record):
+class RankReport(WireRecord):
     """The activity of one rank at one moment.
 
     Attributes:
@@ -299,7 +299,7 @@ class RankReport(Record):
         begun: Number of collectives and messages begun on each group; equal numbers in two reports mean no progress.
         group_count: Torch's counter for the names of new groups.
         threads: Number of Python threads.
-        others_at_work: Whether another thread of the reader's is running; it may be about to begin a collective.
+        others_at_work: Whether another thread of the user's code is running; it may be about to begin a collective.
         task: The rank's report on its long task, or None.
     """
 
@@ -313,7 +313,7 @@ class RankReport(Record):
     waits_in: str = ""
     partner: int | None = None
     cpu_s: float = 0.0
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[RecordedCollective, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     begun: dict[str, int] = field(default_factory=dict)
     group_count: int = 0

@@ -8,12 +8,12 @@ from typing import Literal
 from labkit.base.machine import MemoryAtDeath
 from labkit.wire.messages import GroupSpec
 from labkit.wire.pipes import Rest
-from labkit.wire.record import Record
+from labkit.wire.record import WireRecord
 from labkit.wire.transport import Channel
 
 
 @dataclass(frozen=True, slots=True)
-class Left(Record):
+class Left(WireRecord):
     """The ranks that are running on a machine.
 
     Attributes:
@@ -32,12 +32,12 @@ class Left(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived(Record):
+class Arrived(WireRecord):
     """An agent has connected. It sends this again each time its connection is made anew.
 
     Attributes:
-        node_rank: The place among the machines that it claims; with None it takes the first free one.
-        source: Where it got that place from: an option, a variable, or the notebook; empty if it claims none.
+        node_rank: The node rank that it claims; None takes the first free one.
+        source: Where it got that node rank from: an option, a variable, or the notebook; empty if it claims none.
         life: A random name of this agent process; a different one means that the agent was restarted.
         hostname: The machine's name.
         pid: The agent's process id there.
@@ -59,14 +59,14 @@ class Arrived(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome(Record):
+class Welcome(WireRecord):
     """The machine is part of the pool, with this node rank."""
 
     node_rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class OpenStore(Record):
+class OpenStore(WireRecord):
     """Open the store in which the ranks of all machines meet, or name the store that is already open.
 
     Attributes:
@@ -79,7 +79,7 @@ class OpenStore(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StoreOpened(Record):
+class StoreOpened(WireRecord):
     """The store's address, or the reason why no store is open.
 
     Attributes:
@@ -92,7 +92,7 @@ class StoreOpened(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class StartRank(Record):
+class StartRank(WireRecord):
     """Start the process of one rank.
 
     Attributes:
@@ -112,21 +112,21 @@ class StartRank(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class KillRank(Record):
+class KillRank(WireRecord):
     """Kill the process with that number and all processes it has started."""
 
     handle: int
 
 
 @dataclass(frozen=True, slots=True)
-class OpenWorld(Record):
+class OpenWorld(WireRecord):
     """Prepare to start the ranks of a new world of that name, and kill the remains of an earlier one."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Leave(Record):
+class Leave(WireRecord):
     """End the agent: the pool is closed, or this machine cannot be part of it.
 
     Attributes:
@@ -137,13 +137,13 @@ class Leave(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class AreYouThere(Record):
-    """A probe that needs no answer: it only shows whether it can be sent."""
+class AreYouThere(WireRecord):
+    """A probe that needs no answer: that it can be sent is enough."""
 
 
 @dataclass(frozen=True, slots=True)
-class Exited(Record):
-    """A process that was started has ended. Fields as in :class:`labkit.controller.start.launchers.launcher.WorkerExit`."""
+class Exited(WireRecord):
+    """A rank's process has ended. Fields as in :class:`labkit.controller.start.launchers.launcher.WorkerExit`."""
 
     handle: int
     exitcode: int
@@ -153,14 +153,14 @@ class Exited(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFailed(Record):
+class NodeFailed(WireRecord):
     """The machine cannot start ranks."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class ForRanks(Record):
+class ForRanks(WireRecord):
     """The next part is a message to these ranks of the machine."""
 
     ranks: tuple[int, ...]
@@ -168,7 +168,7 @@ class ForRanks(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class FromRank(Record):
+class FromRank(WireRecord):
     """The next part is a message from a rank of the machine."""
 
 

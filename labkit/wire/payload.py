@@ -25,14 +25,14 @@ import cloudpickle
 
 from labkit.base import places
 from labkit.errors import WireError
-from labkit.wire.record import Record
+from labkit.wire.record import WireRecord
 
 # Smaller buffers travel in the message: opening and mapping a file costs about as much as copying this much.
 IN_MESSAGE_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FileSlice(Record):
+class FileSlice(WireRecord):
     """A buffer inside a memory file that another process of this machine has open.
 
     Attributes:
@@ -47,7 +47,7 @@ class FileSlice(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Payload(Record):
+class Payload(WireRecord):
     """A packed value.
 
     Attributes:

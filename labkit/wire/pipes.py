@@ -1,8 +1,8 @@
 """The pipes behind a worker's stdout and stderr: the parts that both the worker and its launcher need.
 
-A worker's launcher keeps the read ends open too, and shares with the worker a copy of what it has read last. So the launcher can
-report the last output of a worker that died: unread bytes are still in the pipe, and bytes that the worker had read but not sent
-are in the copy.
+A worker's launcher also keeps the read ends open, and shares memory in which the worker keeps a copy of the bytes it read last.
+So the launcher can report the last output of a worker that died: unread bytes are still in the pipe, and bytes that the worker had
+read but not sent are in the copy.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Self
 
 
-class Record:
+class WireRecord:
     """A record that is pickled as its class and its fields, in half the time that a frozen dataclass with slots takes."""
 
     __slots__ = ()

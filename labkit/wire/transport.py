@@ -81,7 +81,7 @@ class OneKey:
         self._good = client_public
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return whether a peer may speak. The authenticator calls this."""
+        """Return whether to accept a peer's key. The authenticator calls this."""
         return key == self._good
 
 
@@ -90,8 +90,8 @@ def guarded_context(keys: Keys, undo: contextlib.ExitStack) -> tuple[zmq.Context
 
     Args:
         keys: The pool's keys.
-        undo: Receives what closes both again. A context with open sockets waits for them for ever when it is garbage-collected, so
-            a constructor that fails half way has to close them.
+        undo: Receives the callbacks that close both. A context with open sockets waits for them for ever when it is
+            garbage-collected, so a constructor that fails half way has to close them.
     """
     context = zmq.Context()
     undo.callback(context.destroy, 0)
@@ -147,7 +147,7 @@ class ControllerWire:
         return socket
 
     def send(self, ranks: Sequence[int], channel: Channel, message: ToMain | ToControl, frames: Sequence[Any] = ()) -> None:
-        """Send one message. Blocks for at most 5 s a rank while its queue is full, and not at all for a control thread.
+        """Send one message. Blocks for at most 5 s per rank while its queue is full, but never for a control thread.
 
         A rank that is no longer connected gets nothing. Nor does a control thread whose queue is full: requests and interrupts are
         repeated, and a run must not fail because a rank is busy.
@@ -176,7 +176,7 @@ class ControllerWire:
                 if channel == "control":
                     return
                 if time.monotonic() > deadline:
-                    raise WireError(f"rank {rank} has taken no message for 5 s. pool.diagnose() says what it does.") from None
+                    raise WireError(f"rank {rank} has taken no message for 5 s. pool.diagnose() shows what it is doing.") from None
                 self._commands.poll(50, zmq.POLLOUT)
             except zmq.ZMQError as error:
                 if error.errno == zmq.EHOSTUNREACH:
@@ -289,8 +289,8 @@ class WorkerWire:
         """Send queued messages for at most a second, and close. Blocks until the control thread has closed its socket."""
         self._main.close()
         self._events.close()
-        # The control thread waits in its socket, which no other thread may close. term() ends that wait and blocks until it is
-        # closed.
+        # The control thread waits in its socket, which no other thread may close. term() ends that wait and blocks until the
+        # socket is closed.
         self._context.term()
 
     def close_control(self) -> None:

@@ -1,8 +1,8 @@
 """Checkpoint tools against cp, against torch's own converter, and on the index of a very large checkpoint.
 
-Run with ``make bench``. Ratios are taken within one run on one disk; absolute numbers say what machine it was.
-LABKIT_BENCH_GIB sets the size (2 by default), LABKIT_BENCH_ROUNDS how often each is timed, LABKIT_BENCH_SMALL the number of small
-tensors, LABKIT_BENCH_TENSORS and LABKIT_BENCH_RANKS the size of the large index. What was tried and did not help is in NOTES.md.
+Run with ``make bench``. Ratios are taken within one run on one disk; absolute numbers depend on the machine.
+LABKIT_BENCH_GIB sets the size (2 by default), LABKIT_BENCH_ROUNDS the timed rounds, LABKIT_BENCH_SMALL the number of small tensors,
+LABKIT_BENCH_TENSORS and LABKIT_BENCH_RANKS the size of the large index. NOTES.md lists the attempts that did not help.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def timed(work: Callable[[], object], produced: Path) -> float:
-    """How long a run takes in seconds, beginning with nothing to be written back."""
+    """Time a run in seconds, after all earlier writes have reached the disk."""
     if produced.exists():
         shutil.rmtree(produced) if produced.is_dir() else produced.unlink()
     os.sync()
@@ -58,18 +58,18 @@ def timed(work: Callable[[], object], produced: Path) -> float:
 
 
 def copy(source: Path, out: Path) -> None:
-    """What cp does, which leaves the data in the page cache."""
+    """Copy with cp, which leaves the data in the page cache."""
     subprocess.run(["cp", "-r", str(source), str(out)], check=True)
 
 
 def copy_to_disk(source: Path, out: Path) -> None:
-    """What a copy costs that is on disk at the end, as migrate and reshard promise it."""
+    """Copy and sync to disk, as migrate and reshard promise."""
     copy(source, out)
     os.sync()
 
 
 def copy_and_read_back(source: Path, out: Path) -> None:
-    """What a copy costs that is on disk and read back from there once, as migrate and reshard promise it."""
+    """Copy, sync to disk and read back once from there, as migrate and reshard promise."""
     copy_to_disk(source, out)
     for path in out.iterdir():
         hash_file(path, from_disk=True)
@@ -88,7 +88,7 @@ def test_migrate_and_reshard_against_cp(source: Path, tmp_path: Path) -> None:
         "reshard to 8 ranks": lambda: reshard(source, tmp_path / "out", 8),
     }
     took: dict[str, list[float]] = {name: [] for name in works}
-    # A shared disk has good and bad minutes: everything takes turns, and each round gives a ratio.
+    # A shared disk has good and bad minutes, so the ways take turns, and each round gives a ratio.
     for _ in range(ROUNDS):
         for name, work in works.items():
             took[name].append(timed(work, tmp_path / "out"))
@@ -127,7 +127,7 @@ print(high_water() - before)
 
 
 def peak(work: str) -> int:
-    """How far a piece of code drives a fresh process's resident memory above what its imports take, in bytes.
+    """Return the bytes by which code raises a fresh process's peak resident memory above that of its imports.
 
     From VmHWM: ru_maxrss outlives fork and exec, so a child of a large process starts at its parent's peak.
     """
@@ -146,7 +146,7 @@ def test_peak_memory_against_torchs_converter(source: Path, tmp_path: Path) -> N
         "reshard to 8 ranks": peak(f"labkit.checkpoint.reshard({str(source)!r}, {str(tmp_path / 'ours')!r}, 8)"),
     }
     print(f"\nlargest tensor {largest / 2**20:.0f} MiB; dcp_to_torch_save {theirs / 2**20:,.0f} MiB")
-    # A measurement that does not see torch hold the whole checkpoint sees nothing.
+    # Check the measurement itself: it has to see that torch holds the whole checkpoint.
     assert theirs > 0.8 * GIB * 2**30
     for name, used in ours.items():
         assert used > 0, name
@@ -171,7 +171,7 @@ def peak_with_children(run: psutil.Popen) -> float:
 def test_show_on_a_very_large_index(tmp_path: Path) -> None:
     folder = tmp_path / "large"
     size = write_index(folder, TENSORS, RANKS)
-    # Else this would mostly measure how show tells what was in a thousand missing files.
+    # Otherwise this would mostly measure how show reports a thousand missing files.
     for rank in range(RANKS):
         (folder / f"__{rank}_0.distcp").touch()
     print(f"\n{TENSORS:,} tensors x {RANKS:,} ranks: .metadata of {size / 2**20:,.0f} MiB, {os.cpu_count()} cores")

@@ -1,4 +1,4 @@
-"""How long training on a GPU stands still for a checkpoint, and how fast the checkpoint reaches the disk, beside ``cp``.
+"""The time for which a checkpoint stops training on a GPU, and the rate at which it reaches the disk, compared with ``cp``.
 
 ``LABKIT_BENCH_GIB`` sets the size of the state, 10 by default, over all ranks together.
 """

@@ -96,7 +96,7 @@ def test_migration(pool: labkit.WorkerPool, figures: Figures, tmp_path: Path) ->
 
 
 def timed_on_disk(command: list[str]) -> float:
-    """Seconds until what a command wrote is on disk."""
+    """Return the seconds until a command's output is on disk."""
     os.sync()
     began_s = time.perf_counter()
     subprocess.run(command, check=True)

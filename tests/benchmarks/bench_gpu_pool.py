@@ -1,6 +1,6 @@
 """The pool on GPUs: its training step beside torchrun's, its start beside torchrun's and ipyparallel's, in one run.
 
-As many ranks as there are GPUs, at most four. With one rank nothing is communicated; groups are formed all the same.
+As many ranks as there are GPUs, at most four. With one rank nothing is communicated, but groups are formed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def figures() -> Iterator[Figures]:
 
 
 def torchrun(script: str, *arguments: str) -> Iterator[str]:
-    """The lines that a script prints that is run on every GPU, as they come."""
+    """Run a script on every GPU and yield the lines that it prints, as they come."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(NUM_RANKS)]
     path = os.pathsep.join([str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}

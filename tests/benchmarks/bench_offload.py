@@ -1,4 +1,4 @@
-"""How close labkit's offload comes to its roofline on a slow bus: one machine, one run, ratios only. The aims for a GPU are in
+"""Labkit's offload against its roofline on a slow bus: one machine, one run, ratios only. The aims for a GPU are in
 tests/gpu/test_offload.py.
 """
 
@@ -14,7 +14,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.text import BatchSampler
 from labkit.spmd.model.transformer import ModelConfig, next_token_loss
 from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus, measure_seconds
-from labkit.spmd.offload.plan import Choice, Plan, Setting, predict
+from labkit.spmd.offload.plan import Choice, OffloadPlan, Setting, predict
 from labkit.spmd.offload.slow_bus import SlowBus
 from tests.benchmarks.table import Figures
 
@@ -31,7 +31,7 @@ def figures() -> Iterator[Figures]:
     gathered.finish()
 
 
-def prepared(plan: Plan | None = None, bus: SlowBus | None = None) -> object:
+def prepared(plan: OffloadPlan | None = None, bus: SlowBus | None = None) -> object:
     """A step of a model that carries out a plan."""
     model = build_model(CONFIG)
     if plan is not None:

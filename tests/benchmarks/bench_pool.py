@@ -32,7 +32,7 @@ def figures() -> Iterator[Figures]:
 
 
 def all_reduce_in_group(rank: int, world_size: int, path: str) -> None:
-    """What a spawned or ipyparallel process does to get to its first all-reduce."""
+    """Get to the first all-reduce in a spawned or ipyparallel process."""
     import torch
     import torch.distributed as dist
 

@@ -28,7 +28,7 @@ from labkit.spmd.model.transformer import Block
 from tests.benchmarks.gpu_steps import DEVICE, ONE_BILLION, Timed, random_model, random_tokens, time_steps
 
 WARM_UP, TIMED = 3, 8
-#: What the two engines do differently shows in these kernels, by a part of their names.
+#: Parts of the names of the kernels in which the two engines differ.
 KERNELS = {
     "matrix products": ("nvjet", "gemm", "cutlass"),
     "copies on the device": ("Memcpy DtoD", "split_with_sizes_copy"),
@@ -58,7 +58,7 @@ def sharded(engine: str) -> nn.Module:
 
 
 def train(engine: str) -> tuple[Timed, int]:
-    """Times of a step; and how many parameters the model has."""
+    """Times of a step, and the number of the model's parameters."""
     model = sharded(engine)
     optimizer, batch = adam(model), random_tokens(ONE_BILLION)
     time_steps(model, optimizer, batch, WARM_UP)
@@ -66,7 +66,7 @@ def train(engine: str) -> tuple[Timed, int]:
 
 
 def kernel_times(engine: str) -> dict[str, tuple[float, float]]:
-    """Milliseconds and kernels of a step on the device, by what they do; ``"all"`` is all of them."""
+    """Milliseconds and number of kernels of a step on the device, by purpose; ``"all"`` is all of them."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -88,18 +88,18 @@ def kernel_times(engine: str) -> dict[str, tuple[float, float]]:
 
 
 def memory_left() -> int:
-    """Bytes that are in use although no model is there."""
+    """Bytes in use without any model."""
     gc.collect()
     return torch.cuda.memory_allocated()
 
 
 def num_parameters() -> int:
-    """Of the whole model; a sharded model's parameters are shards."""
+    """Count the parameters of the whole model; a sharded model's own parameters are shards."""
     return sum(parameter.numel() for parameter in build_model(ONE_BILLION, device="meta").parameters())
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:
-    """Adam in one kernel per parameter group, as one trains on GPUs."""
+    """Adam in one kernel per parameter group, as is usual on GPUs."""
     return torch.optim.Adam(model.parameters(), lr=1e-4, fused=DEVICE == "cuda")
 
 

@@ -1,4 +1,4 @@
-"""torchrun's script for the checkpoint benchmark: train, save in one way, train on, and print how long training stood still.
+"""torchrun's script for the checkpoint benchmark: train, save in one way, train on, and print how long training was stopped.
 
 Usage: ``torchrun gpu_stall.py FOLDER GIB WAY...``. One line of JSON for each save.
 """
@@ -32,7 +32,7 @@ BACKGROUND = ("dcp_thread", "dcp_process", "dcp_pinned", "labkit_async")
 
 
 class Pending(NamedTuple):
-    """A save on its way: what to call before the state may change, and what says that it has ended, and what it raised."""
+    """A running save: functions to call before the state may change, to see whether it has ended, and to get its error."""
 
     may_change: Callable[[], Any]
     done: Callable[[], bool]
@@ -40,7 +40,7 @@ class Pending(NamedTuple):
 
 
 def nothing() -> None:
-    """A copy has been made already."""
+    """Return at once, because a copy has already been made."""
 
 
 class Training:
@@ -141,7 +141,7 @@ def measure(training: Training, save: Callable[[Path], Pending | None], folder: 
 
 
 def main(folder: Path, gib: float, names: list[str]) -> None:
-    """The ways that work in the background twice: their first save also prepares memory and processes."""
+    """Run the background ways twice: their first save also prepares memory and processes."""
     if DEVICE == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank(fallback_rank=0))
     dist.init_process_group("cpu:gloo,cuda:nccl" if DEVICE == "cuda" else "gloo")

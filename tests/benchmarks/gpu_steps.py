@@ -1,7 +1,7 @@
 """Training steps for the GPU benchmarks, timed on the device.
 
-``LABKIT_BENCH_REHEARSAL=1`` runs the benchmarks on a CPU with small models and states, to try the code where there is no GPU:
-the figures then mean nothing.
+``LABKIT_BENCH_REHEARSAL=1`` runs the benchmarks on a CPU with small models and states, to test the code without a GPU. The figures
+then mean nothing.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def time_steps(
             marks.append(_mark())
             loss.backward()
             marks.append(_mark())
-        # The allocator counts what has been asked for, not what the device has come to, so nothing need be waited for.
+        # The allocator counts requests at once, no matter how far the device is, so there is no need to wait.
         before_optimizer = torch.cuda.max_memory_allocated()
         optimizer.step()
         optimizer.zero_grad()

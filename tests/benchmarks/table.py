@@ -35,7 +35,7 @@ class Figures:
         self.rows: list[Figure] = []
 
     def add(self, what: str, value: str, against: str = "", aim: str = "") -> None:
-        """Add one figure, and say it: a run that is cut off later has not measured in vain."""
+        """Add one figure, and print it at once in case the run is cut off later."""
         self.rows.append(Figure(what, value, against, aim))
         print(f"\n{what}: {value}" + (f" ({against})" if against else ""), flush=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import secrets
 import signal
 import socket
@@ -26,13 +25,14 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from playwright.sync_api import Browser, sync_playwright
 
 from labkit.base import machine
+from labkit.course.learner.cli import PRIVATE
 from tests.browser.lab_page import LabPage
 from tests.notebooks.conventions import ROOT
 
 SERVER_START_S = 90.0
 SHOTS = ROOT / "build" / "browser"
 _FLAGS = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"]
-# No news, no look for updates: nothing here asks another machine, and no message covers a screenshot.
+# No news and no check for updates: no request goes to another machine, and no message covers a screenshot.
 _QUIET = [
     "--LabApp.news_url=",
     "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
@@ -81,7 +81,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabServer]:
         path = home / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(value))
-    # Else every opened page lets yarn look for something to build.
+    # Otherwise every opened page makes yarn look for something to build.
     (home / "config" / "labconfig").mkdir(parents=True)
     (home / "config" / "labconfig" / "page_config.json").write_text(json.dumps({"buildAvailable": False, "buildCheck": False}))
     port, token = _free_port(), secrets.token_hex(16)
@@ -129,7 +129,7 @@ def open_notebook(server: LabServer, browser: Browser) -> Iterator[Callable[[str
 
 @pytest.fixture(scope="module")
 def open_for_module(server: LabServer, browser: Browser) -> Iterator[Callable[[str], LabPage]]:
-    """The same for all tests of a file."""
+    """Share one tab among all tests of a file."""
     with _tabs(server, browser) as open_one:
         yield open_one
 
@@ -154,9 +154,8 @@ def _tabs(server: LabServer, browser: Browser) -> Iterator[Callable[[str], LabPa
 
 
 def flags_of_make_lab() -> list[str]:
-    """The options for privacy with which ``make lab`` starts JupyterLab."""
-    (line,) = re.findall(r"^PRIVATE := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    return str(line).split()
+    """Return the options for privacy with which ``make lab`` starts JupyterLab."""
+    return [PRIVATE]
 
 
 def _free_port() -> int:

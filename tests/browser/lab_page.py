@@ -1,7 +1,7 @@
-"""A notebook in JupyterLab, in a browser: the few verbs and questions that the tests need.
+"""A notebook in JupyterLab, in a browser: the few actions and queries that the tests need.
 
-JupyterLab is started with ``--expose-app-in-browser``, so what a cell holds is asked of its model and what a person sees is
-asked of the page.
+JupyterLab is started with ``--expose-app-in-browser``, so the content of cells is read from JupyterLab's model, and everything that
+a person sees from the page.
 """
 
 from __future__ import annotations
@@ -124,11 +124,11 @@ class LabPage:
         return outputs
 
     def text(self, index: int) -> str:
-        """What is to be read below a cell."""
+        """The visible text below a cell."""
         return "\n".join(self.cell(index).locator(".jp-OutputArea-output").all_inner_texts())
 
     def errors(self) -> list[str]:
-        """What failed: errors in the notebook's outputs, and what JupyterLab could not draw."""
+        """The failures: errors in the notebook's outputs, and outputs that JupyterLab could not draw."""
         found = [
             f"{output['ename']}: {output['evalue']}"
             for cell in self.cells()
@@ -139,7 +139,7 @@ class LabPage:
         return found + undrawn.all_inner_texts()
 
     def seen(self) -> dict[str, list[Any]]:
-        """What the outputs show to a person, per cell: sizes of pictures that are drawn, and the text that is visible."""
+        """The visible outputs of each cell: sizes of drawn pictures, and text."""
         return dict(
             self.page.evaluate(
                 """() => {

@@ -1,4 +1,4 @@
-"""What a person sees and presses in JupyterLab: notebooks run, stop, restart, and come back as they were saved."""
+"""Notebooks in JupyterLab as a person uses them: they run, stop, restart, and come back as they were saved."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _added(server: LabServer, path: Path, name: str = "") -> str:
 
 
 def _assert_all_is_there(tab: LabPage) -> None:
-    """No error, every figure cell shows a picture that is drawn, and every cell with an output shows something."""
+    """Require that no cell shows an error, every figure cell a drawn picture, and every cell with an output something."""
     assert tab.errors() == []
     tab.wait_pictures()
     seen = tab.seen()
@@ -70,7 +70,7 @@ def test_a_notebook_runs_and_shows_everything_again_when_it_is_reopened(
     figures = [index for index, cell in enumerate(tab.cells()) if "figure" in cell["metadata"].get("tags", [])]
     tab.screenshot(shots / f"{path.stem}-run.png", figures[-1])
     if path != RUN_HERE[0]:
-        return  # one reopened notebook tells enough
+        return  # one reopened notebook is enough
     before = tab.seen()
     tab.save()
     tab.close()
@@ -95,7 +95,7 @@ def _executed_copy(path: Path) -> Path:
     pytest.skip(f"nothing has executed this {path.name}: run tests/notebooks first")
 
 
-# The first one in the process whose JupyterLab has run it.
+# Put the first notebook into the process whose JupyterLab has run it.
 @pytest.mark.parametrize(
     "path", matrix(RUN_HERE[0], *(path for path in NOTEBOOKS if path not in RUN_HERE)), ids=lambda path: path.stem
 )
@@ -120,7 +120,7 @@ def hang(open_for_module: Open, server: LabServer) -> LabPage:
 def test_the_stop_button_ends_a_hang_and_the_next_cell_finds_its_variables(hang: LabPage, shots: Path) -> None:
     hang.run(0)
     hang.run(1, wait=False)
-    # It explains itself before anybody presses anything.
+    # The hang explains itself before anybody presses a button.
     hang.cell(1).locator(".jp-OutputArea-output", has_text="rank 0 waits in barrier").first.wait_for(timeout=30_000)
     hang.press("notebook:interrupt-kernel")
     hang.wait_done()
@@ -154,7 +154,7 @@ def _command_of(process: psutil.Process) -> list[str]:
 
 
 def test_h4_at_no_port_of_make_labs_kernel_can_outputs_be_read(open_notebook: Open, server: LabServer) -> None:
-    """At the TCP ports that Jupyter opens by itself, every user of the machine can read what cells put out."""
+    """At the TCP ports that Jupyter opens by default, every user of the machine can read the output of cells."""
     tab = open_notebook(server.add("private.ipynb", "import os\nos.getpid()", "import time\ntime.sleep(2)\nprint('SEC' + 'RET')"))
     tab.run(0)
     (output,) = tab.cells()[0]["outputs"]

@@ -76,7 +76,7 @@ def test_the_pools_status_follows_a_running_cell_and_stays_as_a_table(tab: LabPa
     assert "barrier" in waiting.inner_text()
     # A rank that gets no processor for a moment counts as being in native code.
     cell.locator("table tr", has_text=re.compile("working|native")).wait_for(timeout=20_000)
-    # What the cell itself says while it runs for long.
+    # The cell's own progress display while it runs long.
     tab.cell(AT["work"]).locator("progress").wait_for(timeout=20_000)
     tab.screenshot(shots / "pool-status.png", AT["status"])
     (server.root / "followed").touch()

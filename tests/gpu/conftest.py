@@ -1,4 +1,4 @@
-"""What tests on GPUs share."""
+"""Fixtures that the tests on GPUs share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labkit.base import machine
 
 @pytest.fixture(scope="session")
 def num_ranks() -> int:
-    """For what needs no second rank but is more telling with one: as many ranks as there are GPUs, at most two."""
+    """One rank per GPU, at most two, for tests that need no second rank but show more with one."""
     return min(2, len(machine.nvidia_gpus()))
 
 

@@ -15,7 +15,7 @@ LABKIT = WAYS[3:]
 
 
 def measure_ways(pool: labkit.WorkerPool, figures: Figures, config: ModelConfig | None = None) -> tuple[dict[str, Measured], Bus]:
-    """Measure, add the figures, and return the slower rank's: by way of training, and of the bus one way at a time."""
+    """Measure, add the figures, and return the slower rank's: for each way of training, and for each direction of the bus."""
     both, bus = (min(pool.run(ask, timeout_s=120).values(), key=lambda one: one.out_bytes_per_s) for ask in (bandwidth, one_way))
     figures.add(
         "bus: out alone, back alone",
@@ -72,7 +72,7 @@ def add_figures(figures: Figures, way: str, one: Measured, keep: Measured) -> No
 
 
 def roofline_s(kept: Measured, moved: Measured, bus: Bus) -> float:
-    """In each direction the slower of computation, as it is without offload, and bus; and the optimizer."""
+    """The least time of a step: in each direction the slower of bus and computation without offload, plus the optimizer."""
     rest_s = kept.timed.step_s - kept.timed.forward_s - kept.timed.backward_s
     out_s, back_s = moved.moved_bytes / bus.out_bytes_per_s, moved.fetched_bytes / bus.back_bytes_per_s
     return max(kept.timed.forward_s, out_s) + max(kept.timed.backward_s, back_s) + rest_s

@@ -1,4 +1,4 @@
-"""What tests/gpu/test_offload.py runs on the ranks: a model of wide blocks trained in several ways, timed and weighed."""
+"""The ranks' side of tests/gpu/test_offload.py: a model of wide blocks, trained in several ways, with times and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload.context import MIB, ActivationOffload
 from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus
-from labkit.spmd.offload.plan import Bus, Plan, Setting, plan_blocks
+from labkit.spmd.offload.plan import Bus, OffloadPlan, Setting, plan_blocks
 from tests.benchmarks.gpu_steps import DEVICE, Context, Timed, random_model, random_tokens, time_steps, wide
 
 NARROW = ModelConfig(dim=256, num_layers=4, num_heads=4, hidden_dim=512, max_seq_len=256)
@@ -42,7 +42,7 @@ class Measured:
         num_late: Storages of one step that backward had to wait for without having asked ahead.
         host_bytes: Pinned memory as labkit counts it.
         pinned_bytes: Pinned memory that torch's allocator holds.
-        plan: What was planned.
+        plan: The plan.
     """
 
     timed: Timed
@@ -51,11 +51,11 @@ class Measured:
     num_late: int = 0
     host_bytes: int = 0
     pinned_bytes: int = 0
-    plan: Plan | None = None
+    plan: OffloadPlan | None = None
 
 
 def wrap_blocks(model: Transformer, way: str) -> None:
-    """With torch's own wrappers, where the way is one of theirs."""
+    """Apply torch's own wrappers, if the way is one of theirs."""
     wrap = offload_wrapper if way == "offload_wrapper" else checkpoint_wrapper if way.endswith("recompute") else None
     for place, block in enumerate(model.layers):
         model.layers[place] = wrap(block) if wrap else block
@@ -74,7 +74,7 @@ def in_flight_bytes(config: ModelConfig) -> int:
 
 
 def offloaded(model: Transformer, way: str) -> ActivationOffload | None:
-    """labkit's offload on the blocks, where the way is one of its."""
+    """Apply labkit's offload to the blocks, if the way is one of its."""
     if not way.startswith("labkit"):
         return None
     limit = in_flight_bytes(model.config)
@@ -125,7 +125,7 @@ def measure(
     return Measured(timed, *moved, host, pinned, plan)
 
 
-def _planned(model: Transformer, batch: Tensor, limit_bytes: int, keep_peak_bytes: int) -> Plan:
+def _planned(model: Transformer, batch: Tensor, limit_bytes: int, keep_peak_bytes: int) -> OffloadPlan:
     def step() -> None:
         next_token_loss(model, batch).backward()
         model.zero_grad()
@@ -151,7 +151,7 @@ def _trl(model: Transformer) -> Context:
 
 
 def bandwidth() -> Bus:
-    """Of this rank's bus while all ranks use theirs, both ways."""
+    """Measure this rank's bus in both directions at once, while all ranks use theirs."""
     if DEVICE == "cpu":
         return REHEARSED
     dist.barrier()
@@ -159,7 +159,7 @@ def bandwidth() -> Bus:
 
 
 def one_way() -> Bus:
-    """Of this rank's bus while all ranks use theirs, one way at a time, as forward and backward do."""
+    """Measure this rank's bus in one direction at a time, as forward and backward use it, while all ranks use theirs."""
     if DEVICE == "cpu":
         return REHEARSED
     dist.barrier()
@@ -182,7 +182,7 @@ def _copy_rate(target: Tensor, source: Tensor) -> float:
 
 
 def exact(way: str, num_steps: int = 3) -> tuple[bool, int]:
-    """Whether gradients and weights of a small model equal those of training that keeps everything; and what moved."""
+    """Compare a small model's gradients and weights with those of training that keeps everything, and count moved bytes."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with sdpa_kernel(SDPBackend.MATH):
@@ -229,7 +229,7 @@ def _with_noise(offloaded: bool, num_rounds: int) -> list[Tensor]:
         x.grad = None
         spin(1_000_000 * (place % 3))
         loss = layers(x).square().mean()
-        del_me = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]  # whoever reads freed memory reads this
+        del_me = [torch.full((1 << 20,), float("nan"), device="cuda") for _ in range(8)]  # a read of freed memory gets this
         del del_me
         spin(1_000_000 * (place % 2))
         loss.backward()

@@ -1,4 +1,4 @@
-"""Run pytest and append what came of it to ``tests/gpu/RESULTS.md``: ``python -m tests.gpu.record ARGUMENTS-OF-PYTEST``.
+"""Run pytest and append the results to ``tests/gpu/RESULTS.md``: ``python -m tests.gpu.record ARGUMENTS-OF-PYTEST``.
 
 ``make gpu`` does so for the tests on GPUs and for the benchmarks on GPUs. The exit code is pytest's.
 """
@@ -51,7 +51,7 @@ def heading() -> str:
 
 
 def outcome(cases: list[ET.Element]) -> str:
-    """How many passed, and the names of those that did not."""
+    """The number of tests that passed, and the names of the others."""
     if not cases:
         return "no test ran"
     kinds = {kind: [case for case in cases if case.find(kind) is not None] for kind in ("failure", "error", "skipped")}

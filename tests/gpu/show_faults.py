@@ -1,6 +1,6 @@
-"""Prints what a reader sees when a run on two GPUs goes wrong in three ways: ``python -m tests.gpu.show_faults``.
+"""Print the output that a reader sees when a run on two GPUs fails in three ways: ``python -m tests.gpu.show_faults``.
 
-Notebook 00 shows this output, for those who have no GPU.
+Notebook 00 shows this output to readers without a GPU.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def pool(shared: WorkerPool) -> WorkerPool:
 
 
 def assert_goes_on(pool: WorkerPool) -> None:
-    """Variables are kept, and a collective on NCCL and one on gloo work."""
+    """Require that variables are kept, and that a collective on NCCL and one on gloo work."""
     both = "sums = kept.clone(), kept.cpu()\nfor item in sums: dist.all_reduce(item)\n"
     source = IMPORTS + both + "[float(item[0]) for item in sums], float(kept[0])"
     results = pool.run_cell(source, want_value=True, timeout_s=60)

@@ -1,4 +1,4 @@
-"""Memory of a GPU: running out of it is an error of that rank alone, and what was held comes back, after an error and after close.
+"""Memory of a GPU: running out of it is an error of that rank only, and its memory is freed after an error and after close.
 
 As many ranks as there are GPUs, at most two: none of this needs a peer, but with one it shows that the peer is freed.
 """
@@ -54,7 +54,7 @@ def test_out_of_memory_names_the_rank_and_gives_everything_back(pool: WorkerPool
         assert error.failed_ranks == (0,)
         assert error.interrupted_ranks == tuple(range(1, pool.world_size))
         assert str(error).startswith("rank 0: torch.OutOfMemoryError: CUDA out of memory.")
-        # What the failed step held hung on its traceback; the reader has to free nothing.
+        # The failed step's memory was held by its traceback; the reader does not have to free anything.
         assert dict(pool.pull(IN_USE)) == in_use
         now = free_bytes(pool)
         assert all(now[rank] > free[rank] - (64 << 20) for rank in free), (free, now)
@@ -76,7 +76,7 @@ def test_memory_on_the_gpus_is_back_after_close(num_ranks: int) -> None:
     def is_back() -> bool:
         return all(now <= then + 100 for now, then in zip(in_use(), before, strict=True))
 
-    # The pool of the other tests goes first: what it holds is no part of this.
+    # Close the pool of the other tests first, so that its memory does not count.
     WorkerPool(num_ranks, device="cuda", replace=True).close()
     before = in_use()
     pool = WorkerPool(num_ranks, device="cuda")

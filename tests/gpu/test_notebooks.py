@@ -1,7 +1,7 @@
 """The notebooks run on GPUs as they are: only ``world_size`` and ``device`` are given.
 
-With as many ranks as there are GPUs, at most two. On one rank the labs on sharding say that nothing is cut, and go through. The lab
-on several machines has nothing to share out then, so it needs two.
+With as many ranks as there are GPUs, at most two. On one rank the labs on sharding say that nothing is cut, and pass. The lab
+on several machines cannot divide anything on one rank, so it needs two.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def test_the_step_is_within_a_tenth_of_the_roofline(measured: tuple[dict[str, Me
 def test_moving_everything_is_faster_than_torch_s_wrapper_and_peaks_higher_by_what_is_in_flight_at_most(
     measured: tuple[dict[str, Measured], Bus],
 ) -> None:
-    # Not 2.5 times as fast: to move each storage once takes the bus more than half as long as the wrapper's step. And what is
-    # under way while something else computes needs memory that a wrapper which waits does not need.
+    # Not 2.5 times as fast: moving each storage once takes the bus more than half as long as the wrapper's step. And storages that
+    # are under way during computation need memory, which a wrapper that waits does not need.
     found, _ = measured
     ours, theirs = found["labkit"].timed, found["offload_wrapper"].timed
     assert 1.5 * ours.step_s <= theirs.step_s
@@ -61,7 +61,7 @@ def test_moving_everything_is_faster_than_torch_s_wrapper_and_peaks_higher_by_wh
 def test_moving_inputs_is_two_and_a_half_times_as_fast_as_torch_s_wrapper_at_little_more_memory(
     measured: tuple[dict[str, Measured], Bus],
 ) -> None:
-    # A block that is recomputed whole is there whole, once; the wrapper never has more than an operation's tensors there.
+    # A block that is recomputed as a whole is in memory as a whole, once; the wrapper never has more than one operation's tensors.
     found, _ = measured
     ours, theirs = found[LABKIT[2]].timed, found["offload_wrapper"].timed
     assert theirs.step_s >= 2.5 * ours.step_s
@@ -76,7 +76,7 @@ def test_moving_inputs_costs_at_most_three_percent_over_recomputing(pool: labkit
     print(f"\n{micro_batches} micro-batches: recompute {recompute}\n{LABKIT[2]} {moved}")
     assert turns[0][LABKIT[2]].moved_bytes > 0
     assert moved.step_s <= 1.03 * recompute.step_s
-    # With one backward the peak is at its end, when all gradients are there and all inputs gone. With gradients kept from the
+    # With one backward the peak is at its end, when all gradients exist and all inputs are gone. With gradients kept from the
     # first micro-batch it is at the beginning.
     assert moved.backward_peak_bytes <= recompute.backward_peak_bytes
     assert micro_batches == 1 or moved.backward_peak_bytes < recompute.backward_peak_bytes
@@ -117,7 +117,7 @@ def test_s1_2_four_nestings_agree_for_six_iterations(pool: labkit.WorkerPool, en
 
 
 def check(kind: str, ours: Run, theirs: Run) -> None:
-    """Exact; but save_on_cpu brings a transposed weight back in another order of bytes, and cuBLAS takes another kernel for it."""
+    """Results are exact, except that save_on_cpu brings back a transposed weight in another byte order: cuBLAS changes kernels."""
     if kind != "offload_wrapper":
         check_same_training(ours, theirs)
         return

@@ -1,4 +1,4 @@
-"""Host memory that is locked for a GPU: filled by threads, let go with its tensor, and made otherwise where that fails."""
+"""Host memory that is locked for a GPU: filled by threads, released with its tensor, and ordinary memory if locking fails."""
 
 from __future__ import annotations
 

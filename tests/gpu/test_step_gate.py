@@ -58,7 +58,7 @@ def test_what_was_queued_behind_a_hang_changes_nothing(
 
 @pytest.mark.gpu(1)
 def test_what_is_queued_when_a_run_is_cut_off_changes_nothing_and_is_counted(pool: WorkerPool) -> None:
-    """The queue is held up by something else than a collective, on one GPU too."""
+    """The queue is held up by something other than a collective, on one GPU too."""
     for name, steps in (("reference", 2), ("cut", 2)):
         pool.run(scenarios.make, name, "ddp_fused", "cuda")
         pool.run(scenarios.train, name, steps)
@@ -86,7 +86,7 @@ def test_what_is_queued_when_a_run_is_cut_off_changes_nothing_and_is_counted(poo
 
 @pytest.mark.gpu(1)
 def test_host_memory_is_read_when_the_queue_comes_to_it_and_not_when_the_step_is_launched(pool: WorkerPool) -> None:
-    """What the gate rests on."""
+    """The facts about torch on which the gate depends hold."""
     found = pool.run_cell(
         "import torch\n"
         "from labkit.worker.steps.step_gate import StepGate\n"

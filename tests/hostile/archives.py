@@ -1,4 +1,4 @@
-"""Zip archives that mean two things, are damaged, or hold tensors of another size than their bytes."""
+"""Zip archives that can be read in two ways, are damaged, or hold tensors whose size does not match their bytes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Pickler(pickle.Pickler):
 
 @attack(24)
 def tensor_of_another_size(folder: Path, random: Random, canary: str) -> Path:
-    """A tensor whose sizes, strides, offset or storage are not what 64 bytes of data are."""
+    """A tensor whose sizes, strides, offset or storage do not fit its 64 bytes of data."""
     sizes: Any = random.choice(
         [(2**40,), (2**20, 2**20), (2**62, 4), (-1,), (0, 2**62, 2**62), (1.5,), ("x",), 3, (2,) * 100, (16,)]
     )

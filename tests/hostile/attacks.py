@@ -1,7 +1,7 @@
 """Hostile checkpoints from a seed: made to run code, to use up time or memory, or to be read in two ways.
 
-An attack writes one file or folder below a directory and returns the path that a victim would open. What it names, which byte it
-changes and how deep it nests comes from a random generator, seeded with the attack's name and number: those make it again.
+An attack writes one file or folder below a directory and returns the path that a victim would open. A random generator, seeded with
+the attack's name and number, chooses the names, the changed bytes and the depth, so the attack can be repeated.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Hostile:
         return f"{self.kind}-{self.number}"
 
     def make(self, folder: Path) -> Path:
-        """Write it below an empty folder; the canary is where code that was run leaves a file."""
+        """Write it below an empty folder; code that is run creates the canary file."""
         (folder / f"{MODULE}.py").write_text(f"open({str(folder / CANARY)!r}, 'w').close()\n")
         (folder / "in").mkdir()
         with warnings.catch_warnings():
@@ -81,7 +81,7 @@ class Hostile:
 
 
 def attack(count: int) -> Callable[[Attack], Attack]:
-    """Register an attack under its function's name, to be made so many times."""
+    """Register an attack under its function's name, to be generated that many times."""
 
     def register(function: Attack) -> Attack:
         ATTACKS[function.__name__] = count, function
@@ -90,7 +90,7 @@ def attack(count: int) -> Callable[[Attack], Attack]:
     return register
 
 
-# What the rest is made of: sound checkpoints, to be spoilt.
+# Sound checkpoints, from which the damaged ones are made.
 
 
 def state() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Folders: what is no file in the place of one, names, files of ranks, steps, optimizers of another form."""
+"""Folders: things that are not files where a file is expected, names, files of ranks, steps, optimizers of another form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.hostile.attacks import NAMES, ODD, attack, sound_archive, sound_dcp, 
 
 
 def special(path: Path, random: Random) -> None:
-    """Put something that is no regular file at a path."""
+    """Put something other than a regular file at a path."""
     kind = random.randrange(6)
     path.unlink(missing_ok=True)
     if kind == 0:

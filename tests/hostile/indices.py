@@ -56,7 +56,7 @@ def damaged_safetensors(folder: Path, random: Random, canary: str) -> Path:
 
 @attack(24)
 def metadata_of_another_size(folder: Path, random: Random, canary: str) -> Path:
-    """DCP's index with one or two fields that are not what the files hold."""
+    """DCP's index with one or two fields that contradict the files."""
     path = sound_dcp(folder / "d") / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     for _ in range(random.choice((1, 1, 2))):
@@ -115,7 +115,7 @@ def index_of_shards(folder: Path, random: Random, canary: str) -> Path:
 
 @attack(20)
 def manifest_with_its_own_hash(folder: Path, random: Random, canary: str) -> Path:
-    """A manifest that fits its hash, and not its directory."""
+    """A manifest that matches its hash but not its directory."""
     step = folder / "step_00000007"
     sound_dcp(step)
     files: Any = {path.name: {"size": path.stat().st_size, "hash": manifest.hash_file(path).hash} for path in step.iterdir()}
@@ -142,7 +142,7 @@ def manifest_with_its_own_hash(folder: Path, random: Random, canary: str) -> Pat
 
 @attack(8)
 def number_of_no_use(folder: Path, random: Random, canary: str) -> Path:
-    """Values that are no tensors, and are hard to print or to count with."""
+    """Values other than tensors that are hard to print or to calculate with."""
     value = random.choice([*NUMBERS, 10**4000, -(10**5000), float("inf"), "\x1b[2J" * 1000, b"\xff" * 10**5, list(range(10**5))])
     torch.save(
         {"model": {"w": torch.ones(2)}, "epoch": value, "optim": {"state": {0: {"step": value}}, "param_groups": value}},

@@ -41,7 +41,7 @@ def hosts(bridge: None) -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module")
 def called(hosts: list[Host]) -> Iterator[list[Launch]]:
-    """Run the shown command on every host by itself; gives what was shown, the latest last."""
+    """Run the command that the notebook shows on every host; return the texts shown, the latest last."""
     shown: list[Launch] = []
     call = attach.ShownCommand.call
 

@@ -23,7 +23,7 @@ def ip(*words: str) -> None:
 
 
 def can_make_hosts() -> str:
-    """Return why no network namespace can be made here; empty where it can.
+    """Return the reason why no network namespace can be made here; empty if one can.
 
     Raises:
         CalledProcessError: It fails for a reason other than rights that this machine lacks, so no test may be skipped for it.
@@ -94,15 +94,15 @@ class Host:
 
     @property
     def received_bytes(self) -> int:
-        """What has come over its cable so far."""
+        """The bytes received over its cable so far."""
         return int(Path(f"/sys/class/net/{self._outer}/statistics/tx_bytes").read_text())
 
     def cut_off(self) -> None:
-        """Take its cable out."""
+        """Unplug its cable."""
         ip("link", "set", self._outer, "down")
 
     def connect(self) -> None:
-        """Put the cable in again."""
+        """Plug the cable in again."""
         ip("link", "set", self._outer, "up")
 
     @property

@@ -169,7 +169,7 @@ def test_the_key_file_of_another_notebook_is_not_written_over(tmp_path: Path, fi
 
 
 def test_a_second_notebook_cannot_take_the_port(pool: WorkerPool, tmp_path: Path) -> None:
-    port = pool._site.nodes.port  # type: ignore[attr-defined]
+    port = pool._life.site.nodes.port  # type: ignore[attr-defined]
     with pytest.raises(InvalidPoolError, match=f"cannot listen on tcp://0.0.0.0:{port}: Address already in use"):
         WorkerPool.attach(1, 1, listen=f"tcp://0.0.0.0:{port}", key_file=tmp_path / "labkit.key", replace=True)
     assert not pool.closed
@@ -248,7 +248,7 @@ def test_machines_that_do_not_come_are_named(tmp_path: Path) -> None:
         ({"device": "gpu"}, "unknown device 'gpu'"),
         ({"key_file": "/proc/labkit.key"}, "the key file /proc/labkit.key cannot be written"),
         ({"key_file": "/no/such/folder/labkit.key"}, "cannot be written: No such file or directory"),
-        ({"key_file": "/etc/hostname"}, "/etc/hostname is no key file of labkit"),
+        ({"key_file": "/etc/hostname"}, "/etc/hostname is not a labkit key file"),
         ({"listen": "tcp://0.0.0.0:99999"}, "ports go from 1 to 65535"),
         ({"linger_s": -1}, "linger_s is how long ranks wait for a notebook, a positive number of seconds, not -1"),
         ({"linger_s": "60"}, "not '60'"),

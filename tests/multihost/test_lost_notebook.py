@@ -1,4 +1,4 @@
-"""What becomes of the ranks when an agent is started anew, or the notebook dies and another one comes back."""
+"""Ranks when an agent is started again, or when the notebook dies and another one reattaches."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_notebook_that_comes_back_finds_the_run_in_progress_and_every_variable
 
 def test_ranks_end_with_a_notebook_that_asked_for_no_more(hosts: list[Host], called: list[Launch], tmp_path: Path) -> None:
     pool = WorkerPool.attach(2, 1, "cpu", host=f"{NETWORK}.1", key_file=tmp_path / "labkit.key", start_timeout_s=180, replace=True)
-    pool._site.abandon()  # type: ignore[attr-defined]
+    pool._life.site.abandon()  # type: ignore[attr-defined]
     until(lambda: not any(_running(host, "labkit.worker.start.forkserver") for host in hosts), "no rank is left on the hosts", 10)
     pool.abandon()
     until(lambda: not any(host.pids for host in hosts), "nothing is left on the hosts", 30)

@@ -1,10 +1,10 @@
-"""Whoever reaches the ports of an attached pool without its key runs no code there by labkit's doing.
+"""A stranger who reaches the ports of an attached pool without its key cannot run code there through labkit.
 
-What such a stranger still can do is torch's, not labkit's: the store in which ranks meet asks nobody for a key. Who reaches it can
-read, change and delete what ranks leave there for each other, and so stop the next forming of groups, or send a rank's
-connections to a place of his own. gloo and NCCL ask nobody either, so that he then sits between two ranks. If these ranks
-exchange objects (`all_gather_object`, `broadcast_object_list`, a checkpoint's plans), what he sends is unpickled. So it can lead
-to code, which is what the README says, the notebook shows beside the command, and `labkit doctor` tells.
+The remaining risk is torch's, not labkit's: the store in which ranks meet requires no key. A stranger who reaches it can read,
+change and delete what ranks leave there for each other, and so prevent the next groups, or redirect a rank's connections. gloo and
+NCCL require no key either, so the stranger is then between two ranks. If these ranks exchange objects (`all_gather_object`,
+`broadcast_object_list`, a checkpoint's plans), the stranger's data is unpickled, which can run code. The README, the notebook
+(beside the command) and `labkit doctor` say so.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ TORCHRUN = "-m torch.distributed.run --nnodes 1:2 --rdzv-backend c10d --rdzv-id 
 
 @pytest.fixture
 def canary() -> Iterator[Path]:
-    """A file that anybody can make and nobody should."""
+    """The canary: a file that exists only if an attack has run code."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         yield Path(folder) / "canary"
 
 
 def attack(host: Host | None, canary: Path, places: set[tuple[str, int]]) -> dict[str, Any]:
-    """What a stranger on that host, or on the notebook's machine, could do at these places."""
+    """Return the attacks that worked at these places, from that host or from the notebook's machine."""
     inside = ["ip", "netns", "exec", host.namespace] if host is not None else []
     command = [*inside, sys.executable, stranger.__file__, str(canary), *(f"{address}:{port}" for address, port in sorted(places))]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
@@ -49,7 +49,7 @@ def attack(host: Host | None, canary: Path, places: set[tuple[str, int]]) -> dic
 
 
 def test_s1_the_attack_runs_code_where_torchrun_s_c10d_rendezvous_is_open(hosts: list[Host], canary: Path) -> None:
-    """The attack is no dud: this is what labkit's agents were started with once."""
+    """The attack itself works: labkit's agents were once started in this way."""
     address = hosts[0].address
     process = hosts[0].run(
         sys.executable, *f"{TORCHRUN} --rdzv-endpoint {address}:29500 --rdzv-conf is_host=1 --no-python sleep 90".split()
@@ -76,8 +76,8 @@ def test_s1_a_stranger_who_reaches_every_port_runs_no_code_and_the_pool_goes_on(
     for host in hosts:
         assert {address for address, _ in listening(host.pids)} == {host.address}  # the one interface on the way to the others
     notebook = listening([psutil.Process().pid, *(item.pid for item in psutil.Process().children(recursive=True))])
-    own = {place for place in notebook if place[1] == pool._site.nodes.port}  # type: ignore[attr-defined]
-    assert own == {(f"{NETWORK}.1", pool._site.nodes.port)}  # type: ignore[attr-defined]
+    own = {place for place in notebook if place[1] == pool._life.site.nodes.port}  # type: ignore[attr-defined]
+    assert own == {(f"{NETWORK}.1", pool._life.site.nodes.port)}  # type: ignore[attr-defined]
     for where in (hosts[1], None):
         found = attack(where, canary, open_there | own)
         assert not any(item.get("let in") for item in found.values())

@@ -24,7 +24,7 @@ def execute() -> Execute:
 
     def run(path: Path, world_size: int) -> NotebookResult:
         if (path, world_size) not in results:
-            # They stay there for whoever wants to see what a failed run showed.
+            # They stay there so that the output of a failed run can be inspected.
             out = ROOT / "build" / "tests" / f"{world_size}-ranks"
             (out / path.name).unlink(missing_ok=True)
             (results[path, world_size],) = run_notebooks([path], out, parameters={"world_size": world_size}, timeout_s=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""What every lab notebook keeps to. Each check takes a notebook and its path and returns one line per violation."""
+"""The conventions of all lab notebooks. Each check takes a notebook and its path and returns one line per violation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DOWNLOADS = re.compile(
 
 
 def read(path: Path) -> NotebookNode:
-    """The notebook as it stands in the file, without the repairs that nbformat makes to an invalid one."""
+    """The notebook exactly as it is in the file, without the repairs that nbformat makes to an invalid one."""
     return nbformat.from_dict(nbformat.reader.reads(path.read_text(encoding="utf-8")))
 
 
@@ -117,7 +117,7 @@ def has_plain_parameters(notebook: NotebookNode, path: Path) -> Iterator[str]:
 
 
 def uses_its_parameters(notebook: NotebookNode, path: Path) -> Iterator[str]:
-    """Every parameter occurs in another cell: one that does nothing promises something."""
+    """Every parameter occurs in another cell: a parameter without effect would mislead."""
     cells = [cell for _, cell in _code(notebook)]
     rest = "\n".join(cell.source for cell in cells if "parameters" not in _tags(cell))
     for cell in cells:
@@ -155,7 +155,7 @@ def has_code_that_compiles(notebook: NotebookNode, path: Path) -> Iterator[str]:
 
 
 def catches_its_errors(notebook: NotebookNode, path: Path) -> Iterator[str]:
-    """papermill fails on the tag, and passes over a lesson whose error did not come."""
+    """No cell has the tag ``raises-exception``: papermill stops at it, and the cell passes even if nothing is raised."""
     for index, cell in enumerate(notebook.cells):
         if "raises-exception" in _tags(cell):
             yield f"{_name(index, cell)} is tagged raises-exception: use `with labkit.expect_error(...)`"
@@ -184,7 +184,7 @@ def has_balanced_solutions(notebook: NotebookNode, path: Path) -> Iterator[str]:
 
 
 def says_what_to_notice(notebook: NotebookNode, path: Path) -> Iterator[str]:
-    """Output is read, not only produced."""
+    """Text comments on the output that cells produce."""
     if not any("**What to notice" in cell.source for _, cell in _markdown(notebook)):
         yield "no markdown cell says **What to notice**"
 
@@ -225,7 +225,7 @@ def stays_off_the_network(notebook: NotebookNode, path: Path) -> Iterator[str]:
 
 
 def folds_markdown(notebook: NotebookNode, path: Path) -> Iterator[str]:
-    """What is folded away has a blank line before and after; without them a page shows its backticks and stars as they are."""
+    """Folded text has a blank line before and after; without them a page shows its Markdown signs as they are."""
     for index, cell in _markdown(notebook):
         if re.search(r"</summary>(?!\n\n)|(?<!\n\n)</details>", cell.source):
             yield f"{_name(index, cell)} folds text that is not read as Markdown"

@@ -1,4 +1,4 @@
-"""The solutions that stand in the notebooks, and what they define."""
+"""The solutions in the notebooks, and the objects that they define."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def exercise_cell(notebook: str, marker: str) -> str:
 
     Args:
         notebook: The file's name without its ending.
-        marker: What only this cell holds.
+        marker: A text that occurs in this cell only.
     """
     cells = nbformat.read(FOLDER / f"{notebook}.ipynb", as_version=4).cells
     sources = [cell.source for cell in cells if "exercise" in cell.metadata.get("tags", ())]
@@ -25,7 +25,7 @@ def exercise_cell(notebook: str, marker: str) -> str:
 
 
 def defined_by(source: str, name: str, **given: Any) -> Any:
-    """What a cell defines under a name.
+    """Return the object that a cell defines under a name.
 
     Args:
         source: The cell.

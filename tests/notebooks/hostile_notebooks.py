@@ -1,4 +1,4 @@
-"""Executed notebooks that somebody made to attack who reads or prints their handouts: 40 ways, each in every place."""
+"""Executed notebooks that attack people who read or print their handouts: 40 ways, each in every place."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PAYLOADS = (
 
 @dataclass(frozen=True)
 class Traps:
-    """What an attack would touch.
+    """The targets of an attack.
 
     Attributes:
         file: The address of a file with a secret.

@@ -1,4 +1,4 @@
-"""Running a notebook's script, and what notebook and script showed, cell by cell, in a form in which the two can be compared."""
+"""Runs of a notebook's script, and the output of notebook and script, cell by cell, in a form that can be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import nbformat
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
-# Another one each time: a temporary folder, the address of an object, the number of a process, a time.
+# These differ in each run: a temporary folder, the address of an object, the number of a process, a time.
 _CHANGING = re.compile(r"/\S*/labkit-lab\d\d-\w+|0x[0-9a-f]+|\bprocess \d+|\b[\d.]+ (?:ms|s)\b")
 _NUMBER = re.compile(r"[-+]?\d[\d,.]*(?:e[-+]?\d+)?%?")
 _RANK_LINE = re.compile(r"^\[rank \d+\] ")
@@ -23,7 +23,7 @@ Shown = dict[str, list[str]]
 
 
 def lines_of(text: str) -> list[str]:
-    """The lines of a cell without what differs from run to run."""
+    """The lines of a cell, without the parts that differ from run to run."""
     lines = (_CHANGING.sub("...", _ANSI.sub("", line)).rstrip() for line in text.splitlines())
     return [line for line in lines if line]
 
@@ -75,7 +75,7 @@ def run_script(script: Path, cwd: Path, *, world_size: int = 2, timeout_s: float
     """Run a script under torchrun; exit code, what rank 0 printed, and the errors of all ranks."""
     logs = script.parent / "logs"
     command = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--log-dir", str(logs), "-r", "3", str(script)]
-    # A session of its own: whatever the script leaves is ended with it.
+    # A session of its own, so that processes that the script leaves are ended with it.
     process = subprocess.Popen([sys.executable, *command], cwd=cwd, start_new_session=True, stderr=subprocess.PIPE)
     try:
         _, errors = process.communicate(timeout=timeout_s)

@@ -1,4 +1,4 @@
-"""Handouts: what students may not find they do not find, and what is handed out opens offline and prints whole."""
+"""Handouts: students' files hold no solution, and pages open offline and print completely."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _pdf_text(path: Path) -> str:
 
 
 def _letters(text: str) -> str:
-    """A text without markup, entities, escapes and blanks: what remains of a line however it was wrapped or coloured."""
+    """Strip markup, entities, escapes and blanks, so that a line is found however it was wrapped or coloured."""
     text = re.sub(r"<[^>]*>", "", text)
     return re.sub(r"\s|\\n|\\", "", text.replace("&#39;", "'").replace("&quot;", '"').replace("&lt;", "<").replace("&gt;", ">"))
 
@@ -286,7 +286,7 @@ def test_a_printed_handout_names_notebook_and_page_cuts_no_line_and_spells_its_l
     assert "the_end_of_a_wide_table" in re.sub(r"\s", "", text)
     assert "https://example.org/guide" in text
     assert "Your prediction:" in text
-    # What is folded on the screen stands on the last pages.
+    # Text that is folded on the screen is on the last pages.
     hints, answers = (next(place for place, page in enumerate(pages) if name in page.splitlines()) for name in ("Hints", "Answers"))
     assert hints < answers == len(pages) - 1
     assert "Use chunk" in re.sub(r"\s+", " ", pages[hints])
@@ -493,7 +493,7 @@ def test_an_interrupt_leaves_the_set_of_before_whole_and_exits_with_130(
         process.kill()
     assert process.returncode == 130, stderr
     assert "made " not in stdout
-    assert "is as it was" in stderr
+    assert "is unchanged" in stderr
     assert _contents(out) == before
 
 
@@ -563,7 +563,7 @@ def test_the_students_copy_of_each_notebook_of_the_course_keeps_its_solutions_se
     notebook = nbformat.read(path, as_version=4)
     lines = [line for cell in notebook.cells for line in solution_lines(cell.source)]
     secrets = Secrets([notebook])
-    assert len(secrets.lines) > len(lines) / 2  # most of a solution stands nowhere else
+    assert len(secrets.lines) > len(lines) / 2  # most of a solution occurs nowhere else
     copied = student_copy(notebook, secrets)
     text = "\n".join(cell.source for cell in copied.cells)
     assert not [line for line in secrets.lines if line in map(str.strip, text.splitlines())]
@@ -631,7 +631,7 @@ def test_a_text_may_speak_of_markers_and_a_marker_may_say_more() -> None:
 
 
 def _shown(*cells: NotebookNode) -> str:
-    """All that a students' copy of these cells shows."""
+    """Everything that a students' copy of these cells shows."""
     notebook = new_notebook(cells=list(cells))
     for number, cell in enumerate(cells):
         cell.id = f"c-{number}"
@@ -700,14 +700,14 @@ def test_a_cell_for_the_instructor_is_in_the_instructors_copy_only(tag: str) -> 
 def test_a_mistake_is_told_by_what_the_check_sees_and_a_hint_with_a_value_of_the_run_is_left_out() -> None:
     (all_reduce,) = checks_in("lab00.check_my_all_reduce(pool)")
     assert (
-        Mistake("`got.kind in ('list', 'tuple')`", "These are the pieces. torch.cat makes one tensor of them.")
+        Mistake("`got.kind in ('list', 'tuple')`", "These are the pieces. torch.cat joins them into one tensor.")
         in all_reduce.mistakes
     )
     assert not [mistake for mistake in all_reduce.mistakes if "numbers: the all-gather" in mistake.hint]
     (manifest,) = checks_in("lab01.check_manifest(a)")
     seen = {mistake.hint: mistake.seen for mistake in manifest.mistakes}
     assert seen["Compare every file, not only .metadata."] == "a shard is cut off at its end"
-    assert seen["Without manifest.json nobody knows whether the save was finished. Name it."] == "there is no manifest"
+    assert seen["Without manifest.json it is unknown whether the save was finished. Name it."] == "there is no manifest"
 
 
 def test_secrets_are_what_only_solutions_show() -> None:

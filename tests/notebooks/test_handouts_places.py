@@ -1,4 +1,4 @@
-"""Handouts in a folder that others may write to: nothing is believed, replaced, deleted or entered that is not the caller's."""
+"""Handouts in a folder that others may write to: labkit trusts, replaces, deletes and enters only the caller's own files."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def _handouts(notebook: Path, out: Path) -> Result:
 
 
 def _made(notebook: Path, out: Path, meanwhile: Callable[[], object] | None = None) -> Handouts:
-    """Make handouts; something happens while they are built."""
+    """Make handouts, and call a function while they are built."""
     steps = [meanwhile] if meanwhile else []
     return make_handouts([notebook], out, chromium="", on_page=lambda name, audience: steps and steps.pop()())
 
 
 def _list(out: Path, *names: str) -> Path:
-    """Write a list that knows what these files hold."""
+    """Write a list with the hashes of these files."""
     hashes = {name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in names}
     (out / "handouts.json").write_text(json.dumps({"files": hashes}))
     return out / "handouts.json"

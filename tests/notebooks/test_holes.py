@@ -1,4 +1,4 @@
-"""Every exercise on the ranks that nobody has solved yet is refused by its check in the same words."""
+"""Every unsolved exercise on the ranks is refused by its check in the same words."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.notebooks.exercises import FOLDER
 
 
 def exercises_on_ranks() -> Iterator[Any]:
-    """Name, source and check of each; the check is the one that the next checking cell calls."""
+    """The name, source and check of each exercise; the check is the one that the next checking cell calls."""
     for path in sorted(FOLDER.glob("*.ipynb")):
         source = ""
         for cell in nbformat.read(path, as_version=4).cells:

@@ -42,7 +42,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: ap
 
 @pytest.fixture(scope="module")
 def asked() -> Iterator[tuple[str, list[str]]]:
-    """A server on this machine, and what it was asked for."""
+    """A server on this machine, and the requests that it got."""
     paths: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -87,7 +87,7 @@ _DANGEROUS = {
 
 
 class _Dangers(HTMLParser):
-    """What in a page could run, load or lead to a file."""
+    """The parts of a page that could run, load or lead to a file."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def test_s8_neither_a_browser_nor_the_printer_runs_loads_or_reads_what_a_page_as
 def test_s8_the_policy_and_the_printer_each_hold_without_the_sanitizer(
     traps: Traps, asked: tuple[str, list[str]], tmp_path: Path
 ) -> None:
-    # What only a sanitizer can stop: a page that leads elsewhere by itself.
+    # Only a sanitizer can stop a page that redirects by itself.
     raw = "\n".join(
         payload(n, traps) for n in range(len(PAYLOADS)) if "refresh" not in PAYLOADS[n] and "frameset" not in PAYLOADS[n]
     )
@@ -226,7 +226,7 @@ def test_v1_no_program_is_taken_from_the_working_directory(tmp_path: Path, monke
 
 
 def _dom(page: Path, folder: Path) -> str:
-    """The page after Chromium has run what it lets run."""
+    """The page after Chromium has run whatever it allows to run."""
     command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", f"--user-data-dir={folder}/profile"]
     command += ["--virtual-time-budget=3000", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

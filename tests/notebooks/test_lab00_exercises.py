@@ -1,4 +1,4 @@
-"""Notebook 00's checks accept the solutions that stand in the notebook and refuse the usual wrong answers."""
+"""Notebook 00's checks accept the notebook's own solutions and refuse the usual wrong answers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_the_mean_may_be_divided_before_or_after_the_sum(pool: labkit.WorkerPool
             r"\[1.5\] on rank 0, 0.5 too small(.|\n)*2, on ranks 0-3(.|\n)*mean of the ranks' means",
         ),
         ("s = losses.sum(); dist.all_reduce(s); return s", "18 too large(.|\n)*the sum of all losses. How many"),
-        ("s = losses.sum(); dist.all_reduce(s); return s / world_size", "3 too large(.|\n)*by the number of ranks"),
+        ("s = losses.sum(); dist.all_reduce(s); return s / world_size", "3 too large(.|\n)*over the number of ranks"),
         ("s = losses.sum(); dist.all_reduce(s); return s / losses.numel()", r"\[20\] on rank 0"),
         (
             "s = torch.tensor([losses.sum(), losses.numel()]); dist.reduce(s, 0); return s[0] / s[1]",
@@ -118,11 +118,11 @@ def my_all_reduce(t):
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("return torch.cat(gathered)", "return gathered", r"returned a list, \[tensor(.|\n)*torch.cat makes one tensor"),
+        ("return torch.cat(gathered)", "return gathered", r"returned a list, \[tensor(.|\n)*torch.cat joins them into one tensor"),
         (
             "return torch.cat(gathered)",
             "return torch.stack(gathered)",
-            r"of shape \(4, 3\)(.|\n)*torch.stack puts pieces into rows",
+            r"of shape \(4, 3\)(.|\n)*torch.stack makes rows of pieces",
         ),
         ("return torch.cat(gathered)", "return torch.cat(gathered).tolist()", "returned a list(.|\n)*torch.cat"),
         ("    chunks =", "    if rank == 0: dist.all_reduce(t)\n    return t\n    chunks =", "hangs(.|\n)*Every rank has to make"),
@@ -183,7 +183,7 @@ def test_other_right_ways_to_write_my_all_reduce_pass(pool: labkit.WorkerPool, b
         ),
         (
             "t = loss.clone(); dist.all_reduce(t); return str(t.item() / world_size)",
-            "a str, '277.75' on rank 0(.|\n)*A number is due",
+            "a str, '277.75' on rank 0(.|\n)*Return a number",
         ),
         ("t = loss.clone(); dist.all_reduce(t); return t / world_size", r"a tensor \[277.75\] on rank 0(.|\n)*still a tensor"),
         ("return losss.item()", "raised NameError"),

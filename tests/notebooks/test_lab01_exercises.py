@@ -1,4 +1,4 @@
-"""Notebook 01's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 01's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def from_the_end(num_rows: int, num_ranks: int, rank: int) -> tuple[int, int]:
     return max(stop - size, 0), stop
 
 
-# One rank is enough to be found out: the check does not depend on the size of the pool.
+# One rank is enough to refuse these: the check does not depend on the size of the pool.
 @pytest.mark.parametrize("pool", [1, 4], indirect=True)
 @pytest.mark.parametrize(
     ("wrong", "case", "hint"),
@@ -230,7 +230,7 @@ def test_a_full_state_dict_passes_too(pool: labkit.WorkerPool) -> None:
         pytest.param(
             app_state(f"{{{WEIGHTS}, {MOMENTS}}}", f"{SET_WEIGHTS}\n{SET_MOMENTS}"),
             "the next batch is number 0",
-            "the sampler has to go on where it stood",
+            "the sampler has to continue where it was",
             id="no position",
         ),
         pytest.param(
@@ -248,7 +248,7 @@ def test_a_full_state_dict_passes_too(pool: labkit.WorkerPool) -> None:
         pytest.param(
             app_state(ALL, f'{SET_WEIGHTS}\n{SET_MOMENTS}\nself.batches.position = state["batches"]["position"] + 1'),
             "the next batch is number 4",
-            "the sampler has to go on where it stood",
+            "the sampler has to continue where it was",
             id="one batch skipped",
         ),
     ],
@@ -332,7 +332,7 @@ Fingerprint = Callable[[Path], object]
 
 
 def manifest_of(fingerprint: Fingerprint, choose: Callable[[Path], list[Path]] = files) -> tuple[Any, Any]:
-    """A pair of functions that is right but for the fingerprint and the choice of files."""
+    """A pair of functions that is right except for the fingerprint and the choice of files."""
 
     def write_manifest(folder: Path) -> None:
         draft = folder / "manifest.json.draft"
@@ -486,7 +486,7 @@ RIGHT = manifest_of(digest)
         ),
         pytest.param(
             (RIGHT[0], only_listed),
-            "a file lies there that was not saved",
+            "there is a file that was not saved",
             "Compare in both directions",
             id="never looks for strangers",
         ),
@@ -496,7 +496,7 @@ RIGHT = manifest_of(digest)
         pytest.param((line_by_line, RIGHT[1]), "wrote into it", "rename it at the end", id="published before it is complete"),
         pytest.param((in_two_halves, RIGHT[1]), "wrote into it", "rename it at the end", id="two halves"),
         pytest.param((drafted_and_copied, RIGHT[1]), "wrote into it", "a copy is not", id="a copied draft"),
-        pytest.param((empty_when_a_file_cannot_be_read, RIGHT[1]), "all the same", "let an error end", id="an error swallowed"),
+        pytest.param((empty_when_a_file_cannot_be_read, RIGHT[1]), "anyway", "let an error end", id="an error swallowed"),
         pytest.param(
             (lists_the_older_one, RIGHT[1]), "a second time is accused: manifest.json", "already", id="lists the older one"
         ),
@@ -504,7 +504,7 @@ RIGHT = manifest_of(digest)
         pytest.param((manifest_of(digest, suffixed(".distcp"))[0], RIGHT[1]), "accused: .metadata", "leaves it out", id="no dots"),
         pytest.param((fingerprint_of_path, RIGHT[1]), "accused: .metadata, __0_0", "the same hash", id="two fingerprints"),
         pytest.param(
-            manifest_of(lambda path: path.stat().st_mtime_ns), "with other dates is accused", "A date is no content", id="dates"
+            manifest_of(lambda path: path.stat().st_mtime_ns), "with other dates is accused", "A date is not content", id="dates"
         ),
         pytest.param((RIGHT[0], lambda folder: {folder / "x"}), "returned {PosixPath", "path.name", id="paths"),
         pytest.param((RIGHT[0], lambda folder: 7), "returned 7", "", id="a number"),

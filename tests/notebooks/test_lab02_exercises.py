@@ -1,4 +1,4 @@
-"""Notebook 02's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 02's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ TEST = "if tensor.untyped_storage().data_ptr() in weights:"
             id="stays on the device",
         ),
         pytest.param(
-            '.to("cpu", copy=True)', '.to("gpu", copy=True)', "device string: gpu", "torch knows no device of that name", id="gpu"
+            '.to("cpu", copy=True)', '.to("gpu", copy=True)', "device string: gpu", "torch has no device of that name", id="gpu"
         ),
         pytest.param(
             "return pack, unpack", "return unpack, pack", "unpack returned tuple", "return pack first, then unpack", id="swapped"
@@ -231,7 +231,7 @@ TEST = "if tensor.untyped_storage().data_ptr() in weights:"
             'return tensor.device, tensor.detach().to("cpu", copy=True)',
             "return tensor.device, known.setdefault(tensor.data_ptr(), tensor.detach().clone())",
             "came back changed",
-            "An address does not name a tensor for good",
+            "An address does not identify a tensor",
             id="remembers addresses for good",
         ),
         pytest.param(
@@ -310,7 +310,7 @@ def test_the_notebook_s_outcome_passes(pool: labkit.WorkerPool) -> None:
             'hooks[-1] == "offload"',
             'hooks[0] == "offload"',
             "offload(checkpoint(block))",
-            "The checkpoint is inside and asked first",
+            "The checkpoint is inside and comes first",
             id="outermost wins",
         ),
         pytest.param(
@@ -412,7 +412,7 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
         pytest.param(
             lambda saved, *_: range(len(saved) - 1), "more than needed", "Keeping everything already fits", id="all but last"
         ),
-        pytest.param(lambda *_: [], "too many", "all its own activations are there as well", id="none"),
+        pytest.param(lambda *_: [], "too many", "all its own activations are in memory as well", id="none"),
         pytest.param(
             ("return min(fitting,", "return set(blocks) - set(min(fitting,", "block in choice))", "block in choice)))"),
             "more than needed",
@@ -428,13 +428,13 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
         pytest.param(
             (PEAK, "pass", "return peak", "return held"),
             "recomputing \\[3\\] peaks at 32, 7 too many",
-            "all its own activations are there as well",
+            "all its own activations are in memory as well",
             id="the sum of what is held",
         ),
         pytest.param(
             (PEAK, "peak = max(peak, held + (inputs if block in recomputed else saved)[block])"),
             "recomputing \\[3\\] peaks at 32, 7 too many",
-            "all its own activations are there as well",
+            "all its own activations are in memory as well",
             id="only the input of a recomputed block while it runs",
         ),
         pytest.param(
@@ -449,12 +449,12 @@ def lab02_peak(saved: list[int], inputs: list[int], chosen: set[int]) -> int:
                 "limit])]",
             ),
             "too many",
-            "all its own activations are there as well",
+            "all its own activations are in memory as well",
             id="the sum, later blocks first",
         ),
         pytest.param(greedy, "more than needed", "Try all choices", id="greedy"),
         pytest.param(
-            (PEAK, "peak = held"), "too many", "all its own activations are there as well", id="own activations forgotten"
+            (PEAK, "peak = held"), "too many", "all its own activations are in memory as well", id="own activations forgotten"
         ),
         pytest.param(
             (

@@ -1,4 +1,4 @@
-"""Notebook 03's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 03's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -168,13 +168,13 @@ PLAIN_COPY = ONLY_RESHARD.replace("    for block", "    if strategy == 'NO_SHARD
         (ROOT_FREED, "The root is freed after forward"),
         (NO_ROOT, "was fully_shard called on every block and on the root"),
         (NOTHING_RETURNED, "return it from the function too"),
-        (ROOT_CUT, "What belongs to no block is the root's: it needs the same mesh"),
+        (ROOT_CUT, "Parameters outside the blocks belong to the root: it needs the same mesh"),
         (NOT_REDUCED, "29 parameters have no gradient after backward"),
         (DDP, "DDP averages gradients as NO_SHARD does, and wraps the model"),
         (FSDP1, "That is FSDP1 itself"),
         (FORWARD_BROKEN, "your model cannot be used: TypeError: 'NoneType' object is not iterable"),
-        (ONLY_RESHARD, "whether it is cut at all is said by the mesh"),
-        (PLAIN_COPY, "Nobody averages the gradients"),
+        (ONLY_RESHARD, "the mesh says whether it is cut at all"),
+        (PLAIN_COPY, "Nothing averages the gradients"),
     ],
 )
 def test_wrong_strategies_are_refused_with_what_differs_and_a_hint(pool: labkit.WorkerPool, source: str, message: str) -> None:
@@ -262,12 +262,12 @@ def no_checkpointing(name: str) -> str:
 @pytest.mark.parametrize(
     ("wrong", "shown", "hint"),
     [
-        (replaced, "before_orig_mod.weight' became", "there is a part in your result that is none of this name's"),
+        (replaced, "before_orig_mod.weight' became", "your result has a part that is not in this name"),
         (outermost, "'_fsdp_wrapped_module.layers.0._fsdp_wrapped_module.attention", "every block has one of its own"),
         (every_module, "'encoder.module.weight' became", "A module of the model may be called module too"),
         (every_leading_module, "'module.module.weight' became 'weight'", "DDP wraps once"),
         (no_compile, "_orig_mod.layers.1", "torch.compile leaves _orig_mod"),
-        (ddp_outermost_only, "'_orig_mod.module._fsdp_wrapped_module.head.weight'", "The module of DDP is still there"),
+        (ddp_outermost_only, "'_orig_mod.module._fsdp_wrapped_module.head.weight'", "DDP's module is still there"),
         (no_checkpointing, "layers.0._checkpoint_wrapped_module", "Activation checkpointing leaves"),
         (no_fsdp, "_fsdp_wrapped_module", "FSDP1 leaves _fsdp_wrapped_module"),
         (lambda name: name, "'_fsdp_wrapped_module.embed.weight' became", "nothing is dropped yet"),
@@ -312,7 +312,7 @@ def test_the_notebook_s_by_name_passes() -> None:
 
 
 def named(state: OptimizerState, names: Sequence[str], **changed: Any) -> OptimizerState:
-    """The right answer, written unlike the notebook's."""
+    """The right answer, written differently from the notebook's."""
     table = dict(enumerate(names))
     groups = []
     for group in state["param_groups"]:
@@ -423,14 +423,14 @@ def test_a_state_of_another_form_is_told_which_part_it_is(wrong: ByName, message
         (changed_moments(in_bfloat16), "nothing may be cast"),
         (changed_moments(without("step")), "The step count is part of the state"),
         (changed_moments(without("exp_avg_sq")), "has three entries: a step count and two moments"),
-        (numbers_kept_in_groups, "Numbers stand in two places"),
+        (numbers_kept_in_groups, "Numbers are in two places"),
         (counted_per_group, "You count from 0 in each group"),
         (order_of_the_model, "names are in the order of the old optimizer"),
         (frozen_dropped, "The frozen parameter has no state, but it has a number and a group"),
         (options_dropped, "A group has more than its parameters"),
         (steps_forgotten, "The step count is part of the state"),
         (moments_in_the_order_of_the_state, "The moments of a parameter are not its own"),
-        (counted_by_entries, "A frozen parameter has a number and no state"),
+        (counted_by_entries, "A frozen parameter has a number but no state"),
         (in_place, "A group is a dict"),
     ],
 )
@@ -460,7 +460,7 @@ def judge(
     tensors: Callable[[torch.Tensor, torch.Tensor], bool] = lambda a, b: bits(a) == bits(b),
     values: Callable[[Any, Any], bool] = lambda a, b: type(a) is type(b) and a == b,
 ) -> set[str]:
-    """A right judge, or one with a part exchanged; written unlike the notebook's."""
+    """A right judge, or one with a part replaced; written differently from the notebook's."""
     found = set()
     for name in names(old, new):
         if name not in old or name not in new:
@@ -507,18 +507,18 @@ def judge_by_get(old: State, new: State, names: set[str]) -> set[str]:
 
 
 WRONG_JUDGES: list[tuple[Differences, str]] = [
-    (lambda old, new: judge(old, new, names=lambda old, new: set(new)), "what has the old state that the new one lacks"),
-    (lambda old, new: judge(old, new, names=lambda old, new: set(old)), "what has the new state that the old one lacks"),
+    (lambda old, new: judge(old, new, names=lambda old, new: set(new)), "what does the old state have that the new one lacks"),
+    (lambda old, new: judge(old, new, names=lambda old, new: set(old)), "what does the new state have that the old one lacks"),
     (lambda old, new: judge(old, new, tensors=torch.equal), "A state may hold a NaN"),
     (lambda old, new: judge(old, new, tensors=lambda a, b: nan_equal(a, b, rtol=1e-5)), "a tolerance lets a wrong checkpoint pass"),
-    (lambda old, new: judge(old, new, tensors=values_only), "float64 has the same values and is not the same"),
+    (lambda old, new: judge(old, new, tensors=values_only), "float64 has the same values but is not the same"),
     (lambda old, new: judge(old, new, tensors=stretched), "Compare the shapes first"),
     (lambda old, new: judge(old, new, tensors=anywhere_nan), "in the same place"),
     (lambda old, new: judge(old, new, values=lambda a, b: True), "Plain values are part of the state too"),
     (lambda old, new: judge(old, new, values=lambda a, b: bool(a == b)), "of different kinds"),
-    (lambda old, new: judge(old, new, tensors=equal_numbers), "0.0 == -0.0, and their bits differ"),
-    (lambda old, new: judge(old, new, values=by_value), "0 == False, and they are of different kinds"),
-    (lambda old, new: judge_by_get(old, new, {*old, *new}), ".get gives None for both"),
+    (lambda old, new: judge(old, new, tensors=equal_numbers), "0.0 == -0.0, but their bits differ"),
+    (lambda old, new: judge(old, new, values=by_value), "0 == False, but they are of different kinds"),
+    (lambda old, new: judge_by_get(old, new, {*old, *new}), ".get returns None for both"),
     (lambda old, new: judge_by_get(old, new, {*new}) | {*(old.keys() - new.keys())}, "a None too many"),
     (lambda old, new: {name for name in {*old, *new} if old.get(name) is not new.get(name)}, "Compare values, not objects"),
 ]

@@ -1,4 +1,4 @@
-"""Notebook 04's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 04's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def order_with(
         pytest.param(
             lambda *case: [text for text in order_with()(*case) if text[0] == "U"],
             "number 3 in your list is 'U 1'",
-            "Nothing is freed in your order",
+            "Your order frees nothing",
             id="never freed",
         ),
         pytest.param(
@@ -159,7 +159,7 @@ def order_with(
         pytest.param(
             lambda n, reshard, _: [*order_with()(n, reshard, False)[: 1 + 2 * n], f"U {n - 1}", f"U {n - 1}"],
             "number 9 in your list is 'U 2'",
-            "while it is whole",
+            "that is already whole",
             id="gathered twice in a row",
         ),
         pytest.param(
@@ -540,10 +540,12 @@ EACH_PART = "near('gradients', {0}) and near('weights', {0}) and near_losses({0}
         pytest.param(
             EACH_PART.format("1e-5, 1e-8"), ": refused by rank", "default atol=1e-8 is too little", id="defaults of allclose"
         ),
-        pytest.param("near('gradients')", "an optimizer that holds other tensors", "before the first step", id="only gradients"),
+        pytest.param(
+            "near('gradients')", "an optimizer that does not hold the model's tensors", "before the first step", id="only gradients"
+        ),
         pytest.param(
             "torch.allclose(*(r['gradients']['layers.0.attention.wq.weight'] for r in (run, reference)), rtol=1e-4, atol=1e-6)",
-            "an optimizer that holds other tensors",
+            "an optimizer that does not hold the model's tensors",
             "what training has changed",
             id="one name",
         ),
@@ -587,9 +589,7 @@ SUMS = "all(abs(float((run[{0!r}][n] - reference[{0!r}][n]).sum())) < 1e-4 for n
             "Choose atol by the largest element",
             id="a large share of each number",
         ),
-        pytest.param(
-            EACH_PART.format("0.0, 1e-2"), "AdamW in the place of Adam: accepted", "hundreds of times the noise", id="loose"
-        ),
+        pytest.param(EACH_PART.format("0.0, 1e-2"), "AdamW instead of Adam: accepted", "hundreds of times the noise", id="loose"),
         pytest.param(
             "small('gradients', 1e-4) and small('weights', 1e-4)",
             "losses one place further, with the gradients and weights of the reference: accepted",
@@ -635,7 +635,7 @@ def apart(kind: str) -> float:
 
 @pytest.mark.parametrize("pool", [4], indirect=True)
 def test_the_smallest_bug_is_far_from_the_noise(pool: labkit.WorkerPool) -> None:
-    # What the hints say, and what leaves room for a tolerance.
+    # These are the facts in the hints, and they leave room for a tolerance.
     noise = max(*pool.run(apart, "ddp").values(), *pool.run(apart, "fsdp2").values())
     bug = min(pool.run(apart, "decay").values())
     assert noise < 1e-5
@@ -648,7 +648,7 @@ def test_a_second_attempt_trains_nothing(pool: labkit.WorkerPool) -> None:
     pool.run_cell(exercise("same_training"))
     lab04.check_same_training(pool)
     assert pool.run(trainings_of_a_second_attempt).same() == 0
-    # What a cut-off left on one rank only is no reason to wait for the others.
+    # Runs that a cut-off left on only one rank must not make it wait for the others.
     pool.run(forget, ranks=[1])
     assert lab04.check_same_training(pool, timeout_s=20.0).startswith("Solved")
 
@@ -750,7 +750,10 @@ def evaluation(*lines: str) -> str:
             (LOSSES.format(batches="batches"), TOTAL), "eval_loss hangs", "has to take part until all are done", id="naive"
         ),
         pytest.param(
-            (MOST.format(op="MIN"), LOSSES.format(batches="batches[: int(most)]"), TOTAL), "off.", "You stop after 2", id="cut off"
+            (MOST.format(op="MIN"), LOSSES.format(batches="batches[: int(most)]"), TOTAL),
+            "off.",
+            "You stop every rank after 2",
+            id="cut off",
         ),
         pytest.param(
             (MOST.format(op="MAX"), LOSSES.format(batches="batches + [filler] * (int(most) - len(batches))"), TOTAL),
@@ -829,7 +832,7 @@ def test_a_slow_right_answer_is_not_called_a_hang(pool: labkit.WorkerPool) -> No
     pool.run_cell(slow.replace("        if place <", "        time.sleep(0.5)\n        if place <", 1))
     with pytest.raises(ExerciseError, match="eval_loss does not come back: the run did not finish in 1 s") as caught:
         lab04.check_eval_loss(pool, timeout_s=1.0)
-    assert "may be a slow machine and no hang" in str(caught.value)
+    assert "may be a slow machine, not a hang" in str(caught.value)
     assert "a longer timeout_s helps" in str(caught.value)
 
 

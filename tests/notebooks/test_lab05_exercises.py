@@ -1,4 +1,4 @@
-"""Notebook 05's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 05's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def solve(
     short: bool = True,
     num_places: tuple[int, int] | None = None,
 ) -> list[list[int]]:
-    """Places on both axes by a right or wrong rule, written unlike the notebook's solution."""
+    """Places on both axes by a right or wrong rule, written differently from the notebook's solution."""
     index, left, num = [row, col], list(shape), num_places or (len(mesh), len(mesh[0]))
     places = [list(range(len(mesh))), list(range(len(mesh[0])))]
     for axis in order(splits):
@@ -183,7 +183,7 @@ balanced = by_pieces(lambda indices, num: [part.tolist() for part in torch.tenso
         (full_pieces, "The last piece may be shorter"),
         (always_two, "You cut into two pieces on each axis"),
         (always_tp_first, "You let the second axis cut first"),
-        (ignores_the_mesh, "ask mesh[i][j] which rank stands at a place"),
+        (ignores_the_mesh, "mesh[i][j] is the rank at a place"),
         (reversed_where_any_is_strided, "You let the second axis cut first"),
         (interleaved, "A piece is a block of neighbours"),
         (balanced, "until nothing is left"),
@@ -264,20 +264,20 @@ begins_so = by_parts(lambda part, pattern: fnmatchcase(part, f"{pattern}*"))
 
 def test_the_notebook_s_linter_passes() -> None:
     line = lab05.check_plan_linter(defined_by(exercise("lint"), "lint"))
-    assert line == "Solved: 11 plans judged rightly, 9 of them bad."
+    assert line == "Solved: 11 plans judged correctly, 9 of them bad."
 
 
 @pytest.mark.parametrize(
     ("wrong", "case", "hint"),
     [
-        (lint_with(lambda name, key: name == key), "the course's plan", "Is a pattern such as layers.* understood?"),
+        (lint_with(lambda name, key: name == key), "the course's plan", "Do you handle a pattern such as layers.*?"),
         (lint_with(fnmatchcase), "skips a level", "a star stands for one name between dots"),
         (lint_with(lambda name, key: key.split(".")[-1] in name), "the course's plan|skips a level|too early", ""),
         (lint_with(by_level, sizes=False), "hidden size 90", "Column-parallel cuts the rows"),
         (lint_with(by_level, by_rows=lambda style: True), "hidden size 90|more columns than rows", "row-parallel"),
         (lint_with(by_level, by_rows=lambda style: not isinstance(style, ColwiseParallel)), "hidden size 90", "row-parallel"),
-        (lint_with(by_level, among=slice(1)), "an odd last layer", "also at the last"),
-        (lint_with(by_level, among=slice(-1, None)), "an odd first layer", "also at the first"),
+        (lint_with(by_level, among=slice(1)), "an odd last layer", "including the last"),
+        (lint_with(by_level, among=slice(-1, None)), "an odd first layer", "including the first"),
         (lint_with(star_or_equal), "a set and a question mark", "A star is not the only pattern"),
         (lint_with(part_of_it), "a part of a name", "w is not wq"),
         (lint_with(begins_so), "a part of a name", "w is not wq"),
@@ -391,7 +391,7 @@ def first_file_only(folder: Path, name: str) -> torch.Tensor:
 
 
 def reading(start: bool = True, length: bool = True, named: Callable[[str, str], bool] = str.__eq__) -> Callable[..., torch.Tensor]:
-    """A rebuild that is right but for what the flags say."""
+    """A rebuild that is right except for the mistakes that the flags name."""
 
     def rebuild(folder: Path, name: str) -> torch.Tensor:
         whole = whole_of(folder, name)
@@ -443,7 +443,7 @@ def test_the_notebook_s_rebuild_passes(pool: labkit.WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said", "hint"),
     [
-        (in_rank_order, "elements are wrong", "A piece belongs where index.offset says"),
+        (in_rank_order, "elements are wrong", "Put a piece where index.offset says"),
         (rows_only, "elements are wrong", "Some elements are zero"),
         (stacked_by_offset, "has the shape", "index.offset has one number per dim"),
         (always_float32, "torch.float32", "properties.dtype says what was saved"),
@@ -555,7 +555,7 @@ def test_a_norm_added_up_by_hand_passes(pool: labkit.WorkerPool) -> None:
 @pytest.mark.parametrize(
     ("body", "said", "hint"),
     [
-        (LOCAL, "has the norm", "The others have to hear of it"),
+        (LOCAL, "has the norm", "Combine it with those of the other ranks"),
         (COPIES, "has the norm", "you count each copy"),
         (SUM_OF_NORMS, "has the norm", "Norms do not add up"),
         (NO_ROOT, "has the norm", "the root is missing"),
@@ -577,7 +577,7 @@ def test_a_sum_over_the_dp_axis_only_is_refused_with_a_hint(pool: labkit.WorkerP
     pool.run_cell(ONE_RESULT.format(body=DP_ONLY))
     with pytest.raises(ExerciseError, match="has the norm") as caught:
         lab05.check_grad_norm(pool)
-    assert "on the other axis" in str(caught.value)
+    assert "along the other axis" in str(caught.value)
 
 
 @on_four
@@ -586,14 +586,14 @@ def test_a_sum_that_takes_a_strided_shard_for_a_copy_is_refused_with_a_hint(pool
     pool.run_cell(ONE_RESULT.format(body=WHERE_IT_IS_CUT.format(is_cut=is_cut)))
     with pytest.raises(ExerciseError, match="has the norm") as caught:
         lab05.check_grad_norm(pool)
-    assert "_StridedShard is no Shard" in str(caught.value)
+    assert "_StridedShard is not a Shard" in str(caught.value)
     pool.run_cell(ONE_RESULT.format(body=WHERE_IT_IS_CUT.format(is_cut="not placement.is_replicate()")))
     assert lab05.check_grad_norm(pool).startswith("Solved: ")
 
 
 def test_a_norm_that_changes_the_gradients_is_refused_with_a_hint(pool: labkit.WorkerPool) -> None:
     pool.run_cell(ONE_RESULT.format(body=CLIPS))
-    with pytest.raises(ExerciseError, match="gradients are others afterwards") as caught:
+    with pytest.raises(ExerciseError, match="gradients have changed afterwards") as caught:
         lab05.check_grad_norm(pool)
     assert "get_total_norm only measures" in str(caught.value)
 

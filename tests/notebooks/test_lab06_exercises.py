@@ -1,4 +1,4 @@
-"""Notebook 06's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 06's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def solved(planted: SimpleNamespace, name: str) -> Any:
-    """What the notebook's exercise cell that sets ``name`` finds."""
+    """The value that the notebook's exercise cell sets ``name`` to."""
     cell = exercise_cell(NOTEBOOK, f"{name} = ")
     tools = {
         "Counter": Counter,
@@ -128,8 +128,8 @@ def test_short_file_of_the_notebook_passes(planted: SimpleNamespace) -> None:
         (lambda size, missing: size + missing, "This is what it should have. How much of that is there?"),
         (lambda size, missing: missing - 1, "where it starts and how long it is"),
         (lambda size, missing: 0, "where it starts and how long it is"),
-        (lambda size, missing: str(missing), "missing_bytes is '[0-9]+', a text and no number"),
-        (lambda size, missing: [missing], "a list and no number"),
+        (lambda size, missing: str(missing), "missing_bytes is '[0-9]+', a text, not a number"),
+        (lambda size, missing: [missing], "a list, not a number"),
         (lambda size, missing: None, "missing_bytes is None"),
     ],
 )
@@ -148,7 +148,7 @@ NO_FILES = [
     (lambda right, folder: ".metadata", "The index is in order. Which data file"),
     (lambda right, folder: str(folder / right), "its name as a text, not its path"),
     (lambda right, folder: Path(right), "its name as a text, not its path"),
-    (lambda right, folder: "rank 1", r"is no file of [ad]\.\nTarget: one of __0_0\.distcp[^\n]*$"),
+    (lambda right, folder: "rank 1", r"is not a file of [ad]\.\nTarget: one of __0_0\.distcp[^\n]*$"),
 ]
 
 
@@ -180,7 +180,7 @@ def test_poisoned_of_the_notebook_passes(planted: SimpleNamespace) -> None:
     [
         (lambda right, every: set(), "only when asked: finite=True"),
         (lambda right, every: every, "Which of yours are finite in every element"),
-        (lambda right, every: {name for name in right if name.endswith("exp_avg")}, "NaN is not the only number"),
+        (lambda right, every: {name for name in right if name.endswith("exp_avg")}, "inf is not finite either"),
         (lambda right, every: {"model." + name.split("state.")[1].rpartition(".")[0] for name in right}, "one of its moments"),
         (lambda right, every: {name.split("state.")[1].rpartition(".")[0] for name in right}, "one of its moments"),
         (lambda right, every: {name.removeprefix("optimizer.state.") for name in right}, "with 'optimizer.state.' in front"),
@@ -204,12 +204,12 @@ def test_without_moments_of_the_notebook_passes(planted: SimpleNamespace) -> Non
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        (lambda right: set(), "verify says no-state for each"),
+        (lambda right: set(), "verify reports no-state for each"),
         (lambda right: {f"optimizer.state.{name}" for name in right}, "without 'optimizer.state.' in front"),
         (lambda right: {f"model.{name}" for name in right}, "without 'model.'"),
         (lambda right: right | {"norm.weight"}, "Some of these have their moments"),
         (lambda right: right | {"head.weight", "rope_cos", "rope_sin"}, "Not all of these are parameters"),
-        (lambda right: {min(right).split(".attention")[0]}, "A block is no parameter"),
+        (lambda right: {min(right).split(".attention")[0]}, "A block is not a parameter"),
         (lambda right: {min(right)}, "Whole blocks are frozen together"),
     ],
 )
@@ -219,9 +219,9 @@ def test_wrong_without_moments_is_refused(planted: SimpleNamespace, wrong: Any, 
 
 
 def test_one_text_or_nothing_is_no_set_of_names(planted: SimpleNamespace) -> None:
-    with pytest.raises(ExerciseError, match="None is no set of names"):
+    with pytest.raises(ExerciseError, match="None is not a set of names"):
         lab06.check_not_finite(planted.cases, None)  # type: ignore[arg-type]
-    with pytest.raises(ExerciseError, match="one text is no set of names"):
+    with pytest.raises(ExerciseError, match="one text is not a set of names"):
         lab06.check_lost_state(planted.cases, "norm.weight")
 
 
@@ -265,17 +265,17 @@ def test_wrong_repairs_are_refused(planted: SimpleNamespace, tmp_path: Path) -> 
     shutil.copytree(cases.good, tmp_path / "copy of the good")
     (tmp_path / "empty").mkdir()
     for path, says in (
-        (None, "repaired is a NoneType and no path"),
+        (None, "repaired is a NoneType, not a path"),
         (migrate(cases.wrapped, tmp_path / "result"), "migrate returns what it wrote"),
-        ({"model": {}}, "repaired is a dict and no path"),
+        ({"model": {}}, "repaired is a dict, not a path"),
         (cases.good, "late is one of the given checkpoints"),
         (cases.wrapped, "e is one of the given checkpoints"),
         (tmp_path / "nothing", "there is nothing at"),
         (tmp_path / "empty", "empty does not open"),
         (tmp_path / "copy", "Names still carry the wrapper's"),
-        (tmp_path / "copy of the good", "lacks the case's 'run_name'.*\n.*\n.*not of the good checkpoint"),
+        (tmp_path / "copy of the good", "lacks the case's 'run_name'.*\n.*\n.*not from the good checkpoint"),
         (_migrated(cases.good, tmp_path / "good"), "lacks the case's 'run_name'"),
-        (_migrated(cases.not_finite, tmp_path / "another case"), "Was it made of the case"),
+        (_migrated(cases.not_finite, tmp_path / "another case"), "Was it made from the case"),
         (_migrated(cases.lost_state, tmp_path / "without moments"), "The optimizer's state belongs to it"),
         (_migrated(cases.wrapped, tmp_path / "weights", drop=["optimizer.*"]), "It holds no optimizer state"),
         (_migrated(cases.wrapped, tmp_path / "weights.safetensors", only=["model"]), "Safetensors hold the model only"),

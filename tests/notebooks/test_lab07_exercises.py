@@ -1,4 +1,4 @@
-"""Notebook 07's checks accept the solutions that stand in the notebook and refuse plausible wrong answers, with a fitting hint."""
+"""Notebook 07's checks accept the notebook's own solutions and refuse plausible wrong answers, with a fitting hint."""
 
 from __future__ import annotations
 
@@ -113,14 +113,14 @@ def test_the_check_s_answers_are_those_of_plans_wherever_a_mesh_has_such_groups(
     ("wrong", "hint"),
     [
         (open_chain, "A ring is closed"),
-        (whole_groups, "the next rank may be its neighbour"),
-        (everything, "What stays on its node does not count"),
+        (whole_groups, "the next rank may be on the same node"),
+        (everything, "Bytes that stay on a node do not count"),
         (once_a_node, "it may leave the same node twice"),
         (first_group, "All groups of the axis work at the same time"),
         (places_and_not_nodes, "is the place of a rank on its node"),
         (both_ways, "Twice too much"),
         (far_apart, "compare the nodes of both ranks"),
-        (lambda groups, per_node, sent: 7, "Which ranks have their next one on another node"),
+        (lambda groups, per_node, sent: 7, "Which ranks have their successor on another node"),
         (lambda groups, per_node, sent: None, "has to return a number"),
         (lambda groups, per_node, sent: None if len(groups) > 4 else 1, "returned None. It has to return a number"),
     ],
@@ -175,14 +175,14 @@ def with_body(*lines: str) -> str:
 @pytest.mark.parametrize(
     ("wrong", "hint"),
     [
-        (lambda: with_body("dist.all_reduce(tensor)", "return tensor"), "A ring over all ranks knows no nodes"),
+        (lambda: with_body("dist.all_reduce(tensor)", "return tensor"), "A ring over all ranks ignores nodes"),
         (
             lambda: with_body(
                 'dist.all_reduce(tensor, group=mesh.get_group("local"))',
                 'dist.all_reduce(tensor, group=mesh.get_group("node"))',
                 "return tensor",
             ),
-            "Let each take care of a piece",
+            "Let each send one piece",
         ),
         (lambda: with_mistake(solution(), "node, local = mesh", "local, node = mesh"), "The axes are the wrong way round"),
         (lambda: with_mistake(solution(), "return result", "return result / world_size"), "too small by a factor of 4"),
@@ -192,7 +192,7 @@ def with_body(*lines: str) -> str:
         ),
         (lambda: with_mistake(solution(), "return result", "return piece"), "have to be put together again"),
         (lambda: with_mistake(solution(), "dist.all_reduce(piece, group=node)", "pass"), "The other nodes are missing"),
-        (lambda: with_body("dist.all_reduce(tensor)"), "returned no tensor on rank 0"),
+        (lambda: with_body("dist.all_reduce(tensor)"), "did not return a tensor on rank 0"),
         (lambda: with_mistake(solution(), "piece, group=node", "piece, group=dist.new_group([rank])"), "not the mesh's|missing"),
     ],
 )
@@ -257,7 +257,7 @@ def test_the_notebook_s_lost_names_pass() -> None:
             "The second number counts the files of one rank",
         ),
         (lambda: all_names, "These are all tensors of the checkpoint"),
-        (lambda: what_is_left, "The lost ones are asked for"),
+        (lambda: what_is_left, "Name the lost ones"),
         (lambda: two_on_each_node, "Your nodes have 2 ranks each"),
         (lambda: lost_names(with_mistake(exercise("lost_names"), "== node", "!= node")), "of the nodes that are left"),
         (lambda: lambda *_: {"w7"}, "says for each piece in which file it is"),

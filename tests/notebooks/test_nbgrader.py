@@ -1,4 +1,4 @@
-"""Labs as assignments of nbgrader: each exercise is a hole to fill, the check after it gives its points, nothing else changes."""
+"""Labs as assignments of nbgrader: each exercise becomes a hole, the check after it gives points, nothing else changes."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_s12_what_is_no_notebook_is_refused_in_a_line_and_no_assignment_is_left(
     bad.write_text(content)
     told = _nbgrader(_lab(tmp_path / "good.ipynb"), bad, "-o", tmp_path / "out")
     assert (told.exit_code, len(told.output.splitlines())) == (1, 1), told.output
-    assert "bad.ipynb is no valid notebook" in told.output
+    assert "bad.ipynb is not a valid notebook" in told.output
     assert not (tmp_path / "out").exists()
 
 

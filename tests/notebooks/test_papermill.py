@@ -10,9 +10,9 @@ from labkit.course.parameters import known_parameters
 from tests.notebooks.conftest import TIMEOUT_S, Execute
 from tests.notebooks.conventions import NOTEBOOKS
 
-# Three divide nothing evenly.
+# Three ranks divide nothing evenly.
 WORLD_SIZES = (2, 3, 4)
-# With one rank nothing is sharded; whoever tries that starts with the first labs.
+# With one rank nothing is sharded, so only the first labs are tried with it.
 ALONE = ("00", "01")
 
 RUNS = [

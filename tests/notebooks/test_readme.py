@@ -1,4 +1,4 @@
-"""The front page shows what happens, and its links lead somewhere."""
+"""The README shows real output, and its links work."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_first_example_gives_the_output_that_stands_below_it() -> None:
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    # Ranks print when they like.
+    # Ranks print in any order.
     assert sorted(run.stdout.splitlines()) == sorted(output.splitlines())
 
 

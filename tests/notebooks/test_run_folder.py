@@ -1,4 +1,4 @@
-"""``labkit run`` in a folder that others can write to: the kernel imports nothing there, a notebook's own modules are found."""
+"""``labkit run`` in a folder that others can write to: the kernel imports nothing from it, but the notebook finds its modules."""
 
 from __future__ import annotations
 

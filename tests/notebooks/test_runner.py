@@ -36,17 +36,17 @@ from tests.matrix import matrix
 pytestmark = pytest.mark.process
 
 
-# What a notebook is given whose time is to be up. A kernel has to have started by then, on a machine that does other things as
-# well; the time that is left when the notebook is where it has to be, `Clock` skips.
+# The time limit of notebooks that are to run out of time: long enough for a kernel to start on a busy machine. Once the notebook
+# has reached the right place, `Clock` skips the rest.
 TIMEOUT_S = 100
 HERE = "open('here', 'w').close()"
 
 
 class Clock:
-    """Time as it passes until a notebook says that it is there; some seconds later its time is up.
+    """A clock that runs normally until a notebook reports that it is ready, and reaches the deadline some seconds later.
 
     Attributes:
-        goes_on_s: These seconds.
+        goes_on_s: The seconds between the two.
     """
 
     def __init__(self, sign: Path) -> None:
@@ -65,7 +65,7 @@ class Clock:
 
 @pytest.fixture
 def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """A clock for the deadline of a notebook that runs HERE."""
+    """A clock for the deadline of a notebook that contains HERE."""
     clock = Clock(tmp_path / "here")
     monkeypatch.setattr(Attempt, "clock", staticmethod(clock))
     return clock
@@ -182,7 +182,7 @@ def test_s7_a_notebook_has_ended_5_s_after_its_time_whatever_it_prints(
     seconds = float(re.search(r"timed out +([0-9.]+) s", result.output)[1])
     assert TIMEOUT_S <= seconds < TIMEOUT_S + 5, result.output
     assert "cell 3 " in result.output
-    assert "1 code cell behind it was not run" in result.output
+    assert "1 code cell after it was not run" in result.output
     copy = nbformat.read(tmp_path / "out" / "prints.ipynb", as_version=4)
     assert "before" in _outputs(tmp_path / "out" / "prints.ipynb")
     assert copy.metadata.papermill.exception
@@ -201,7 +201,7 @@ def test_l6_a_notebook_that_kills_what_reads_it_leaves_no_daemon(make_notebook: 
 
 
 def _is_of(process: psutil.Process, folder: Path) -> bool:
-    """Whether a process works in a folder, as a kernel does and what it has started."""
+    """Return whether any process works in a folder, as a kernel and its descendants do."""
     try:
         return Path(process.cwd()) == folder
     except psutil.Error:
@@ -239,7 +239,7 @@ def test_s7_output_beyond_the_limit_is_said_in_the_copy_the_summary_and_the_exit
     assert "characters left out" in result.output
     page = _Page((tmp_path / "out" / "index.html").read_text())
     assert page.rows == ["failed", "passed"]
-    assert "put out more than is kept" in page.text
+    assert "wrote more output than is kept" in page.text
     assert _outputs(tmp_path / "out" / "bars.ipynb") == "done\n"
 
 
@@ -257,7 +257,7 @@ def test_s7_a_notebook_whose_output_was_cut_does_not_pass(
 )
 def test_s7_a_carriage_return_takes_its_line_back_however_the_text_comes_in_pieces(text: str, shown: str) -> None:
     for size in range(1, len(text) + 1):
-        stream = outputs.Stream()
+        stream = outputs.StreamText()
         for start in range(0, len(text), size):
             stream.add(text[start : start + size])
         assert (str(stream), stream.size) == (shown, len(shown))
@@ -274,7 +274,7 @@ def test_d_an_early_exit_fails_names_the_cell_and_counts_the_rest_as_not_run(
     result = _labkit("run", notebook, "--out", "out")
     assert result.exit_code == 1
     assert "0 of 1 notebooks passed" in result.output
-    assert re.search(r"cell 3 \(id \w+\); 2 code cells behind it were not run", result.output)
+    assert re.search(r"cell 3 \(id \w+\); 2 code cells after it were not run", result.output)
     assert "SystemExit" in result.output
     assert _outputs(tmp_path / "out" / "exits.ipynb").startswith("first\n")
     assert "second" not in _outputs(tmp_path / "out" / "exits.ipynb")

@@ -1,4 +1,4 @@
-"""The promise that each lab's cells also run under plain torchrun: as one script they show what the notebook shows."""
+"""Each lab's cells also run under plain torchrun: as one script they show the same as the notebook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.notebooks.conventions import NOTEBOOKS
 from tests.notebooks.script_output import Shown, of_notebook, of_script, run_script, without_numbers
 
 WORLD_SIZE = 2
-# Cells that show something else by their nature, with the reason.
+# Cells whose output has to differ, with the reason.
 DIFFERENT = {
     "L0-02": "the pool itself",
     "L0-04": "process ids: in the script rank 0 is the notebook's own process as well",
@@ -43,7 +43,7 @@ def left_out(path: Path) -> set[str]:
 
 
 def differing(script: Shown, notebook: Shown, *, numbers: bool = True) -> dict[str, tuple[list[str], list[str]]]:
-    """By cell, what the script and the notebook showed, where the two differ."""
+    """The output of the script and of the notebook for each cell in which they differ."""
     form = list if numbers else without_numbers
     return {
         name: (shown, notebook.get(name, []))

@@ -1,4 +1,4 @@
-"""The notebook that ``labkit new`` writes is a lab as the course's own: it runs, and every command takes it."""
+"""The notebook that ``labkit new`` writes is a complete lab: it runs, and every command accepts it."""
 
 from __future__ import annotations
 

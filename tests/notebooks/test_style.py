@@ -1,4 +1,4 @@
-"""The notebooks keep the conventions, and the checks of the conventions can fail."""
+"""The notebooks follow the conventions, and the checks of the conventions can fail."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class Ranks:
         self.pids, self.folder = pids, folder
 
     def results(self, timeout_s: float = 60.0) -> list[Any]:
-        """Every rank's result in rank order; RankError with the traceback of the first that raised."""
+        """Return every rank's result in rank order, or raise RankError with the traceback of the first that raised."""
         deadline = time.monotonic() + timeout_s
         try:
             outcomes = [self._outcome(rank, deadline) for rank in range(len(self.pids))]
@@ -71,7 +71,7 @@ class Ranks:
         return any(psutil.pid_exists(pid) for pid in self.pids)
 
     def kill(self) -> None:
-        """SIGKILL whatever still runs, and wait until it is gone."""
+        """Kill the ranks that still run with SIGKILL, and wait until they are gone."""
         for pid in self.pids:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -160,7 +160,7 @@ def _child(module: str, name: str, rank: int, world_size: int, folder: str, args
 
 
 def _template() -> None:
-    # Whatever a rank would import costs its time on every rank of every test: an optimizer's first step alone imports dynamo.
+    # Import here what every rank of every test would otherwise import itself: an optimizer's first step alone imports dynamo.
     for module in _IMPORTS:
         importlib.import_module(module)
     import labkit.checkpoint
@@ -173,7 +173,7 @@ def _template() -> None:
     replies.write(b"r")
     while header := requests.read(8):
         message = pickle.loads(requests.read(struct.unpack("<q", header)[0]))
-        gc.freeze()  # else a rank's first garbage collection copies every page of torch's objects
+        gc.freeze()  # otherwise a rank's first garbage collection copies every page of torch's objects
         pid = os.fork()
         if pid == 0:
             replies.close()

@@ -10,19 +10,19 @@ import pytest
 from labkit import WorkerPool
 from labkit.controller.start.launchers import fork_server
 
-# It takes the buffer from C's stdout as well, and with it a reason why text may be late.
+# This variable would also remove the buffer of C's stdout, so late text would not be tested.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
-    """One fork server for all process tests; it outlives every pool, so no test is to blame for it."""
+    """One fork server for all process tests. It outlives every pool, so it does not count as a leak of a test."""
     if fork_server.available():
         fork_server.shared()
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    """One pool of two CPU ranks for all tests of a file; what a test leaves on the ranks the next one sees."""
+    """One pool of two CPU ranks for all tests of a file; a test sees the variables that earlier ones left on the ranks."""
     with WorkerPool(2, device="cpu", replace=True) as shared:
         yield shared

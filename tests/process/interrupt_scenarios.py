@@ -1,6 +1,6 @@
-"""What the ranks do in the interrupt tests; run on gloo by tests/process and on NCCL by tests/gpu.
+"""The ranks' side of the interrupt tests; run on gloo by tests/process and on NCCL by tests/gpu.
 
-The functions run on the ranks through ``pool.run``. What they make stays in this module on the rank, under a name.
+The functions run on the ranks through ``pool.run``. The objects that they make stay in this module on the rank, under a name.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def make(name: str, kind: Kind, device: str) -> None:
 
 
 def train(name: str, num_steps: int) -> list[float]:
-    """Take steps; the losses so far."""
+    """Take steps, and return the losses so far."""
     for _ in range(num_steps):
         LIVE[name].step()
     return [float(loss) for loss in LIVE[name].losses]
@@ -215,7 +215,7 @@ def steps_taken(name: str) -> int:
 
 
 def forget_losses(names: Sequence[str]) -> None:
-    """An interrupt can come between a step and the note of its loss."""
+    """Forget all losses, because an interrupt can come between a step and the note of its loss."""
     for name in names:
         LIVE[name].losses.clear()
 
@@ -233,7 +233,7 @@ def save(name: str) -> int:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How the tensors of a training compare with saved ones, bit for bit."""
+    """The comparison of a training's tensors with saved ones, bit for bit."""
 
     num_values: int
     num_different: int
@@ -266,13 +266,13 @@ class _Cut(torch.autograd.Function):
 
 
 def cut_step(name: str, cut: Cut, signs: str) -> None:
-    """Begin a step that does not end: on the last rank by itself, on the others for want of it.
+    """Begin a step that does not end: the last rank hangs by itself, the others wait for it.
 
     Args:
         name: The training.
         cut: What happens.
-        signs: A folder. Each rank puts its sign there when it has come to the place where the step is cut, or is about
-            to enter what will not end.
+        signs: A folder. Each rank writes a sign there when it has reached the place where the step is cut, or is about to enter
+            the call that does not end.
     """
     training, rank = LIVE[name], dist.get_rank()
     culprit = rank == dist.get_world_size() - 1 or cut == "all stuck in backward"
@@ -283,7 +283,7 @@ def cut_step(name: str, cut: Cut, signs: str) -> None:
     if culprit:
         block = next(module for module in training.model.modules() if isinstance(module, Block))
         act = _raise if cut == "raises in backward" else lambda: _stay(signs)
-        # Inside the block: the gradients of its feed-forward half are there already, those of its attention are not.
+        # Inside the block: the gradients of its feed-forward half exist already, those of its attention do not.
         handle = block.attention.register_forward_hook(lambda module, args, output: _Cut.apply(output, act))
     try:
         training.step()
@@ -312,7 +312,7 @@ KEPT: dict[str, Any] = {}
 
 
 class _SlowData(torch.utils.data.Dataset[int]):
-    """Its first item takes for ever."""
+    """A dataset whose first item takes for ever."""
 
     def __len__(self) -> int:
         return 2
@@ -356,7 +356,7 @@ def _tidy_up() -> None:
 
 
 def _swallow() -> None:
-    """Code that takes KeyboardInterrupt for an error to go on from."""
+    """Run code that catches KeyboardInterrupt and goes on."""
     while True:
         try:
             time.sleep(1000)
@@ -399,7 +399,7 @@ def wait(what: str, ranks: Sequence[int], device: str, signs: str) -> str:
 
 
 def look(device: str) -> tuple[dict[str, Any], float]:
-    """What was kept, and the sum of ones over all ranks."""
+    """Return the kept variables, and the sum of ones over all ranks."""
     # Children that an interrupt made Python kill are waited for when it makes or counts the next.
     subprocess.run(["true"], check=True)
     multiprocessing.active_children()

@@ -1,4 +1,4 @@
-"""Interrupting a run from a test: when the ranks have come to a place, and how long it may take."""
+"""Interrupts of a run from a test, once the ranks have reached a place, and their time limits."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def interrupt_when(pool: WorkerPool, ready: Callable[[], bool], act: Callable[[]
 
 
 def ended(pool: WorkerPool, ranks: Collection[int]) -> bool:
-    """Whether these ranks have ended the present run."""
+    """Return whether these ranks have ended the present run."""
     states = {state.rank: state.state for state in pool.diagnose().states}
     return all(states[rank] in ("finished", "failed") for rank in ranks)
 
 
 def signs_of(folder: Path, ranks: int) -> Callable[[], bool]:
-    """Whether that many ranks have put their sign into a folder."""
+    """Return whether that many ranks have put their sign into a folder."""
     return lambda: len(list(folder.iterdir())) >= ranks

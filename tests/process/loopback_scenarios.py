@@ -1,7 +1,7 @@
 """Pools beside a neighbour who wants to be a peer of their ranks; each scenario in a network namespace of its own.
 
-Usage as root: ``unshare --net python -m tests.process.loopback_scenarios SCENARIO``. It says on a line of JSON what came of it.
-The namespace keeps the neighbour, who runs at every new port of this user, away from everybody else.
+Usage as root: ``unshare --net python -m tests.process.loopback_scenarios SCENARIO``. It prints the result as a line of JSON.
+The namespace keeps the neighbour, who attacks every new port of this user, away from everybody else.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from labkit import RankFailedError, WorkerPool
 from labkit.errors import WorkerStartError
 from tests.process import neighbour
 
-# Who is first is a matter of luck; with so many tries the neighbour is.
+# Who connects first is a matter of luck; with this many tries it is sometimes the neighbour.
 TRIES = 30
 SUM = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\nfloat(ones)"
 # Rank 3 comes late, and the others wait for it at their ports.
@@ -45,7 +45,7 @@ float(ones)
 
 @contextlib.contextmanager
 def stranger(flag: Path, found: dict[str, Any]) -> Iterator[None]:
-    """The neighbour at work; afterwards what he has got is in ``found``."""
+    """Run the neighbour during the block; afterwards ``found`` has its counts of ports and bytes."""
     command = [sys.executable, neighbour.__file__, "race", str(os.getuid()), str(flag)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -57,7 +57,7 @@ def stranger(flag: Path, found: dict[str, Any]) -> Iterator[None]:
 
 
 def start(flag: Path) -> dict[str, Any]:
-    """Start pools until one is refused; those that are not work."""
+    """Start pools until one is refused; the others work."""
     found: dict[str, Any] = {"sums": []}
     flag.touch()
     with stranger(flag, found):
@@ -74,7 +74,7 @@ def start(flag: Path) -> dict[str, Any]:
 
 
 def new_group(flag: Path) -> dict[str, Any]:
-    """Make groups until one is refused; those that are not work, and so does the pool."""
+    """Make groups until one is refused; the others work, and so does the pool."""
     found: dict[str, Any] = {"sums": []}
     with WorkerPool(4, device="cpu") as pool:
         pool.run_cell(SUM + "\nkept = rank")
@@ -95,7 +95,7 @@ def new_group(flag: Path) -> dict[str, Any]:
 
 
 def bring_loopback_up() -> None:
-    """In a new namespace the loopback device is down."""
+    """Switch the loopback device on; in a new namespace it is down."""
     with socket.socket() as item:
         fcntl.ioctl(item, 0x8914, struct.pack("16sh14x", b"lo", 0x41))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
 

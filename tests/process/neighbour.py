@@ -1,11 +1,11 @@
-"""Another user of this machine, who wants to be a peer of gloo, or to take up its descriptors.
+"""Another user of this machine, who tries to be a peer of gloo, or to use up its descriptors.
 
-Usage as root: ``python neighbour.py race UID FLAG`` or ``python neighbour.py flood COUNT PORT...``. He is nobody (uid 65534).
+Usage as root: ``python neighbour.py race UID FLAG`` or ``python neighbour.py flood COUNT PORT...``. It runs as nobody (uid 65534).
 
-``race``: while the file FLAG exists he connects to each port of UID's that starts to listen on loopback, in several ways, and sends
-the numbers that ranks send. When his standard input ends he says on a line of JSON to how many ports he came and how many bytes he
-was sent. ``flood``: he opens COUNT connections to each port, says how many of them stand, and holds them until his standard input
-ends.
+``race``: while the file FLAG exists it connects to each port of UID's that starts to listen on loopback, in several ways, and sends
+the numbers that ranks send. When its standard input ends it prints a line of JSON with the number of ports that it reached and of
+bytes that it was sent. ``flood``: it opens COUNT connections to each port, prints how many of them stay open, and holds them until
+its standard input ends.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def connect(port: int, way: int) -> socket.socket:
 
 
 def race(uid: str, flag: str, folder: int) -> dict[str, int]:
-    """Be there before the rank that is waited for."""
+    """Connect before the rank that is expected."""
 
     def may_act() -> bool:
         return os.access(flag, os.F_OK, dir_fd=folder)

@@ -1,4 +1,4 @@
-"""Runs cells in a real Jupyter kernel and keeps what each of them showed."""
+"""Runs cells in a real Jupyter kernel and keeps the output of each."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CellRun:
 
     @property
     def text(self) -> str:
-        """What the cell shows as plain text: streams, displays and the error, in order."""
+        """The cell's output as plain text: streams, displays and the error, in order."""
         return "\n".join(filter(None, map(_text, self.outputs)))
 
     @property

@@ -1,6 +1,6 @@
 """A kernel that is going to die, for test_orphans_kernel: it starts a pool, brings its ranks into every state, and ends as told.
 
-It is run as a script. It writes what it has started to stdout as one line of JSON, reads one line from stdin, and does it.
+It is run as a script. It prints the processes that it has started as one line of JSON, reads one line from stdin, and obeys it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ next(batches)
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
 child.pid
 """
-# One rank in each state. The marks tell that they have come there, as nearly as Python can tell.
+# One rank in each state. The marks show, as nearly as Python can tell, that the ranks have reached it.
 STATES = """
 open(os.path.join(marks, str(rank)), "w").close()
 if rank == 0:
@@ -48,7 +48,7 @@ else:
 
 
 def interrupted_start() -> None:
-    """A start that Ctrl-C breaks off while the fork server still imports torch."""
+    """Interrupt a start with Ctrl-C while the fork server still imports torch."""
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         WorkerPool(4, device="cpu")
@@ -72,7 +72,7 @@ def main() -> None:
         "server": fork_server.shared().pid,
         "ranks": list(pool.pids.values()),
         "children": list(children.values()),
-        "directory": str(Path(pool._members._world._directory)),
+        "directory": str(Path(pool._life.runner.members._world._directory)),
     }
     print(json.dumps(told), flush=True)
     how = sys.stdin.readline().strip()
@@ -85,7 +85,7 @@ def main() -> None:
         sys.exit(3)
     elif how == "raise":
         raise RuntimeError("the script fails")
-    # else the script is over
+    # otherwise the script ends
 
 
 main()

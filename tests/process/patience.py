@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import psutil
 
-# What labkit promises holds on a quiet machine. Tests run on busy ones too, so each promised time is multiplied by this.
+# labkit's promised times hold on a quiet machine. Tests run on busy ones too, so each is multiplied by this.
 LOAD = 10.0
 DEATH_S = 0.5 * LOAD
 ORPHANS_S = 2.0 * LOAD
@@ -17,8 +17,8 @@ def until(condition: Callable[[], object], what: str, limit_s: float = 20.0) -> 
     """Poll until the condition holds.
 
     Args:
-        condition: What to wait for.
-        what: It in words, for the failure.
+        condition: The condition to wait for.
+        what: The condition in words, for the failure.
         limit_s: The longest wait in seconds.
 
     Raises:
@@ -31,7 +31,7 @@ def until(condition: Callable[[], object], what: str, limit_s: float = 20.0) -> 
 
 
 def process(pid: int) -> psutil.Process | None:
-    """The process with this pid, to be asked later with :func:`lives`; a process that takes over the pid is not mistaken for it."""
+    """The process with this pid, for :func:`lives`; another process that gets the same pid later is not mistaken for it."""
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -39,7 +39,7 @@ def process(pid: int) -> psutil.Process | None:
 
 
 def lives(found: psutil.Process | None) -> bool:
-    """Whether the process runs; a zombie does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return found is not None and found.is_running() and found.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -47,5 +47,5 @@ def lives(found: psutil.Process | None) -> bool:
 
 
 def survivors(processes: Iterable[psutil.Process | None]) -> list[psutil.Process]:
-    """Those that still run."""
+    """Return the processes that still run."""
     return [found for found in processes if found is not None and lives(found)]

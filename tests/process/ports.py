@@ -1,4 +1,4 @@
-"""Which sockets of processes others can connect to, in whatever network namespace the processes live."""
+"""The sockets of processes to which others can connect, in any network namespace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LISTEN, _UNCONNECTED = "0A", "07"
 
 
 def listening(pids: Iterable[int]) -> dict[tuple[str, int], str]:
-    """(address, port) of every TCP socket that listens, and every UDP socket that anybody may send to, and its protocol."""
+    """Address, port and protocol of every TCP socket that listens, and of every UDP socket that accepts data from anybody."""
     found = {}
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

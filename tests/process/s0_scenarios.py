@@ -1,4 +1,4 @@
-"""What the seed rows S0.1 to S0.4 do on each rank; run on gloo by tests/process and on NCCL by tests/gpu."""
+"""The ranks' side of the seed rows S0.1 to S0.4; run on gloo by tests/process and on NCCL by tests/gpu."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RoundTrip:
         loaded: The copy against the model that was saved, after the load.
         outputs_equal: Whether both compute the same logits.
         tied: Whether head and embedding of the loaded copy are one parameter.
-        rank_zero_only: Whether ranks above 0 got an empty state where only rank 0 was to hold it.
+        rank_zero_only: Whether ranks above 0 got an empty state if only rank 0 was to hold it.
     """
 
     saved: Parity
@@ -103,7 +103,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def round_trip(device: str, shape: str, path: LoadPath, folder: str) -> RoundTrip:
-    """Save a model in one way, load it into a zeroed copy, compare everything with the model that nobody sharded."""
+    """Save a model in one way, load it into a zeroed copy, compare everything with the model that was not sharded."""
     mesh = world_mesh(device)
     local = build_model(UNEVEN, seed=1, device=device)
     source = SHAPES[shape](build_model(UNEVEN, seed=1, device=device), mesh)
@@ -126,7 +126,7 @@ def round_trip(device: str, shape: str, path: LoadPath, folder: str) -> RoundTri
 
 
 def load(source: nn.Module, target: nn.Module, path: LoadPath, folder: str) -> bool:
-    """Move the state of one model into another; False where a rank above 0 was sent a state that it was not to hold."""
+    """Move the state of one model into another; return False if a rank above 0 got a state that only rank 0 was to hold."""
     if path == "full":
         full = get_model_state_dict(source, options=StateDictOptions(full_state_dict=True))
         set_model_state_dict(target, full, options=StateDictOptions(full_state_dict=True))
@@ -172,7 +172,7 @@ def _train(model: nn.Module, batches: list[Tensor]) -> list[float]:
 
 
 def plain_parameters_drift(device: str) -> float:
-    """S0.2's price: how far the plain head differs between ranks after one step, since nobody averages its gradient."""
+    """S0.2's price: the difference of the plain head between ranks after one step, because its gradient is not averaged."""
     model = submodules_only(build_model(UNEVEN, seed=1, device=device), world_mesh(device))
     generator = torch.Generator().manual_seed(dist.get_rank())
     _train(model, [torch.randint(251, (2, 13), generator=generator).to(device)])

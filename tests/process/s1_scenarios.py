@@ -1,4 +1,4 @@
-"""What the seed rows S1.1 to S1.3 do on each rank: recomputation and offload in every order with FSDP1, FSDP2 and replicas."""
+"""The ranks' side of the seed rows S1.1 to S1.3: recomputation and offload in every order, with FSDP1, FSDP2 and replicas."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from labkit.spmd.offload.context import ActivationOffload, OffloadCounts
 SIZES = ModelConfig(dim=16, hidden_dim=24, num_heads=2, max_seq_len=16)
 ROWS = 10
 NUM_LAYERS = 3
-#: What autograd keeps of one layer, each storage once: its input and four hidden tensors.
+#: The bytes that autograd keeps of one layer, each storage once: its input and four hidden tensors.
 LAYER_BYTES = ROWS * (SIZES.dim + 4 * SIZES.hidden_dim) * 4
 INPUT_BYTES = ROWS * SIZES.dim * 4
 WEIGHT_BYTES = 3 * SIZES.dim * SIZES.hidden_dim * 4
@@ -39,7 +39,8 @@ Wrap = Callable[[nn.Module], nn.Module]
 class Chain(nn.Module):
     """Three feed-forward layers, one after the other.
 
-    Around a residual stream reentrant recomputation adds the parts of a gradient in another order: the last bit may differ.
+    There is no residual stream: around one, reentrant recomputation adds the parts of a gradient in another order, so the last
+    bit may differ.
     """
 
     def __init__(self) -> None:
@@ -59,9 +60,9 @@ class Run:
     Attributes:
         outputs, losses: Of each iteration.
         gradients: Of this rank, after each iteration, accumulated.
-        save_on_cpu: In the first iteration: how often it was entered, and bytes that it moved.
-        offload: What labkit's offload counted in all iterations.
-        forwards: How often each layer ran, recomputation included.
+        save_on_cpu: The number of times that it was entered in the first iteration, and the bytes that it moved.
+        offload: The counts of labkit's offload over all iterations.
+        forwards: The number of times that each layer ran, including recomputation.
     """
 
     outputs: list[Tensor]
@@ -137,7 +138,7 @@ def build(nesting: str, engine: str, kind: str, device: str, offload_params: boo
 def run(
     nesting: str, engine: str, kind: str, device: str, *, offload_params: bool = False, steps: int = 2, by_hand: str = ""
 ) -> Run:
-    """Train and note everything that has to agree with the other runs.
+    """Train, and note everything that has to agree with the other runs.
 
     Args:
         by_hand: Call the model through ``checkpoint`` here, ``reentrant`` or not; with a ``kind`` that offloads, in a context.

@@ -1,4 +1,4 @@
-"""What the seed rows S2.1 to S2.3 do on each rank."""
+"""The ranks' side of the seed rows S2.1 to S2.3."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from labkit.spmd.shards.parity import compare
 from labkit.spmd.shards.records import Parity
 from labkit.spmd.shards.sharding import shard_model
 
-# No size is a multiple of 2, 3 and 4 at once, but for what tensor parallelism shares: two heads and 54 hidden features.
+# No size is a multiple of 2, 3 and 4 at once, except those that tensor parallelism divides: two heads and 54 hidden features.
 UNEVEN = ModelConfig(vocab_size=251, dim=20, num_layers=1, num_heads=2, hidden_dim=54, max_seq_len=16)
 SIZES = (2, 3, 4, 5)
 STEPS_BEFORE, STEPS_AFTER = 3, 3
@@ -70,13 +70,13 @@ def both_state_dicts(device: str, size: int, reshard: bool) -> tuple[Parity, lis
 
 @dataclass(frozen=True)
 class Offloaded:
-    """S2.2: what one rank got as the full state.
+    """S2.2: the full state that one rank got.
 
     Attributes:
         num_entries: Entries of the dict.
         devices: Where its tensors are.
         plain: Whether none of them is a DTensor.
-        parity: Against the model that nobody sharded; None where the dict is empty.
+        parity: Against the model that was not sharded; None if the dict is empty.
     """
 
     num_entries: int
@@ -103,7 +103,7 @@ def _batches(device: str, rank: int, world_size: int, position: int) -> BatchSam
 
 
 def train_fsdp1_and_save(rank: int, device: str, form: Form, use_orig_params: bool, folder: str) -> list[float]:
-    """S2.3: train with FSDP1 and Adam, save with DCP, go on; the later losses are the truth."""
+    """S2.3: train with FSDP1 and Adam, save with DCP, continue; the later losses are the truth."""
     world_size, where = dist.get_world_size(), torch.device(device)
     model = FSDP(
         build_model(UNEVEN, seed=4, device=where),
@@ -131,13 +131,13 @@ def train_fsdp1_and_save(rank: int, device: str, form: Form, use_orig_params: bo
 
 @dataclass(frozen=True)
 class Continued:
-    """S2.3: what a rank under FSDP2 saw.
+    """S2.3: the observations of a rank under FSDP2.
 
     Attributes:
-        untouched: Keys that differed before the load; all of the parameters have to.
+        untouched: Keys that differed before the load; all parameters have to.
         weights: The model after the load against FSDP1's whole state.
         moments: The same for Adam's moments and steps.
-        learning_rate: What the optimizer uses after the load.
+        learning_rate: The optimizer's after the load.
         losses: Of the steps after it.
     """
 
@@ -149,7 +149,7 @@ class Continued:
 
 
 def load_in_fsdp2(rank: int, device: str, two_axes: bool, folder: str) -> Continued:
-    """S2.3: load what FSDP1 saved into FSDP2, on as many ranks as there are now, and train on."""
+    """S2.3: load FSDP1's checkpoint into FSDP2, on the present number of ranks, and continue training."""
     model = build_model(UNEVEN, seed=5, device=device)
     if two_axes:
         mesh = make_mesh(device)

@@ -1,4 +1,4 @@
-"""What the seed rows S3.1 and S3.2 do on each rank: the same training under every strategy, and what the runtime does in it."""
+"""The ranks' side of the seed rows S3.1 and S3.2: the same training under every strategy, and the runtime's events in it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def mesh_of_all(device: str) -> DeviceMesh:
 
 
 def hybrid_mesh(device: str) -> DeviceMesh:
-    """Two replicas where there are four ranks, else one. A shard axis of one rank is what FSDP1 gets wrong."""
+    """Two replicas on four ranks, else one. FSDP1 gets a shard axis of one rank wrong."""
     world_size = dist.get_world_size()
     num_replicas = 2 if world_size >= 4 and world_size % 2 == 0 else 1
     return init_device_mesh(device, (num_replicas, world_size // num_replicas), mesh_dim_names=("replicate", "shard"))
@@ -72,7 +72,7 @@ def wrap_fsdp1(model: Transformer, device: str, wrap: str, strategy: str, **opti
 
 
 def wrap_fsdp2(model: Transformer, device: str, wrap: str, strategy: str) -> FSDPModule:
-    """What takes the place of each of FSDP1's strategies today."""
+    """The FSDP2 replacement of each of FSDP1's strategies."""
     meshes = {"HYBRID_SHARD": hybrid_mesh, "NO_SHARD": replica_mesh}
     mesh = meshes.get(strategy, mesh_of_all)(device)
     blocks = list(model.layers) if wrap == "auto" else [model.layers[1]]
@@ -89,7 +89,7 @@ def batches(device: str, num: int = NUM_STEPS, seed: int = 0) -> list[Tensor]:
 
 
 def losses_of(model: nn.Module, device: str, num_steps: int = NUM_STEPS) -> list[float]:
-    """This rank's own loss before each of some Adam steps, not averaged: what one rank does wrong cannot hide."""
+    """This rank's own loss before each of some Adam steps, not averaged, so that a fault on one rank shows."""
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
     for batch in batches(device, num_steps):

@@ -1,4 +1,4 @@
-"""What the seed rows S4.5 to S4.7 do on each rank; run on gloo by tests/process and on NCCL by tests/gpu."""
+"""The ranks' side of the seed rows S4.5 to S4.7; run on gloo by tests/process and on NCCL by tests/gpu."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Return:
 
 
 def save_train_load(device: str, dp: int, api: Api, config_name: str, way: Literal["torch.save", "dcp"], folder: str) -> Return:
-    """The sharded state goes to a file, the model trains a step, the state comes back."""
+    """Save the sharded state to a file, train a step, and load the state."""
     quiet()
     config = CONFIGS[config_name]
     mesh = mesh_of(device, dp)
@@ -129,7 +129,7 @@ def reshape(device: str, source_name: str, folder: str) -> dict[str, tuple[Parit
 
 
 def optimizer_round_trip(device: str, dp: int, api: Api, config_name: str, options: Mapping[str, bool]) -> tuple[Parity, Parity]:
-    """Adam's state of a 2D model: read, move on by a step, set back. What had moved, and what came back."""
+    """Read Adam's state of a 2D model, take a step, restore the state. Return what had changed and what was restored."""
     quiet()
     config = CONFIGS[config_name]
     mesh = mesh_of(device, dp)
@@ -147,7 +147,7 @@ def optimizer_round_trip(device: str, dp: int, api: Api, config_name: str, optio
 
 
 def first_half_twice(device: str, dp: int) -> tuple[bool, bool]:
-    """T36 in detail: whether FSDP1 gave the second TP half of a row-split moment its first half, and the right one."""
+    """T36 in detail: return whether the second TP half of a row-split moment became the first half, and whether it is right."""
     quiet()
     config = CONFIGS["even"]
     mesh = mesh_of(device, dp)
@@ -163,7 +163,7 @@ def first_half_twice(device: str, dp: int) -> tuple[bool, bool]:
 
 
 def refused_restore(device: str, dp: int) -> tuple[str, Parity]:
-    """labkit's answer to FSDP1 over TP, and that the state which it refuses to set loads exactly under FSDP2."""
+    """Return labkit's refusal of FSDP1 over TP, and the comparison of the refused state as loaded under FSDP2."""
     quiet()
     config = CONFIGS["even"]
     mesh = mesh_of(device, dp)
@@ -246,7 +246,7 @@ def reshard_gradients(device: str, dp: int, how: Reshard, fsdp: Literal[0, 1, 2]
 
 
 def saved_tensors(device: str, dp: int) -> list[SavedTensor]:
-    """What ``input_reshard`` keeps of the seed's plan."""
+    """Return the tensors that ``input_reshard`` keeps under the seed's plan."""
     quiet()
     mesh = mesh_of(device, dp)
     torch.manual_seed(0)
@@ -258,7 +258,7 @@ def saved_tensors(device: str, dp: int) -> list[SavedTensor]:
 
 
 def kept_bytes(device: str, dp: int) -> dict[Reshard, int]:
-    """Bytes that a rank keeps for backward of a wide chain, by where ``input_reshard`` acts."""
+    """Return the bytes that a rank keeps for backward of a wide chain, for each place of ``input_reshard``."""
     quiet()
     mesh = mesh_of(device, dp)
     found: dict[Reshard, int] = {}

@@ -1,4 +1,4 @@
-"""What the seed rows S4.1 to S4.4 do on each rank; run on gloo by tests/process and on NCCL by tests/gpu."""
+"""The ranks' side of the seed rows S4.1 to S4.4; run on gloo by tests/process and on NCCL by tests/gpu."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Order = tuple[str, str]
 OUTSIDE: Order = ("dp", "tp")
 INSIDE: Order = ("tp", "dp")
 
-# Of the uneven model each TP rank has 27 hidden features, which no two FSDP ranks can share evenly; nor 251 rows.
+# In the uneven model each TP rank has 27 hidden features, which two FSDP ranks cannot share evenly, nor can they 251 rows.
 CONFIGS = {
     "even": ModelConfig(vocab_size=64, dim=16, num_layers=1, num_heads=2, hidden_dim=24, max_seq_len=16),
     "uneven": ModelConfig(vocab_size=251, dim=20, num_layers=1, num_heads=2, hidden_dim=54, max_seq_len=16),
@@ -39,7 +39,7 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 def quiet() -> None:
-    """FSDP1 is deprecated and gathers over two axes warn; both are known here."""
+    """Ignore two known warnings: FSDP1 is deprecated, and gathers over two axes warn."""
     warnings.simplefilter("ignore")
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -68,7 +68,7 @@ def wrap_fsdp1(model: nn.Module, mesh: DeviceMesh, *, orig: bool) -> FullySharde
 
 
 def batches(config: ModelConfig, mesh: DeviceMesh, num: int) -> list[tuple[Tensor, Tensor]]:
-    """Per step the batch of this rank's place on the dp axis, and the whole batch."""
+    """For each step, the batch of this rank's place on the dp axis, and the whole batch."""
     generator = torch.Generator().manual_seed(7)
     dp, place = mesh["dp"].size(), mesh.get_local_rank("dp")
     whole = [torch.randint(config.vocab_size, (2 * dp, 13), generator=generator).to(mesh.device_type) for _ in range(num)]
@@ -103,7 +103,7 @@ def composition(device: str, dp: int, api: Api, order: Order, folder: str) -> tu
 
 
 def refusals(device: str, dp: int) -> dict[str, str]:
-    """What labkit says to each order under each API; an empty text where it agrees."""
+    """Return labkit's refusal of each order under each API; an empty text if it accepts one."""
     said = {}
     for order in (OUTSIDE, INSIDE):
         for fsdp in (1, 2):
@@ -150,7 +150,7 @@ class Training:
 
     Attributes:
         gaps: Largest difference between the two models' logits before each step and after the last.
-        moved: How far the logits moved over the five steps, so that equal does not mean still.
+        moved: The change of the logits over the five steps, which has to be large for the comparison to mean anything.
         parameters: The trained parameters of the 2D model against the 1D one's.
     """
 

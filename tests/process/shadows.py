@@ -1,4 +1,4 @@
-"""A neighbour's folder: modules with the names of all that Python has and that is installed; they leave a mark when imported."""
+"""A neighbour's folder: modules with the names of all standard and installed modules; they leave a mark when imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def plant(folder: Path, mark: Path) -> None:
-    """Write the modules. What one names in ``mark`` is its own name, and who imported it."""
+    """Write the modules. When imported, each writes its own name and its importer's into ``mark``."""
     told = f"""
 import sys
 frame, places = sys._getframe(), []

@@ -1,4 +1,4 @@
-"""Programs for the tests of verdicts, on four ranks: right ones, whose stop blames no rank, and wrong ones that hang.
+"""Programs for the tests of verdicts, on four ranks: correct ones, whose stop blames no rank, and incorrect ones that hang.
 
 :data:`PREPARE` runs once before them.
 """
@@ -71,7 +71,7 @@ while True:
 """,
 }
 
-# Rank 2 is wrong unless the name says otherwise. Beside each: what the verdict has to say.
+# Rank 2 is at fault unless the name says otherwise. Beside each program is the text that the verdict has to contain.
 WRONG = {
     "a rank skips a call": (
         "for i in range(20):\n    if not (rank == 2 and i == 7):\n        dist.all_reduce(t)",

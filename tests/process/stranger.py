@@ -1,7 +1,7 @@
-"""A process without the key, and without rights of its own, that tries to run code through every port it is shown.
+"""A process without the key, and without special rights, that tries to run code through every port that it is given.
 
-Usage: ``python stranger.py CANARY HOST:PORT...``. What it sends creates the file CANARY wherever it is unpickled. It says on a line
-of JSON what it could do at each port: the keys that it read and wrote in a store, and whether a ZeroMQ peer let it in.
+Usage: ``python stranger.py CANARY HOST:PORT...``. Its data creates the file CANARY wherever it is unpickled. It prints as a line of
+JSON what worked at each port: the keys that it read and wrote in a store, and whether a ZeroMQ peer let it in.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def attack_hub(host: str, port: int, bomb: bytes) -> dict[str, Any]:
 
 
 def attack_raw(host: str, port: int, bomb: bytes) -> dict[str, Any]:
-    """Send the bomb bare, behind its length, and as JSON would hold it."""
+    """Send the bomb bare, after its length, and as JSON would hold it."""
     for data in (bomb, struct.pack(">Q", len(bomb)) + bomb, struct.pack("<q", len(bomb)) + bomb):
         with contextlib.suppress(OSError), socket.create_connection((host, port), 1.0) as peer:
             peer.sendall(data)
@@ -81,7 +81,7 @@ def attack_raw(host: str, port: int, bomb: bytes) -> dict[str, Any]:
 
 
 def attempt(attack: Callable[[str, int, bytes], dict[str, Any]], place: str, bomb: bytes, found: dict[str, Any]) -> None:
-    """Note what comes of an attack; nothing where it fails."""
+    """Note the result of an attack; nothing if it fails."""
     host, _, port = place.rpartition(":")
     with contextlib.suppress(Exception):
         found.update(attack(host, int(port), bomb))
@@ -105,7 +105,7 @@ def main() -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     print(json.dumps(found), flush=True)
-    os._exit(0)  # a store's client that gets no answer would hold up the end
+    os._exit(0)  # a store's client that gets no answer would delay the end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A rank is as a process under torchrun: its random numbers, its environment, the names of its process groups."""
+"""A rank is like a process under torchrun: its random numbers, its environment, the names of its process groups."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from labkit import RankFailedError, RunTimeoutError, WorkerPool
 
 
 def value(pool: WorkerPool, source: str, **options: Any) -> Any:
-    """What a cell gives on each rank."""
+    """Return the value of a cell on each rank."""
     found = pool.run_cell(source, want_value=True, **options)
     assert found is not None
     return found
@@ -143,7 +143,7 @@ def test_p16_command_of_a_shell_ends_with_the_stopped_cell(pool: WorkerPool, com
         pool.run_cell(f"subprocess.run({command.format(marker)!r}, shell=True)", timeout_s=0.7)
     assert sleepers(marker) == []
     ended = "running = background.poll() is None\nbackground.kill(), background.wait(), subprocess.run('true')\nrunning"
-    assert value(pool, ended).same() is True  # a cell's own child in the background is its own affair
+    assert value(pool, ended).same() is True  # labkit does not touch a cell's own child in the background
 
 
 # ---- the environment -------------------------------------------------------------------------------------------------

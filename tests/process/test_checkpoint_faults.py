@@ -48,7 +48,7 @@ def save_forever(rank: int, folder: str, first: int) -> None:
 
 
 def assert_whole(store: Path, step: int) -> None:
-    """A step is what was saved, and nothing of another step."""
+    """Require that a step holds its own values, and none of another step."""
     with Reader(open_checkpoint(manifest.step_directory(store, step)), checksums=True) as reader:
         for key in reader.checkpoint.tensors:
             tensor = reader.tensor(key)
@@ -69,7 +69,7 @@ def test_ranks_killed_while_saving_never_lose_a_published_step(launcher: Launche
         published = manifest.complete_steps(store)
         ranks.kill()
         left = manifest.complete_steps(store)
-        # Retention may have removed older steps meanwhile; the newest one that anybody could have seen is there.
+        # Retention may have removed older steps meanwhile; the newest one that was visible has to exist.
         assert not published or left[-1] >= published[-1]
         if left:
             newest = left[-1]
@@ -95,7 +95,7 @@ def reshard_once(rank: int, source_path: str, destination: str) -> int:
 
 
 def changed_at(folder: Path) -> int:
-    """When a folder's entries changed last; 0 where it is not there."""
+    """Return the time when a folder's entries changed last; 0 if it does not exist."""
     try:
         return folder.stat().st_ctime_ns
     except FileNotFoundError:
@@ -189,8 +189,8 @@ def test_a_kill_at_any_system_call_leaves_nothing_or_everything_and_a_rerun_fini
     assert int(ran.stdout) > 20
 
 
-# The command, with time after each file: else it may be through before the signal comes. Started in the background of a
-# script, the tests inherit that SIGINT is ignored, and Python leaves it so.
+# The command, with a pause after each file: otherwise it may end before the signal comes. If the tests run in the background of a
+# script, they inherit that SIGINT is ignored, and Python does not change that.
 SLOWLY = """
 import signal, time
 from labkit.checkpoint.convert import engine
@@ -226,7 +226,7 @@ MOUNT = ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs"]
 
 @functools.cache
 def can_mount() -> bool:
-    """Whether this machine lets the tests mount a tmpfs. What fails after that is an error."""
+    """Return whether this machine lets the tests mount a tmpfs. Failures after that are errors."""
     with tempfile.TemporaryDirectory() as folder:
         if os.geteuid() != 0 or subprocess.run([*MOUNT, folder], check=False).returncode != 0:
             return False
@@ -264,7 +264,7 @@ def test_a_full_disk_is_named_and_the_last_step_stays(small_disk: Path, tmp_path
 
 
 def failure(work: Callable[[], Any]) -> CheckpointError | None:
-    """The checkpoint error that a call raises, or None."""
+    """Return the checkpoint error that a call raises, or None."""
     try:
         work()
     except CheckpointError as error:

@@ -105,8 +105,8 @@ def test_what_fsdp1_saved_trains_on_under_fsdp2_as_if_nothing_had_happened(
         source /= "old" if form == "sharded_dcp" else "old.pt"
     result = migrate(source, tmp_path / "new", model=Net())
     report = verify(tmp_path / "new", against=tmp_path / "saved.truth", model=Net())
-    # FSDP1 leaves a tied name out of some forms; which of the two, and whether the truth has both, differs by form. Names alone
-    # may differ there: what both sides hold must be equal in every bit.
+    # Some of FSDP1's forms leave out one of two tied names, and the truth may have both. Only names may differ there: entries
+    # that both sides hold must be equal in every bit.
     names = ("missing-key", "unexpected-key")
     tied = ("head.weight", "embed.weight")
     assert [f.line() for f in report.findings if not (f.code in names and f.where in tied)] == []
@@ -131,7 +131,7 @@ def test_a_local_checkpoint_without_a_rank_or_with_another_model_is_refused(laun
 
 
 def order_as_the_help_says(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
-    """What the lines in ``labkit checkpoint migrate --help`` print, run as they stand there."""
+    """Run the lines in ``labkit checkpoint migrate --help`` exactly as they are, and return their output."""
     shown = CliRunner().invoke(command, ["migrate", "--help"], terminal_width=200).output
     lines = [line.strip() for line in shown.splitlines() if line.strip().startswith(("names = ", "print("))]
     assert len(lines) == 2
@@ -178,7 +178,7 @@ def test_p14_the_order_that_the_help_prints_names_the_numbers_of_every_form(
     with pytest.raises(FQNMismatchError, match="--order"):
         migrate(old, tmp_path / "other", model=Net(), order=order[:-1])
     if form != "local":
-        with pytest.raises(CheckpointMismatchError, match="another order than the optimizer's"):
+        with pytest.raises(CheckpointMismatchError, match="not in the optimizer's order"):
             migrate(old, tmp_path / "other", model=Net(), order=order[::-1])
 
 
@@ -196,7 +196,7 @@ def save_shared_moments(rank: int, folder: str) -> None:
 
 
 def load_refused(rank: int, folder: str) -> tuple[str, bool, int]:
-    """What a load says, whether the model is as it was, and how many notes a load has that goes on all the same."""
+    """Return a load's error, whether the model is unchanged, and the number of notes of a load that continues despite it."""
     model = fsdp2(Net(7))
     state = {"model": model, "optim": optimizer_of(model)}
     before = [parameter.to_local().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]

@@ -76,7 +76,7 @@ def test_a_missing_rank_file_leaves_a_region_that_is_named(launcher: Launcher, t
         reader.tensor("model.embed.weight")
     missing, uncovered = verify(tmp_path / "files").findings
     assert (missing.code, uncovered.code) == ("missing-rank", "uncovered")
-    assert "there are files of rank 0, and none of rank 1" in missing.what
+    assert "there are files of rank 0, but none of rank 1" in missing.what
     assert "tensors lack elements" in uncovered.what
     assert "the file of a rank is missing. There are files of rank 0" in uncovered.what
 

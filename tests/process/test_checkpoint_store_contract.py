@@ -1,4 +1,4 @@
-"""What several ranks may save together: values that agree to the last bit, buffers, sharded tensors of objects."""
+"""Values that several ranks may save together: equal to the last bit, buffers, sharded tensors of objects."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ PAIRS = [
     (Counter(a=1), Counter(a=1, b=0), False),
     ({3, "x"}, {"x", 3}, True),
     (list("ab"), ["ab"], False),
-    # A dict is names, which may be on some ranks only; not where the other rank has a value, or other names in an object.
+    # A dict is a set of names, some of which may be on some ranks only. But the other rank must not have a value in its place, or
+    # other names in an object.
     ({"a": 1}, {"b": 2}, True),
     ({"a": 1}, {}, False),
     ({"a": {"b": 1}}, {"a.b": 1}, False),
@@ -140,7 +141,7 @@ def test_p16_buffers_that_differ_are_refused_with_advice_that_works(launcher: La
     assert "model.1.running_mean differs between rank 0 and rank 1" in text
     assert "dist.broadcast(buffer, 0)" in text
     assert "different seeds" not in text
-    assert "Wrap what each rank" not in text
+    assert "Wrap each rank's own" not in text
     assert loaded == other_loaded == own
     assert own != other_own
 

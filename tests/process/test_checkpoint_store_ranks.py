@@ -184,7 +184,7 @@ def save_uneven(rank: int, folder: str, rows: int) -> str:
 def test_uneven_rows_over_three_ranks_of_fully_shard_and_two_of_tp_come_back_where_dcp_fails(
     launcher: Launcher, tmp_path: Path, rows: int
 ) -> None:
-    """Where this says that torch is right, its arithmetic of boxes has been mended, and labkit's own can go."""
+    """If this fails because torch is right, torch has fixed its arithmetic of boxes, and labkit's own can go."""
     assert all(launcher.run(save_uneven, 6, tmp_path, str(tmp_path), rows)), "torch is right"
 
 
@@ -268,7 +268,7 @@ def own_folder(rank: int, folder: str) -> str:
 
 def test_a_directory_that_each_machine_has_of_its_own_is_refused_on_all_ranks(launcher: Launcher, tmp_path: Path) -> None:
     told = launcher.run(own_folder, 3, tmp_path, str(tmp_path))
-    assert all("Rank 0 has made it and ranks 1-2 cannot see it: all need one directory" in text for text in told)
+    assert all("Rank 0 has made it, but ranks 1-2 cannot see it: all need one directory" in text for text in told)
     assert not list(tmp_path.rglob(manifest.MANIFEST_FILE))
 
 

@@ -1,4 +1,4 @@
-"""The model of someone else: Hugging Face's own loading code at both ends, FSDP1 and FSDP2 between them."""
+"""A foreign model: Hugging Face's own loading code at both ends, FSDP1 and FSDP2 between them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Library:
         name: Its class there.
         block: The class of its blocks.
         blocks: Its blocks, in a model.
-        tied: Names of parameters that are also others, which the migrated checkpoint holds once.
+        tied: Names that are second names of other parameters, which the migrated checkpoint holds once.
     """
 
     name: str
@@ -123,7 +123,7 @@ def old_run(rank: int, folder: str, kind: str) -> list[float]:
 
 
 def new_run(rank: int, folder: str, kind: str) -> Any:
-    """Load the migrated state on other ranks under FSDP2 and go on."""
+    """Load the migrated state on other ranks under FSDP2 and continue training."""
     model = LIBRARY[kind].empty()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     for block in LIBRARY[kind].blocks(model):

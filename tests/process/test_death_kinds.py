@@ -1,4 +1,4 @@
-"""Deaths that fit in no table: native aborts, idle ranks, all ranks at once, what a dead rank leaves behind, what is no death."""
+"""Deaths beyond the table: native aborts, idle ranks, all ranks at once, a dead rank's leftovers, and exits that are not deaths."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_death_is_reported_in_half_a_second(pool: WorkerPool) -> None:
         took.append(time.monotonic() - float(death.last_output))
         pool.restart()
         pool.run_cell(PREPARE)
-    # The best of five, because the machine may be busy with other things; each of them with the usual allowance.
+    # The best of five, because the machine may be busy; each with the usual allowance.
     assert min(took) < 0.5
     assert max(took) < 0.5 * LOAD
 
@@ -143,7 +143,7 @@ def test_gloo_shape_mismatch_that_aborts_a_rank_is_explained_by_its_last_output(
     assert (death.exitcode, death.type_name) == (-signal.SIGABRT, "SIGABRT")
     assert "its last output says which" in death.message
     assert "Received data size doesn't match expected size" in death.last_output
-    # The other rank may have got its result, the same error, or be freed from waiting.
+    # The other rank may have finished, have the same error, or have been freed from waiting.
     other = 1 - death.rank
     assert [other in ranks for ranks in (error.failed_ranks, error.interrupted_ranks, error.finished)].count(True) == 1
 
@@ -177,7 +177,7 @@ def test_last_words_without_a_newline_are_kept(pool: WorkerPool, capfd: pytest.C
 
 
 class SlowScreen:
-    """A front end that shows nothing before it is allowed to."""
+    """A frontend that shows nothing until it is allowed to."""
 
     def __init__(self) -> None:
         self.go_on = threading.Event()

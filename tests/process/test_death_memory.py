@@ -1,6 +1,6 @@
-"""A rank that the system kills for want of memory: the report names memory, and says how much the rank had and what is free.
+"""A rank that the system kills for lack of memory: the report names memory, the rank's size and the free memory.
 
-A rank that somebody kills while the system kills another process for want of memory is not said to be one.
+A rank that somebody kills while the system kills another process for lack of memory is not reported like this.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def move(pid: int, group: Path) -> None:
 
 @functools.cache
 def no_groups() -> str:
-    """Why memory of a process cannot be limited on this machine; empty where it can. What fails after that is an error."""
+    """Return the reason why a process's memory cannot be limited here; empty if it can. Failures after that are errors."""
     with subprocess.Popen(["sleep", "60"]) as child:
         try:
             with small_group(LIMIT_BYTES) as group:

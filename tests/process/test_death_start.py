@@ -1,4 +1,4 @@
-"""A start that fails, or that somebody breaks off, says why and leaves nothing: no process, no thread, no socket, no file."""
+"""A start that fails or is interrupted names the reason and leaves nothing: no process, no thread, no socket, no file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(not fork_server.available(), reason="the moments
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """After each failed start no pool is open, the fork server has no child, and the next start works."""
+    """Require after each failed start that no pool is open, the fork server has no child, and the next start works."""
     fork_server.shared().warm_up()
     yield
     with pytest.raises(PoolStateError, match="no pool is open"):
@@ -38,7 +38,7 @@ def _nothing_is_left() -> Iterator[None]:
 
 
 def after_start_of(rank: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[int], None]) -> None:
-    """Do something when the process of a rank has been started, before the next one is."""
+    """Call a function after the process of one rank has been started, before the next one is."""
     start = ForkServer.start
 
     def start_and_act(server: ForkServer, spec: WorkerSpec, on_exit: OnExit) -> int:
@@ -155,7 +155,7 @@ def test_interrupt_while_a_pool_closes_comes_when_it_is_closed(monkeypatch: pyte
 def test_case_11_start_that_is_interrupted_at_any_moment_leaves_nothing(seed: int) -> None:
     chance = random.Random(seed)
     interrupted = 0
-    for _ in range(2):  # the first start may be that of the fork server too
+    for _ in range(2):  # the first start may start the fork server too
         began = time.monotonic()
         with WorkerPool(2, device="cpu"):
             start_s = time.monotonic() - began

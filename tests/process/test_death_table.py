@@ -1,4 +1,4 @@
-"""A rank dies in each way that processes die, in each state that ranks are in: the run says so at once and the pool has a way back.
+"""A rank dies in every way and in every state: the run reports it at once, and the pool can be restarted.
 
 The rank that dies watches itself from a thread and ends when its main thread has reached the wanted state.
 """
@@ -64,7 +64,7 @@ WAYS = {
 }
 STATES = {"Python": "compute()", "sleep": "nap()", "a collective": "dist.barrier()"}
 NAMES = {"Python": "compute", "sleep": "nap", "a collective": "barrier"}
-# In a group of their own: a barrier that the victim had joined would be over.
+# In a group of their own, because a barrier that the victim had joined would end.
 OTHERS = {"in a collective": "dist.barrier(others)", "finished": "pass"}
 ROWS = [(2, way, state, others) for way in WAYS for state in STATES for others in OTHERS]
 # With more ranks only the number of the others differs.
@@ -96,7 +96,7 @@ def check_death(death: RankFailure, way: str) -> None:
 
 
 def check_way_back(pool: WorkerPool, before: dict[int, int]) -> None:
-    """The survivors live, the pool refuses work and says what to do, and a restart gives a working world."""
+    """Require that the survivors live, the pool refuses work with advice, and a restart gives a working world."""
     assert pool.dead_ranks == (VICTIM,)
     assert all(lives(process(pid)) == (rank != VICTIM) for rank, pid in before.items())
     with pytest.raises(PoolStateError, match=r"rank 1 is dead .*pool\.restart\(\) gives fresh ranks"):

@@ -1,4 +1,4 @@
-"""Strangers at the port for machines: they take up few descriptors and little memory, and keep nobody out for long."""
+"""Strangers at the port for machines: they use few descriptors and little memory, and keep nobody out for long."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def link_to(hub: Hub, keys: Keys, name: str) -> Iterator[HubLink]:
 def is_heard(hub: Hub, link: HubLink, name: str) -> bool:
     # The machine may know that it is connected before the hub does.
     until(lambda: hub.send(name, AreYouThere()), f"{name} can be sent to", 20)
-    return link.socket.poll(20_000) != 0 and link.receive() is not None
+    # A socket may be readable before the whole message has come.
+    until(lambda: link.receive() is not None, f"{name} hears the hub", 20)
+    return True
 
 
 @contextlib.contextmanager

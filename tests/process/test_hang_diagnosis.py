@@ -1,4 +1,4 @@
-"""A run that hangs says why by itself, names the lines, and ends on request; nothing on the ranks is lost."""
+"""A run that hangs explains itself, names the lines, and ends on request; nothing on the ranks is lost."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def shared() -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def pool(shared: WorkerPool) -> Iterator[WorkerPool]:
-    """A pool that looks at its ranks sooner than others do; after each hang its ranks have their variables and work together."""
+    """A pool that looks at its ranks early; after each hang its ranks have their variables and work together."""
     shared.run_cell(PREPARE)
     before = shared.pids
     with other_limits(first_look_s=0.3, look_every_s=0.3):
@@ -71,7 +71,7 @@ def pool(shared: WorkerPool) -> Iterator[WorkerPool]:
 
 
 def during(pool: WorkerPool, cell: str, act: Callable[[], None], **options: Any) -> BaseException | None:
-    """Run a cell, act in another thread meanwhile, and then interrupt; what the cell raised."""
+    """Run a cell, act in another thread meanwhile, and then interrupt; return the cell's error."""
     failures: list[BaseException] = []
 
     def accompany() -> None:
@@ -174,7 +174,7 @@ def test_subset_is_warned_before_it_waits_for_the_others(pool: WorkerPool, scree
 
 
 def test_hang_that_ends_by_itself_is_shown_and_the_run_is_good(pool: WorkerPool, screen: Screen, tmp_path: Any) -> None:
-    """A verdict is no sentence: what was only late may still come."""
+    """A verdict is not final: a call that is only late may still come."""
     go = tmp_path / "go"
     pool.push(go=str(go))
     pool.run_cell(
@@ -228,7 +228,7 @@ def test_run_that_may_still_end_is_explained_on_request_and_shows_no_hang(pool: 
 
 
 def test_rank_that_holds_pythons_lock_does_not_answer_and_is_named(pool: WorkerPool, screen: Screen) -> None:
-    """It cannot be interrupted either, so the run is let finish here."""
+    """The run cannot be interrupted either, so let it finish."""
     found: list[Diagnosis] = []
     cell = "ctypes.PyDLL(None).usleep(3 * 1000000)"
 

@@ -1,4 +1,4 @@
-"""What an interrupt has broken for good is named in the run's notes, and using it raises instead of going wrong or waiting."""
+"""The run's notes name objects that an interrupt has broken for good; using one raises instead of going wrong or waiting."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def pool(shared: WorkerPool) -> WorkerPool:
 
 
 def stopped(pool: WorkerPool, cell: str) -> RunReport:
-    """Run a cell that does not end well on all ranks."""
+    """Run a cell that does not succeed on all ranks."""
     with pytest.raises(RunReport) as caught:
         pool.run_cell(cell, timeout_s=60)
     return caught.value

@@ -1,4 +1,4 @@
-"""What was complete when a run was stopped stays, and what may not be is said with the ranks and parameters that it is about."""
+"""Work that was complete when a run was stopped is kept; the notes name ranks and parameters whose work may be incomplete."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_p6_gradients_outlive_a_rank_that_raises_while_others_wait(pool: WorkerP
 
 @pytest.mark.parametrize("pool", KINDS, indirect=True)
 def test_p6_gradients_that_only_one_rank_has_complete_are_dropped_on_both(pool: WorkerPool) -> None:
-    """The other rank's backward is cut behind the last collective of the model, or in one: what it has is not all of them."""
+    """The other rank's backward is cut after the model's last collective, or in one, so it does not have all gradients."""
     cell = """
 def fail(gradient):
     raise ValueError("planted")
@@ -190,7 +190,7 @@ except KeyboardInterrupt:
     {save}"""
         error = interrupt_when(pool, signs_of(signs, 2), lambda cell=cell: pool.run_cell(cell, cell_number=4)).error
         assert isinstance(error, RunInterrupted)
-        # A collective that is freed raises RuntimeError, and where the signal comes right behind it no handler runs.
+        # A freed collective raises RuntimeError; if the signal follows it closely, no handler runs.
         if any(value(pool, "entered").values()):
             break
     [note] = [note for note in error.notes if "own code for the interrupt" in note]

@@ -1,4 +1,4 @@
-"""Interrupts at bad moments: anywhere in a training loop, while the ranks are being mended, while something is being made."""
+"""Interrupts at bad moments: anywhere in a training loop, while ranks are being repaired, while objects are being made."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def works(pool: WorkerPool) -> bool:
 
 @pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
 def test_a_training_loop_that_is_interrupted_anywhere_has_taken_whole_steps(pool: WorkerPool, kind: scenarios.Kind) -> None:
-    """However the ranks are spread over a step at that moment: they end up after the same one, as if nobody had come."""
+    """However the ranks are spread over a step at that moment, they end up after the same step, as if never interrupted."""
     moments = random.Random(5)
     pool.run(scenarios.make, "cut", kind, pool.device)
     for _ in range(6):
@@ -46,7 +46,7 @@ def test_a_training_loop_that_is_interrupted_anywhere_has_taken_whole_steps(pool
         interrupted = interrupt_when(pool, lambda at=at: time.monotonic() > at, lambda: pool.run(scenarios.train, "cut", 10**6))
         assert isinstance(interrupted.error, RunInterrupted)
         assert not any("step()" in note for note in interrupted.error.notes)
-        pool.run(scenarios.clear_gradients, "cut")  # they are kept where the stop fell between a backward and its zero_grad()
+        pool.run(scenarios.clear_gradients, "cut")  # they are kept if the stop fell between a backward and its zero_grad()
     steps = pool.run(scenarios.steps_taken, "cut").same()
     assert steps > 6
     pool.run(scenarios.make, "undisturbed", kind, pool.device)
@@ -62,7 +62,7 @@ def test_a_training_loop_that_is_interrupted_anywhere_has_taken_whole_steps(pool
 def test_an_interrupt_while_the_ranks_are_being_mended_does_no_harm(
     pool: WorkerPool, after_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second Ctrl-C of somebody impatient; the first one has done its work already."""
+    """An impatient user presses Ctrl-C again after the first one has already worked."""
     rebuild, pressed = Runner._rebuild, []
 
     def disturbed(runner: Runner, *args: Any) -> Any:
@@ -72,7 +72,7 @@ def test_an_interrupt_while_the_ranks_are_being_mended_does_no_harm(
         return rebuild(runner, *args)
 
     monkeypatch.setattr(Runner, "_rebuild", disturbed)
-    # labkit puts its own handler in place while it waits, and this one back.
+    # labkit installs its own handler while it waits, and then restores this one.
     previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:
         interrupted = interrupt_when(
@@ -108,7 +108,7 @@ module, slow = Slow(2, 2), True
 
 
 class ArrivesSlowly:
-    """Takes for ever to unpack on a rank."""
+    """An object that takes for ever to unpickle on a rank."""
 
     def __init__(self, signs: str) -> None:
         self.signs = signs

@@ -1,4 +1,4 @@
-"""A state_dict of a sharded model that is cut off leaves no trace: the model trains on, and its next state_dict is whole."""
+"""A sharded model's state_dict that is cut off leaves no trace: the model trains on, and its next state_dict is complete."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever the ranks wait in, an interrupt ends the run, says who was stopped, and leaves every rank fit for the next one."""
+"""Whatever the ranks wait in, an interrupt ends the run, names the stopped ranks, and leaves every rank ready for the next run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def lives_on(pool: WorkerPool) -> dict[int, dict[str, object]]:
-    """Every rank kept its variables and works in collectives with the others; what it kept."""
+    """Require that every rank kept its variables and works in collectives; return the variables."""
     results = pool.run(scenarios.look, pool.device, timeout_s=30)
     assert {rank: (kept["before"], total) for rank, (kept, total) in results.items()} == {
         rank: (rank * 3, pool.world_size) for rank in range(pool.world_size)

@@ -1,4 +1,4 @@
-"""A training step that is cut off never was: the next steps give, bit for bit, what an undisturbed run gives."""
+"""A training step that is cut off has no effect: the next steps equal those of an undisturbed run bit for bit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.process.interrupts import ARRIVES_WITHIN_S, ENDS_WITHIN_S, interrupt_
 CUTS: tuple[scenarios.Cut, ...] = ("missing in forward", "raises in backward", "stuck in backward")
 ON_TWO: tuple[scenarios.Kind, ...] = ("fsdp2", "fsdp1", "fsdp1_flat", "ddp")
 ON_FOUR: tuple[scenarios.Kind, ...] = ("hsdp", "fsdp2_tp")
-# One cut each, the one that leaves most behind.
+# One cut each: the one that leaves most behind.
 VARIANTS: tuple[scenarios.Kind, ...] = ("fsdp2_mixed", "fsdp2_accumulating", "fsdp1_mixed", "ddp_static", "ddp_accumulating")
 ROWS = [
     *((2, kind, cut) for kind in ON_TWO for cut in CUTS),
@@ -34,7 +34,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[WorkerPool]:
 
 
 def undisturbed(pool: WorkerPool, kind: scenarios.Kind) -> None:
-    """Save the states after two and after four steps of a run that nobody interrupts."""
+    """Save the states after two and after four steps of an uninterrupted run."""
     if not all(pool.run(lambda: kind in scenarios.LIVE).values()):
         pool.run(scenarios.make, kind, kind, pool.device)
         for steps in (2, 4):
@@ -55,7 +55,7 @@ def test_a_step_that_is_cut_leaves_no_trace(pool: WorkerPool, kind: scenarios.Ki
 
 
 def cut_and_compare(pool: WorkerPool, kind: scenarios.Kind, cut: scenarios.Cut, tmp_path: Path) -> None:
-    """Cut a step; what follows equals a run that nobody interrupted."""
+    """Cut a step, and require that the next steps equal an uninterrupted run."""
     undisturbed(pool, kind)
     pool.run(scenarios.make, "cut", kind, pool.device)
     pool.run(scenarios.train, "cut", 2, timeout_s=ARRIVES_WITHIN_S)
@@ -73,7 +73,7 @@ def cut_and_compare(pool: WorkerPool, kind: scenarios.Kind, cut: scenarios.Cut, 
     # A DDP model that no rank has cut in a backward has no gradients to drop.
     assert "dropped" in str(error) or (kind.startswith("ddp") and cut == "missing in forward")
     if kind.endswith("fused"):
-        # On a GPU such a step is queued, so its loss may be noted although the step never was.
+        # On a GPU such a step is queued, so its loss may be noted although the step had no effect.
         pool.run(scenarios.keep_losses, "cut", 2)
     assert equal(pool, f"{kind} 2")
     pool.run(scenarios.train, "cut", 2, timeout_s=ARRIVES_WITHIN_S)

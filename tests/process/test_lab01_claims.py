@@ -1,4 +1,4 @@
-"""What the text of notebook 01 says of torch. Where a new torch fails one of these, the sentence in the notebook is wrong too."""
+"""Claims of notebook 01 about torch. If a new torch fails one of these tests, the sentence in the notebook is wrong too."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def save(folder: str) -> None:
 
 
 def load(folder: str, num_layers: int = 2, hidden_dim: int = 24) -> tuple[str, Parity | None]:
-    """What DCP says on this rank, and the loaded model against the saved one where they have the same layers."""
+    """Return DCP's error on this rank, and compare the loaded model with the saved one in the layers that both have."""
     model = sharded(1, num_layers, hidden_dim)
     try:
         dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=folder)

@@ -1,4 +1,4 @@
-"""What the text of notebook 02 says of torch. Where a new torch fails one of these, the sentence in the notebook is wrong too."""
+"""Claims of notebook 02 about torch. If a new torch fails one of these tests, the sentence in the notebook is wrong too."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_where_the_peak_is_the_head_s_recomputing_the_last_block_too_lowers_it(p
     last_kept = pool.run(recorded, NUM_BLOCKS - 1, 256, timeout_s=60)
     last_too = pool.run(recorded, NUM_BLOCKS, 256, timeout_s=60)
     for rank in range(pool.world_size):
-        # The head and the loss come after the last block's forward has begun, and no mark tells them from it.
+        # The head and the loss run after the last block's forward has begun, and no mark separates them from it.
         assert phase_of_the_peak(last_kept[rank]) == ("forward", str(NUM_BLOCKS - 1))
         assert last_too[rank].peak.total < last_kept[rank].peak.total
 

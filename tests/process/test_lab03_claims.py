@@ -1,4 +1,4 @@
-"""What the text of notebook 03 says of torch. Where a new torch fails one of these, the sentence in the notebook is wrong too."""
+"""Claims of notebook 03 about torch. If a new torch fails one of these tests, the sentence in the notebook is wrong too."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.text import BatchSampler
 from labkit.spmd.model.training import train
 from labkit.spmd.model.transformer import Block
-from labkit.spmd.shards.flat import flat_shares
+from labkit.spmd.shards.flat_parameters import flat_shares
 from labkit.spmd.shards.records import FlatShare
 from labkit.spmd.shards.sharding import shard_model
 from tests.matrix import matrix

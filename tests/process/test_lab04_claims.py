@@ -1,4 +1,4 @@
-"""What the text of notebook 04 says of torch. Where a new torch fails one of these, the sentence in the notebook is wrong too."""
+"""Claims of notebook 04 about torch. If a new torch fails one of these tests, the sentence in the notebook is wrong too."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_forward_prefetch_of_two_keeps_three_blocks_whole(pool: labkit.WorkerPoo
 
 
 def gather_buffers() -> dict[str, list[int]]:
-    """Each time the computation waits for a block: how many results of gathers are alive."""
+    """Return the number of live gather results each time the computation waits for a block."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     model = sharded()
@@ -120,7 +120,7 @@ def gather_buffers() -> dict[str, list[int]]:
 
 
 def test_in_forward_the_buffer_of_one_gather_lives_until_the_next_has_come(pool: labkit.WorkerPool) -> None:
-    # Implicit prefetch: on a GPU the next gather travels while a block computes. The host's order shows the buffers only.
+    # Implicit prefetch: on a GPU the next gather runs while a block computes. The host's order shows only the buffers.
     assert pool.run(gather_buffers).same() == {"forward": [1, 2, 2, 2], "backward": [1, 1, 1]}
 
 
@@ -138,7 +138,7 @@ def test_activation_checkpointing_adds_no_gather(pool: labkit.WorkerPool) -> Non
 
 
 def replicated_gradients() -> list[list[Tensor]]:
-    """What is all-reduced in one backward, with FSDP1 under NO_SHARD and with FSDP2 on a mesh of replicas."""
+    """Return the all-reduces of one backward, with FSDP1 under NO_SHARD and with FSDP2 on a mesh of replicas."""
     warnings.simplefilter("ignore")
     models = [wrap(small_model("cpu"), "cpu", "auto", "NO_SHARD") for wrap in (wrap_fsdp1, wrap_fsdp2)]
     original = dist.all_reduce
@@ -173,7 +173,7 @@ def spread(tensor: Tensor) -> float:
 
 
 def hybrid(mesh: bool) -> tuple[float, float]:
-    """How far the ranks' weights are apart after some steps, with FSDP1 and with FSDP2."""
+    """Return the distance of the ranks' weights after some steps, with FSDP1 and with FSDP2."""
     warnings.simplefilter("ignore")
     old: Any = FullyShardedDataParallel(
         small_model("cpu"),

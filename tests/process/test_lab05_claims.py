@@ -1,4 +1,4 @@
-"""What the text of notebook 05 says of torch. Where a new torch fails one of these, the sentence in the notebook is wrong too."""
+"""Claims of notebook 05 about torch. If a new torch fails one of these tests, the sentence in the notebook is wrong too."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_with_a_broadcast_only_rank_0_needs_the_full_state(pool: labkit.WorkerPo
 
 
 def shard_sizes() -> tuple[list[int], list[int]]:
-    """How many rows the scatter over dp would give to each place, of 54 rows and of 56."""
+    """Return the number of rows that the scatter over dp would give to each place, of 54 rows and of 56."""
     model = shard_2d(build_model(UNEVEN), make_mesh("cpu"), tensor_parallel_plan(), blocks=Block)
     strided: Any = model.get_parameter("layers.0.feed_forward.w1.weight").placements[0]
     pieces = [strided._split_tensor(torch.zeros(rows, 1), 2, with_padding=True)[0] for rows in (54, 56)]
@@ -119,7 +119,7 @@ def test_a_full_state_is_whole_on_every_rank_and_with_cpu_offload_on_rank_0_alon
 
 
 def clipped(way: str) -> tuple[str, float, float, float]:
-    """torch's error, the norm before and after, and how far the gradients are from the scaled ones."""
+    """Return torch's error, the norm before and after, and the distance of the gradients from the scaled ones."""
     model = shard_2d(build_model(EVEN, seed=0), make_mesh("cpu"), tensor_parallel_plan(), blocks=Block)
     model(torch.arange(16).view(1, 16)).square().mean().backward()
     parameters = list(model.parameters())

@@ -1,4 +1,4 @@
-"""What notebook 05 says of sizes that TP cannot share evenly; `check_plan` tells the plans that work from the others."""
+"""Claims of notebook 05 about sizes that TP cannot divide evenly; `check_plan` accepts exactly the plans that work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.transformer import Block, ModelConfig
 from labkit.spmd.shards.meshes import make_mesh, shard_2d
 from labkit.spmd.shards.parity import compare
-from labkit.spmd.shards.tensor_parallel import PlanError, check_plan, tensor_parallel_plan
+from labkit.spmd.shards.tensor_parallel import ParallelPlanError, check_plan, tensor_parallel_plan
 from tests.matrix import matrix
 
 KEPT = ColwiseParallel(use_local_output=False)
@@ -46,7 +46,7 @@ def whole(tensor: Tensor | None) -> Tensor:
 
 
 def quiet() -> None:
-    """Leave out the traceback that torch logs of a product of shapes that do not fit."""
+    """Suppress the traceback that torch logs for a product of mismatched shapes."""
     logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)
 
 
@@ -67,7 +67,7 @@ def uneven_under(plan: Mapping[str, ParallelStyle], width: int, num_tp: int) -> 
     try:
         check_plan(model, plan, num_tp)
         passed = True
-    except PlanError:
+    except ParallelPlanError:
         passed = False
     parallelize_module(model, mesh["tp"], dict(plan))
     fully_shard(model, mesh=mesh["dp"])
@@ -180,13 +180,13 @@ def test_the_model_of_the_course_computes_and_saves_with_an_uneven_size(pool: la
 
 
 def saved_on_six(folder: str, width: int) -> tuple[bool, bool, str]:
-    """Whether `check_plan` passes the pair, whether it trains as on one rank, and what its round trip through DCP says."""
+    """Return whether `check_plan` accepts the pair, whether it trains as on one rank, and the result of DCP's round trip."""
     mesh, reference = two_axes(2), pair(width)
     model = copy.deepcopy(reference)
     try:
         check_plan(model, PLACED["a pair that keeps placements"], 2, dp_size=3)
         passed = True
-    except PlanError:
+    except ParallelPlanError:
         passed = False
     parallelize_module(model, mesh["tp"], dict(PLACED["a pair that keeps placements"]))
     fully_shard(model, mesh=mesh["dp"])

@@ -1,4 +1,4 @@
-"""What notebook 07 says of torch and gloo. Where a new torch fails one of these, the sentence in the notebook is wrong too."""
+"""Claims of notebook 07 about torch and gloo. If a new torch fails one of these tests, a sentence in the notebook is wrong."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.spmd.trace.gloo_links import can_measure_links, measure_links
 PIECE = 1 << 18
 HEADERS = 8_000  # gloo's own and those of two barriers, beside data of a MiB
 
-pytestmark = pytest.mark.skipif(not can_measure_links(), reason="only Linux says how many bytes a connection has carried")
+pytestmark = pytest.mark.skipif(not can_measure_links(), reason="only Linux counts the bytes of a connection")
 
 
 @pytest.fixture(scope="module")

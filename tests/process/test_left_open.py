@@ -1,4 +1,4 @@
-"""What a run that ended well has left open between the ranks is told at its end, and the next collective does not meet it."""
+"""A collective that a successful run has left open is reported at its end, and is not matched with the next collective."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_c2_runs_in_which_every_rank_made_the_same_calls_end_well(
 
 
 def test_c2_thread_that_may_still_begin_it_is_waited_for(pool: WorkerPool) -> None:
-    """Rank 1 begins its part in a thread of its own, after the cell that rank 0 begins it in."""
+    """Rank 1 begins its part in a thread of its own, after the end of the cell in which rank 0 began it."""
     cell = """
 go, t = threading.Event(), torch.ones(3)
 def late():

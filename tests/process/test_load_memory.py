@@ -17,7 +17,7 @@ from tests.process.patience import LOAD, until
 
 MIB = 2**20
 BIG = 200 * MIB
-# What two looks at one process may differ by without any of its doing: the allocator keeps some, torch loads some.
+# The amount by which a process's memory may differ for unrelated reasons: the allocator keeps some, torch loads some.
 NOISE = 40 * MIB
 
 
@@ -151,7 +151,7 @@ def test_pushed_variables_leave_no_memory_file_open(pool: WorkerPool) -> None:
 
 
 def growth(act: Callable[[], None], times: int, pids: list[int]) -> list[int]:
-    """By how much these processes grow while something is done many times, after it has been done a quarter as often."""
+    """Return the growth of these processes while a function is called many times, after a quarter as many warm-up calls."""
     for _ in range(times // 4):
         act()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Output under load is complete, or cut with an honest count; the kernel's memory stays small and the other ranks go on."""
+"""Output under load is complete, or cut with a correct count; the kernel's memory stays small and the other ranks continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 class Screen:
-    """Keeps what a cell shows; it can be held up, as a front end that does not read."""
+    """A screen that keeps a cell's output; it can be blocked, like a frontend that does not read."""
 
     def __init__(self) -> None:
         self.texts: list[tuple[int | None, StreamName, str]] = []
@@ -49,7 +49,7 @@ class Screen:
         return "".join(text for owner, stream, text in self.texts if (owner, stream) == (rank, name)).split("\n")[:-1]
 
     def not_shown(self, rank: int) -> int:
-        """How many characters the rank is said to have written between what is shown."""
+        """The number of characters that the output reports as left out."""
         told = r"\.\.\. ([\d,]+) of [\d,]+ characters of output are left out here \.\.\."
         found = [re.fullmatch(told, line) for line in self.lines(rank, "stderr")]
         return sum(int(match[1].replace(",", "")) for match in found if match)
@@ -64,7 +64,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
 
 @contextmanager
 def memory_grows_by_at_most(limit: int) -> Iterator[None]:
-    """This process's memory, looked at all the time."""
+    """This process's memory, sampled continuously."""
     me, over = psutil.Process(), threading.Event()
     before = me.memory_info().rss
     peak = [before]
@@ -89,7 +89,7 @@ def memory_grows_by_at_most(limit: int) -> Iterator[None]:
 def test_p15_hundred_megabytes_are_cut_with_an_honest_count_and_the_other_rank_goes_on(
     pool: WorkerPool, screen: Screen, tmp_path: Path
 ) -> None:
-    """Rank 0 writes; rank 1 sees to it that it has computed long before rank 0 has ended."""
+    """Rank 0 writes; rank 1 checks that it has finished computing long before rank 0 ends."""
     pool.push(done=str(tmp_path / "done"))
     cell = """
 import pathlib, sys
@@ -123,7 +123,7 @@ def test_p15_ten_megabytes_without_a_newline_are_cut_with_an_honest_count(pool: 
     assert line.startswith(whole[:400_000])
     assert line.endswith(whole[-400_000:])
     assert len(line) + 1 + len("after\n") + screen.not_shown(1) == 10_000_000 + 1 + len("after\n")
-    # While it grows its end is shown; a display of the whole line for every look would be a flood of its own.
+    # While it grows only its end is shown: displaying the whole line at every update would be a flood of its own.
     assert all(len(data["text/plain"]) < 3 * output.LIVE_CHARS for data in screen.displays)
 
 

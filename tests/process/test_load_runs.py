@@ -1,4 +1,4 @@
-"""Many questions to a rank that does not listen, many threads at one pool, many signals at one run: nothing is lost or broken."""
+"""Many requests to a rank that does not answer, many threads at one pool, many signals at one run: nothing is lost or broken."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def unharmed(pool: WorkerPool) -> Iterator[WorkerPool]:
 
 
 def test_rank_that_listens_to_nobody_for_long_makes_no_run_fail(unharmed: WorkerPool) -> None:
-    """As native code does that holds Python's lock for an hour, in which the rank is asked once a second what it does."""
+    """Like native code that holds Python's lock for an hour while the rank is asked once a second what it does."""
     stopped = psutil.Process(unharmed.pids[1])
     stopped.suspend()
     try:
         began = time.monotonic()
         for number in range(5000):
-            unharmed._members.send_control(1, Inspect(10_000 + number))
+            unharmed._life.runner.members.send_control(1, Inspect(10_000 + number))
         assert time.monotonic() - began < 2.0 * LOAD
     finally:
         stopped.resume()
@@ -71,7 +71,7 @@ def test_threads_that_share_a_pool_get_their_own_results_or_are_refused(unharmed
 
 @pytest.mark.parametrize("cell", ["if rank == 0: dist.barrier()", "time.sleep(0.05)", "1 / 0"], ids=["hang", "short", "error"])
 def test_hail_of_interrupts_breaks_nothing(unharmed: WorkerPool, cell: str) -> None:
-    """Somebody who holds Ctrl-C down. Each signal that comes stops the run, or comes when everything is in order again."""
+    """A user holds Ctrl-C down. Each signal stops the run, or comes when everything is in order again."""
     over = threading.Event()
 
     def hail() -> None:
@@ -88,7 +88,7 @@ def test_hail_of_interrupts_breaks_nothing(unharmed: WorkerPool, cell: str) -> N
             except (KeyboardInterrupt, LabkitError):
                 continue
     except KeyboardInterrupt:
-        pass  # between two runs, where it is this test's own
+        pass  # between two runs it interrupts this test itself
     finally:
         while hailing.is_alive():
             try:

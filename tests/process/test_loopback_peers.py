@@ -1,4 +1,4 @@
-"""Another user of the machine cannot be a peer of gloo, nor take up its descriptors; listeners of the reader's code stay open."""
+"""Another user of the machine cannot be a peer of gloo or use up its descriptors; listeners of the reader's code stay open."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def scenario(name: str) -> dict[str, Any]:
 
 
 def assert_refused(found: dict[str, Any], told: str, ranks: int) -> None:
-    """The neighbour was there, was named, got nothing, and what he did not prevent works."""
+    """Require that the neighbour connected, was named and got nothing, and that everything not refused works."""
     assert found["came"] >= 1
     assert "the user nobody (uid 65534) connected to port " in told
-    assert "nothing was sent to it, and the group was not made" in told
+    assert "nothing was sent over it, and the group was not made" in told
     assert found["received"] == 0
     assert set(found["sums"]) <= {float(ranks)}
     assert found["after"] == float(ranks)
@@ -143,7 +143,7 @@ def test_s14_idle_connections_of_another_user_take_no_descriptor_and_end_no_rank
             f"{SUM}\nfor name in 'ab':\n    dist.all_reduce(ones, group=mesh.get_group(name))\ndist.all_reduce(ones, group=group)"
         )
         assert pool.run_cell(f"{every}\nfloat(ones)", want_value=True, timeout_s=30).same() == 64.0  # type: ignore[union-attr]
-        # Rebuilt once more, and a later group: their doors are open for a moment and closed again.
+        # Rebuild once more, and make a later group: their ports are open for a moment and then closed again.
         with pytest.raises(RunTimeoutError):
             pool.run_cell("dist.barrier() if rank else time.sleep(60)", timeout_s=1.0)
         pool.run_cell("group = dist.new_group([0, 1, 2, 3])")
@@ -200,7 +200,7 @@ def test_s14_listeners_that_a_cell_opens_while_groups_are_made_stay_reachable(po
 
 @pytest.mark.skipif(not _may_make_a_namespace(["--user"]), reason="only root can play another user, in a user namespace")
 def test_s14_another_user_whom_a_user_namespace_does_not_tell_from_this_one_is_a_stranger() -> None:
-    """In a namespace without numbers everybody is 65534, also the process that asks."""
+    """In a namespace without a user mapping everybody is 65534, including the process that asks."""
     inside = ["unshare", "--user", sys.executable, "-c", IN_USER_NAMESPACE]
     with subprocess.Popen(inside, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         try:

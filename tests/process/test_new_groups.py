@@ -1,4 +1,4 @@
-"""Groups that the ranks make differently are named as that, and no rank dies of them."""
+"""Groups that the ranks make differently are reported as such, and no rank dies of them."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def trained(wrap: str, offloaded: bool, num_micro: int) -> tuple[list[Tensor], O
     shares = {} if wrap == "TP" else {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
     batches = BatchSampler(batch_size=4, seq_len=16, **shares)  # type: ignore[arg-type]
     losses = [next_token_loss(whole, next(batches)) for _ in range(num_micro)]
-    for loss in losses:  # the oldest first: the order that a pipeline has
+    for loss in losses:  # the oldest first, as in a pipeline
         loss.backward()
     gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
     return [g.to_local() if isinstance(g, DTensor) else g for g in gradients], offload.counts if offload else None

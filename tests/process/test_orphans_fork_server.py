@@ -1,4 +1,4 @@
-"""The fork server is the guardian. When it dies itself its workers die too, the pool says so, and the next pool has a new one."""
+"""When the fork server itself dies, its workers die too, the pool reports it, and the next pool has a new one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def kill_server_of(pool: WorkerPool) -> list[psutil.Process]:
-    """Kill the fork server of an idle pool: all processes that were below it."""
+    """Kill the fork server of an idle pool, and return all processes that were below it."""
     server = psutil.Process(fork_server.shared().pid)
     below = server.children(recursive=True)
     server.kill()

@@ -27,7 +27,7 @@ import json, labkit
 from labkit.controller.start.launchers import fork_server
 pool = labkit.WorkerPool(2, device="cpu")
 pool.push(marks=marks)
-print(json.dumps([pool._members._world._directory, fork_server.shared().pid, *pool.pids.values()]))
+print(json.dumps([pool._life.runner.members._world._directory, fork_server.shared().pid, *pool.pids.values()]))
 """
 WORK = """
 %%spmd
@@ -53,7 +53,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=LIMIT_S)
 
     def start_pool(self) -> tuple[list[psutil.Process], Path]:
-        """Start a pool: (all processes below the kernel, the kernel too; the pool's directory)."""
+        """Start a pool; return the kernel with all processes below it, and the pool's directory."""
         self.client.wait_for_ready(timeout=LIMIT_S)
         told: list[Any] = json.loads(self.text_of(f"marks = {str(self._marks)!r}\n" + START))
         kernel = psutil.Process(told[1]).parent()
@@ -64,7 +64,7 @@ class Kernel:
         return found, Path(told[0])
 
     def text_of(self, cell: str) -> str:
-        """Run a cell: what it printed."""
+        """Run a cell and return its printed output."""
         parts: list[str] = []
 
         def hear(message: dict[str, Any]) -> None:
@@ -76,15 +76,15 @@ class Kernel:
         return "".join(parts)
 
     def go_to_work(self) -> None:
-        """One rank waits for the other in a collective, and the other computes."""
+        """Make one rank wait in a collective for the other, which computes."""
         for mark in self._marks.iterdir():
             mark.unlink()
-        # Else the kernel aborts what arrives just after the error with which this cell ends.
+        # Otherwise the kernel aborts cells that arrive just after the error with which this cell ends.
         self._work = self.client.execute(WORK, stop_on_error=False)
         until(lambda: len(list(self._marks.iterdir())) == 2, "the ranks are at work", 60)
 
     def interrupt(self) -> str:
-        """Interrupt the work: the name of the error with which its cell ended."""
+        """Interrupt the work and return the name of the error with which its cell ended."""
         self.manager.interrupt_kernel()
         while (reply := self.client.get_shell_msg(timeout=LIMIT_S))["parent_header"]["msg_id"] != self._work:
             pass

@@ -1,4 +1,4 @@
-"""However the kernel ends, and whatever its ranks do: two seconds later nothing of it is left, no process and no file."""
+"""However the kernel ends, and whatever its ranks do, no process or file of it is left two seconds later."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 SCRIPT = Path(__file__).with_name("orphan_kernel.py")
-# How each kernel ends, what its ranks do then, and whether its first start was interrupted.
+# For each kernel: its end, its ranks' work at that time, and whether its first start was interrupted.
 ENDS = {
     "SIGKILL, idle": (signal.SIGKILL, "idle", ""),
     "SIGKILL, at work": (signal.SIGKILL, "at work", ""),
@@ -44,7 +44,7 @@ class Kernel:
     Attributes:
         process: The process.
         marks: Folder in which its ranks say that they are at work.
-        told: What it has started, once its pool is there.
+        told: The processes and files that it has started, once its pool is ready.
     """
 
     process: subprocess.Popen[str]
@@ -52,14 +52,14 @@ class Kernel:
     told: dict[str, Any] = field(default_factory=dict)
 
     def await_pool(self) -> None:
-        """Wait until its pool is there."""
+        """Wait until its pool is ready."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the kernel ended with {self.process.wait()}"
         self.told = json.loads(line)
 
     def tell(self, word: str) -> None:
-        """Let it do something."""
+        """Send it a command."""
         assert self.process.stdin is not None
         self.process.stdin.write(word + "\n")
         self.process.stdin.flush()
@@ -69,7 +69,7 @@ def start_kernel(folder: Path, first: str) -> Kernel:
     marks = folder / "marks"
     marks.mkdir(parents=True)
     pipe = subprocess.PIPE
-    # The import path and not PYTHONPATH: what is not installed must be found, and the ranks inherit the environment.
+    # The import path instead of PYTHONPATH: modules that are not installed must be found, and the ranks inherit the environment.
     code = f"import runpy, sys; sys.path[:] = {sys.path!r}; sys.argv = {[str(SCRIPT), str(marks), first]!r}; "
     code += f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
     with (folder / "stderr").open("w") as stderr:
@@ -79,7 +79,7 @@ def start_kernel(folder: Path, first: str) -> Kernel:
 
 @pytest.fixture(scope="module")
 def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Kernel]]:
-    """A kernel for each test that runs, started together: each spends its time on importing torch."""
+    """A kernel for each test that runs, all started together, because each spends its time on importing torch."""
     names = [item.callspec.params.get("name") for item in request.session.items if hasattr(item, "callspec")]
     started = {
         name: start_kernel(tmp_path_factory.mktemp("kernel"), first) for name, (_, _, first) in ENDS.items() if name in names
@@ -93,7 +93,7 @@ def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def in_its_state(rank: int, pid: int) -> bool:
-    """Whether a rank has come from its mark to what it does: in Python it uses the processor, elsewhere it sleeps."""
+    """Return whether a rank has begun its work after its mark: in Python it uses the processor, elsewhere it sleeps."""
     running = psutil.Process(pid).status() == psutil.STATUS_RUNNING
     return running if rank == 1 else not running
 

@@ -1,4 +1,4 @@
-"""No process of labkit's own imports from the folder that its user stands in, where a neighbour may have put a file."""
+"""No process of labkit's own imports from the user's working directory, where a neighbour may have put a file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planted(tmp_path: Path) -> Path:
 
 
 def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    # An empty entry stands for the working directory.
+    # An empty entry means the working directory.
     environ = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=120)
 

@@ -1,4 +1,4 @@
-"""A plan, which no rank took part in, holds the bytes that ranks then measure: all equal, none about equal."""
+"""A plan, made without ranks, predicts exactly the bytes that ranks then measure."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def even() -> Transformer:
 
 
 def uneven() -> Transformer:
-    """No dim 0 divides by 2 or 4, and of the last one some ranks get nothing."""
+    """A model in which no dim 0 divides by 2 or 4, and some ranks get nothing of the last one."""
     return build_model(ModelConfig(vocab_size=251, dim=66, num_layers=2, num_heads=3, hidden_dim=157))
 
 
 def measured(job: TrainingJob, axes: dict[str, int], directory: str) -> dict[str, Any]:
-    """One step as the job says, written down once more by hand, with values and with other ranks."""
+    """One step of the job, written once more by hand, with real values and real ranks."""
     mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
     model: Any = job.model()  # type: ignore[operator]
     if axes.get("tp", 1) > 1:

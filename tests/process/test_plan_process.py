@@ -1,4 +1,4 @@
-"""A plan is made in a process of its own: the caller stays as it is, and the process ends with it."""
+"""A plan is made in a process of its own: the caller is unchanged, and the process ends with it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DEADLINE_S = 60
 
 
 def model() -> nn.Module:
-    print("building")  # must not get into the answer
+    print("building")  # must not appear in the answer
     return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
 
@@ -59,7 +59,7 @@ def test_process_that_ends_without_a_plan_is_told_with_its_last_words() -> None:
 
 
 def test_plan_that_takes_too_long_is_given_up() -> None:
-    with pytest.raises(TimeoutError, match=r"no plan after 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"planning did not end within 0\.2 s"):
         make_plan(job(model), timeout_s=0.2)
     assert not [child for child in psutil.Process().children() if "labkit.plan.child" in child.cmdline()]
 

@@ -1,4 +1,4 @@
-"""A pool whose ranks agents start on this machine: the way of a pool on several machines, tested wherever labkit is."""
+"""A pool whose ranks are started by agents on this machine: the code of a pool on several machines, tested on one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from labkit.controller.machines.attach import AttachedSite, Meeting
 from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.node import Node
 from labkit.controller.run.members import Members
-from labkit.controller.start import plan
+from labkit.controller.start import pool_plan
 from labkit.errors import InvalidPoolError, WorkerStartError
 from labkit.wire.key_file import KeyFile
 from labkit.wire.transport import Keys
@@ -110,17 +110,17 @@ def test_s1_ranks_meet_in_another_store_when_theirs_has_ended(pool: WorkerPool) 
     before = end_store(pool)
     until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
     restart_rank_1(pool)
-    assert pool._members._world.group(0).store != before
+    assert pool._life.runner.members._world.group(0).store != before
 
 
 def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
     pool: WorkerPool,
 ) -> None:
-    """As in the moment between its end and the news of it."""
+    """Pretend that the store has not ended, as in the moment before the news of it."""
     former = node_0(pool).store
     end_store(pool)
     until(lambda: pool.nodes and not node_0(pool).store, "the notebook knows that the store has ended")
-    node_0(pool).store = former  # as if it did not
+    node_0(pool).store = former  # as if it did not know
     pool.run_cell("from labkit.base.limits import LIMITS\nLIMITS.connect_s = 2.0", ranks=0)
     with pytest.raises(PoolStateError, match=r"could not form their groups .*rank 0 keeps its variables"):
         restart_rank_1(pool)
@@ -132,12 +132,12 @@ def test_s1_a_store_whose_end_nobody_knows_yet_costs_no_rank_its_variables(
 
 def node_0(pool: WorkerPool) -> Node:
     """Node 0, as the notebook knows it."""
-    return pool._site.nodes.nodes[0]  # type: ignore[attr-defined, no-any-return]
+    return pool._life.site.nodes.nodes[0]  # type: ignore[attr-defined, no-any-return]
 
 
 def end_store(pool: WorkerPool) -> str:
-    """Kill the store of the pool; returns where its ranks met."""
-    before = pool._members._world.group(0).store
+    """Kill the store of the pool; return the address at which its ranks met."""
+    before = pool._life.runner.members._world.group(0).store
     (store,) = (item for item in _descendants() if _listens(item, before) and item.pid not in pool.pids.values())
     store.kill()
     until(lambda: not survivors([store]), "the store has ended")
@@ -218,7 +218,7 @@ def test_c6_start_that_is_broken_off_when_its_agents_have_come_leaves_nothing(mo
         with pytest.raises(KeyboardInterrupt):
             WorkerPool(1, "cpu", launcher="agents", replace=True)
     else:
-        with WorkerPool(1, "cpu", replace=True) as other, other._runner.alone(), pytest.raises(PoolStateError):
+        with WorkerPool(1, "cpu", replace=True) as other, other._life.runner.alone(), pytest.raises(PoolStateError):
             WorkerPool(1, "cpu", launcher="agents", replace=True)
     assert not list(filter(_is_agent, _descendants()))
     assert _left() <= before
@@ -232,15 +232,13 @@ def test_c6_ranks_wait_on_where_something_is_in_the_way_of_coming_back_to_them(
     site = AttachedSite(
         Meeting(1, 1, "tcp://127.0.0.1:*", "127.0.0.1", "cpu", 60.0, on_one_machine=True), key_file, agents, outlives_notebook=True
     )
-    lost = WorkerPool.__new__(WorkerPool)
-    lost._closed = True
     try:
-        lost._attach(site, 120.0, 1)
+        lost = WorkerPool(launcher=site, start_timeout_s=120.0, replace=True)
         lost.push(kept=41)
         lost.abandon()
         site.abandon()
         with monkeypatch.context() as patch:
-            patch.setattr(plan, "attached_plan", lambda *args: (_ for _ in ()).throw(InvalidPoolError("in the way")))
+            patch.setattr(pool_plan, "attached_plan", lambda *args: (_ for _ in ()).throw(InvalidPoolError("in the way")))
             with pytest.raises(InvalidPoolError, match="in the way"):
                 WorkerPool.reattach(key_file)
         with pytest.raises(PoolStateError, match="no pool is open"):
@@ -296,7 +294,7 @@ def test_an_agent_that_cannot_start_is_quoted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_an_agent_runs_where_labkit_is_not_installed_but_found_on_the_path(tmp_path: Path) -> None:
-    """As on a machine that mounts a checkout: there are no installed metadata to ask for labkit's version."""
+    """As on a machine that mounts a checkout, there are no installed metadata with labkit's version."""
     (tmp_path / "labkit").symlink_to(Path(labkit.__file__).parent)
     code = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]; from labkit.wire.versions import versions"
     command = [sys.executable, "-S", "-c", f"{code}; print(versions()['labkit'])"]
@@ -356,20 +354,20 @@ def test_an_agent_that_is_killed_ends_with_its_ranks_and_restart_begins_from_the
 def test_s1_a_store_that_cannot_be_opened_is_named_and_played_machines_then_have_their_own_places(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As where all machines reach the notebook through tunnels: they know no way to each other."""
+    """As if all machines reached the notebook through tunnels, they have no route to each other."""
     monkeypatch.setattr(attach, "Meeting", lambda *args, **more: Meeting(*args, **more | {"on_one_machine": False}))
     with pytest.raises(PoolStateError, match=r"node 0 \(.*\) opens no store .* set GLOO_SOCKET_IFNAME"):
         WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True)
     assert not [item for item in _descendants() if _is_agent(item)]
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv("SLURM_NODEID", "7")  # of the notebook's own scheduler, which says nothing about machines that are played
+    monkeypatch.setenv("SLURM_NODEID", "7")  # the notebook's own scheduler, which does not know the simulated machines
     with WorkerPool(2, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:
         assert [node.node_rank for node in pool.nodes] == [0, 1]
         assert pool.run_cell(SUM, want_value=True).same() == 2.0  # type: ignore[union-attr]
 
 
 def _left() -> set[Path]:
-    """What labkit has left in the folder for temporary files."""
+    """labkit's leftovers in the folder for temporary files."""
     return set(Path(tempfile.gettempdir()).glob("labkit-*"))
 
 

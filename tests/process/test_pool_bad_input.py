@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that says what to do, before anything is sent, and the open pool answers as before."""
+"""Bad input gets a clear error with advice, before anything is sent, and the open pool works as before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from labkit.errors import InvalidPoolError, InvalidRunError, RankSpecError, Wire
 
 @pytest.fixture(autouse=True)
 def _pool_is_unharmed(pool: WorkerPool) -> Iterator[None]:
-    """After each piece of bad input the same ranks answer, with their variables and a working group."""
+    """Require after each bad input that the same ranks answer, with their variables and a working group."""
     pids = pool.pids
     pool.push(kept="here")
     yield
@@ -160,7 +160,7 @@ def test_second_run_is_refused_while_one_is_in_progress_and_the_first_goes_on(po
         runner = threading.Thread(target=lambda: answers.append(pool.run(wait)))
         runner.start()
         until = time.monotonic() + 10
-        while not pool._runner._busy.locked():
+        while not pool._life.runner._busy.locked():
             assert time.monotonic() < until
             time.sleep(0.005)
         for act in (lambda: pool.pull("rank"), lambda: pool.run(len, []), pool.close, pool.restart):

@@ -1,4 +1,4 @@
-"""What goes wrong on a rank fails the run, names the ranks, shows the reader's own lines, and leaves the pool as it was."""
+"""An error on a rank fails the run, names the ranks, shows the reader's own lines, and leaves the pool as it was."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def shared() -> Iterator[WorkerPool]:
 
 @pytest.fixture
 def pool(shared: WorkerPool) -> Iterator[WorkerPool]:
-    """The pool, which after each error still has all its ranks, their variables and a working process group."""
+    """A pool that after each error must still have all its ranks, their variables and a working process group."""
     shared.run_cell("kept = rank * 3")
     yield shared
     total = "import torch, torch.distributed as dist\nones = torch.ones(1)\ndist.all_reduce(ones)\n(kept, float(ones))"
@@ -44,7 +44,7 @@ def failure_of(act: Callable[[], Any]) -> RankFailedError:
 
 
 def rendered(error: RunReport) -> str:
-    """What the notebook shows."""
+    """The text that the notebook shows."""
     return _ANSI.sub("", "\n".join(error._render_traceback_()))
 
 

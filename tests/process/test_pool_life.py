@@ -1,4 +1,4 @@
-"""A pool's life: start, close, restart, replacement, death; what a rank inherits; what is shared between pools."""
+"""A pool's life: start, close, restart, replacement, death; a rank's inheritance; the fork server that pools share."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_pools_share_one_warm_fork_server() -> None:
 
 
 def test_case_1_ranks_are_no_copies_of_the_notebooks_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA that this process has begun to use cannot be used in a copy of it; tests/gpu has the same case with a GPU."""
+    """A fork of a process that has used CUDA cannot use CUDA; tests/gpu has the same case with a GPU."""
     monkeypatch.setitem(sys.modules, "begun_here", ModuleType("begun_here"))
     with WorkerPool(2, device="cpu", replace=True) as pool:
         assert pool.pull("'begun_here' in __import__('sys').modules").same() is False
@@ -255,7 +255,7 @@ def test_pool_opens_no_port_of_labkits_own() -> None:
 
 def test_sockets_lie_in_a_private_folder_that_goes_with_the_pool() -> None:
     pool = WorkerPool(1, "cpu")
-    folder = Path(pool._members._world._directory)
+    folder = Path(pool._life.runner.members._world._directory)
     assert folder.stat().st_mode & 0o777 == 0o700
     assert folder.stat().st_uid == os.getuid()
     pool.close()

@@ -1,4 +1,4 @@
-"""The magics in a real kernel: what a line can say, what it cannot, and that they do no more than a call of the pool."""
+"""The magics in a real kernel: valid lines, invalid lines, and equivalence with calls of the pool."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_expected_error_passes_the_cell_and_shows_as_lesson(cells: dict[str, Cel
         ("return", "CellSyntaxError", "'return' outside function"),
         ("exit", "RankFailedError", "the rank lives on"),
         ("kernel value", "RankFailedError", "The kernel has who, the ranks do not: pool.push(who=who) sends it."),
-        ("kernel pool", "RankFailedError", "The kernel has pool, and only the kernel steers the ranks"),
+        ("kernel pool", "RankFailedError", "pool exists only in the kernel, which steers the ranks"),
         ("kernel module on ranks", "RankFailedError", "import it in a %%spmd cell"),
         ("unknown everywhere", "RankFailedError", "name 'nowhere' is not defined"),
         ("unknown option", "MagicUsageError", "unrecognized arguments: --nonsense"),
@@ -183,14 +183,14 @@ def test_expected_error_passes_the_cell_and_shows_as_lesson(cells: dict[str, Cel
         ("timeout zero", "InvalidRunError", "a number above 0, not 0.0"),
         ("timeout negative", "InvalidRunError", "a number above 0, not -1.0"),
         ("timeout nan", "InvalidRunError", "a number above 0, not nan"),
-        ("out of nothing", "MagicUsageError", "Write what nothing is to hold in a last line"),
-        ("unfilled", "MagicUsageError", "{limit_s} stands for a value of this notebook that is not defined"),
+        ("out of nothing", "MagicUsageError", "End the cell with the expression that nothing is to hold"),
+        ("unfilled", "MagicUsageError", "{limit_s} is not defined in this notebook"),
         ("out number", "MagicUsageError", "--out takes a variable's name, not '1x'"),
         ("out dotted", "MagicUsageError", "--out takes a variable's name, not 'a.b'"),
         ("out keyword", "MagicUsageError", "--out takes a variable's name, not 'class'"),
         ("ranks outside", "RankSpecError", "rank 3 out of range: this pool has 3 ranks, 0 to 2"),
         ("ranks word", "RankSpecError", "cannot read the rank set 'first'"),
-        ("pool word", "MagicUsageError", "'dance' is no action. Write one of status, follow, start, restart, close."),
+        ("pool word", "MagicUsageError", "'dance' is not an action. Write one of status, follow, start, restart, close."),
         ("closed", "PoolStateError", "no pool is open. Start one with"),
         ("start none", "InvalidPoolError", "at least 1, not 0"),
     ],

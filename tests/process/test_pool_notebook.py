@@ -1,4 +1,4 @@
-"""A notebook in a real kernel: what is written in its cells works on the ranks, and each thing shows under its own cell."""
+"""A notebook in a real kernel: code in its cells works on the ranks, and each output appears under its own cell."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ CELLS = {
     ),
     "progress": "%%spmd\nfrom tqdm import tqdm\nfor _ in tqdm(range(20), desc='train'):\n    pass",
     "result": "pool.run(lambda: torch.ones(2))",
-    # what a page cannot reach, and what it can only clear as a whole
+    # outputs that a page cannot reach, or can only clear as a whole
     "widgets": (
         "%%spmd\nimport time\nfrom tqdm.notebook import tqdm\nfor _ in tqdm(range(20), desc='train'):\n    time.sleep(0.02)\n"
         "import ipywidgets\nipywidgets.IntSlider(3)"

@@ -1,4 +1,4 @@
-"""Whatever a rank writes, by whatever way, is shown in the run that wrote it: all of it, once, in order, with the rank."""
+"""A rank's output, in whatever way it is written, appears in its own run: all of it, once, in order, with the rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 @pytest.fixture
 def heard(monkeypatch: pytest.MonkeyPatch) -> Callable[[], dict[int, list[str]]]:
-    """The kinds of the messages that each rank sent in the runs so far, in order; making new process groups is no such run."""
+    """The kinds of messages that each rank sent in the runs so far, in order, except runs that make process groups."""
     messages: list[Any] = []
     started: list[int] = []
     execute = Runner.execute

@@ -1,4 +1,4 @@
-"""Where forking is not safe, workers start as fresh processes; the contract is the same, only the start takes longer."""
+"""If forking is not safe, workers start as fresh processes; the contract is the same, only the start takes longer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def test_workers_are_fresh_processes_of_the_notebook_itself(pool: WorkerPool) -> None:
-    assert isinstance(pool._site._launcher, SpawnLauncher)
+    assert isinstance(pool._life.site._launcher, SpawnLauncher)
     for pid in pool.pids.values():
         assert psutil.Process(pid).ppid() == os.getpid()
 
@@ -97,4 +97,4 @@ def test_closing_leaves_no_process(pool: WorkerPool) -> None:
     pids = list(pool.pids.values())
     pool.close()
     assert not any(map(psutil.pid_exists, pids))
-    assert not pool._site._launcher._running  # type: ignore[attr-defined]
+    assert not pool._life.site._launcher._running  # type: ignore[attr-defined]

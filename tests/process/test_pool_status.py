@@ -1,4 +1,4 @@
-"""The status of a pool: what it says of ranks that idle, work, wait and are dead, and that looking disturbs nobody."""
+"""The status of a pool shows idle, working, waiting and dead ranks, and looking does not disturb them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of slow cells: shown to a person while the cell runs, gone when it has ended, absent where nobody watches."""
+"""Progress of slow cells: shown to a person while the cell runs, gone when it has ended, absent if nobody watches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT_S = 120.0
 
 
 class Kernel:
-    """A kernel with a frontend that can ask a person, as JupyterLab is one, or cannot, as papermill."""
+    """A kernel whose frontend can ask a person, like JupyterLab, or cannot, like papermill."""
 
     def __init__(self, folder: Path) -> None:
         self.manager = KernelManager(kernel_name="python3")
@@ -27,7 +27,7 @@ class Kernel:
         self.client.wait_for_ready(timeout=LIMIT_S)
 
     def displays(self, code: str, *, person: bool) -> list[dict[str, Any]]:
-        """Run a cell: every state that its displays have had, in order."""
+        """Run a cell and return every state of its displays, in order."""
         found: list[dict[str, Any]] = []
 
         def keep(message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""``%%spmd --tabs`` in a real kernel: who put out what, equal output once, nothing lost, nothing left behind."""
+"""``%%spmd --tabs`` in a real kernel: the output of each rank, equal output once, nothing lost, nothing left behind."""
 
 from __future__ import annotations
 

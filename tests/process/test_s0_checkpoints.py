@@ -1,4 +1,4 @@
-"""Seed rows S0.1 to S0.4: what a sharded model saves is what the whole model holds, and it comes back exactly."""
+"""Seed rows S0.1 to S0.4: a sharded model saves the state of the whole model, and restores it exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seed rows S1.1 to S1.3: recomputation and offload change nothing but memory, in every order, and move what they should."""
+"""Seed rows S1.1 to S1.3: recomputation and offload change only memory, in every order, and move the right tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = ("checkpoint", "reentrant", "offload_wrapper", "labkit")
 BY_LAYER = ("wrap(chain(shard(layer)))", "chain(shard(wrap(layer)))", "chain(wrap(shard(layer)))")
 WHOLE = ("wrap(shard(chain))", "shard(wrap(chain))")
 HIDDEN_BYTES = ROWS * SIZES.hidden_dim * 4
-#: What save_on_cpu moves of a layer: the input once per product, each hidden tensor as often as it is saved, and the weights.
+#: The bytes that save_on_cpu moves of a layer: the input once per product, each hidden tensor once per save, and the weights.
 NAIVE_BYTES = 2 * INPUT_BYTES + 4 * HIDDEN_BYTES + WEIGHT_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Seed rows S2.1 to S2.3: the state of FSDP2 is one state in every form, and FSDP1's comes over exactly."""
+"""Seed rows S2.1 to S2.3: the state of FSDP2 is the same in every form, and FSDP1's is migrated exactly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.process.s2_scenarios import (
 )
 
 NUM_PARAMETERS = 2 + 9 * UNEVEN.num_layers  # embedding and norm, and nine in a block
-NUM_CONSTANT = 1 + 2 * UNEVEN.num_layers  # norms begin with ones whatever the seed
+NUM_CONSTANT = 1 + 2 * UNEVEN.num_layers  # norms begin with ones, whatever the seed
 
 
 @pytest.fixture(scope="module", params=matrix(2, 4))
@@ -39,7 +39,7 @@ def test_s2_1_the_module_s_state_dict_is_the_one_of_the_api_also_after_a_forward
         assert parity, parity
         assert parity.num_tensors == 4
         assert kinds == ["DTensor"]
-        assert whole is not reshard  # else the case after a forward was not tried
+        assert whole is not reshard  # otherwise the case after a forward was not tried
 
 
 def test_s2_2_the_full_offloaded_state_is_whole_on_rank_0_and_nowhere_else(pool: labkit.WorkerPool) -> None:
@@ -63,7 +63,7 @@ MOVES = {
     "2_to_2x2": (2, 4, True),
     "2_to_1x2": (2, 2, True),
 }
-# FULL holds whole tensors whoever saved it, so fewer moves are enough for it.
+# FULL holds whole tensors, however many ranks saved it, so fewer moves are enough for it.
 CASES = [
     *matrix(("SHARDED", "4_to_3"), *(("SHARDED", move) for move in MOVES if move != "4_to_3")),
     *matrix(("FULL", "2_to_2"), ("FULL", "4_to_3"), ("FULL", "2_to_1x2")),
@@ -77,7 +77,7 @@ def test_s2_3_what_fsdp1_saved_with_dcp_is_fsdp2_s_state_exactly_and_trains_on(
     old_ranks, new_ranks, two_axes = MOVES[move]
     truth = launcher.run(train_fsdp1_and_save, old_ranks, tmp_path, "cpu", form, True, str(tmp_path))[0]
     for found in launcher.run(load_in_fsdp2, new_ranks, tmp_path, "cpu", two_axes, str(tmp_path)):
-        # All but the norms, which trained away from one, and the tables.
+        # All except the tables, and the norms, which training moved away from one.
         assert found.untouched >= NUM_PARAMETERS - NUM_CONSTANT
         assert found.weights, found.weights
         assert found.weights.num_tensors == NUM_PARAMETERS + 3

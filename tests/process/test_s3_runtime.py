@@ -44,7 +44,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
 
 
 def largest_gap_in_ulps(left: list[float], right: list[float]) -> float:
-    """In units of the last place of a float32 of this size."""
+    """Return the largest difference in units of the last place of a float32 of that size."""
     return max(abs(a - b) / 2.0 ** (math.frexp(b)[1] - 24) for a, b in zip(left, right, strict=True))
 
 
@@ -107,7 +107,7 @@ def test_s3_2_the_order_is_the_one_that_the_notebook_explains(pool: labkit.Worke
 
 
 class BlockDrop(Transformer):
-    """The last rank runs its middle block and does not use the output: thrown away, or in the graph with weight zero."""
+    """The last rank runs its middle block without using the output: discarded, or in the graph with weight zero."""
 
     in_graph = False
 
@@ -159,7 +159,7 @@ def test_a_block_with_weight_zero_keeps_the_ranks_in_step_through_backward(pool:
 
 
 def test_backward_of_an_output_that_one_rank_throws_away_ends_a_rank_or_hangs(pool: labkit.WorkerPool) -> None:
-    # Where the reduction of the others meets a smaller call of this rank, gloo ends the process.
+    # If the others' reduction meets a smaller call of this rank, gloo ends the process.
     try:
         with pytest.raises((WorkerDiedError, RunTimeoutError), match=r"SIGABRT|did not finish"):
             pool.run(trained_without_its_output, timeout_s=10)

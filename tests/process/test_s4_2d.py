@@ -1,7 +1,7 @@
-"""Seed rows S4.1 to S4.7: FSDP over tensor parallelism, what it saves, and where torch goes wrong in silence.
+"""Seed rows S4.1 to S4.7: FSDP over tensor parallelism, its saved state, and the silent mistakes of torch.
 
 With two ranks one of the two axes has a single rank. FSDP2 runs there too. FSDP1 over a dp axis of one rank shards nothing, and
-with ``use_orig_params=True`` torch cannot run it over TP; what needs both axes is tested with four ranks.
+with ``use_orig_params=True`` torch cannot run it over TP; cases that need both axes are tested with four ranks.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def test_s4_1_fsdp2_saves_right_weights_on_either_order_of_the_axes(pool: labkit
 def test_s4_1_labkit_refuses_the_wrong_order_for_fsdp1_and_for_nothing_else(pool: labkit.WorkerPool) -> None:
     said = pool.run(refusals, pool.device, dp(pool)).same()
     assert [name for name, text in said.items() if text] == [f"FSDP1 {INSIDE}"]
-    assert "'dp' lies inside of 'tp'" in said[f"FSDP1 {INSIDE}"]
-    assert "wrong weights without an error" in said[f"FSDP1 {INSIDE}"]
+    assert "'dp' is inside 'tp'" in said[f"FSDP1 {INSIDE}"]
+    assert "wrong weights, without an error" in said[f"FSDP1 {INSIDE}"]
 
 
 # S4.2 ------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A folder with a neighbour's module of every name changes nothing for ranks whose machine's agent was started in it."""
+"""A folder with a neighbour's module of every name does not affect ranks whose agent was started in it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if __name__ == "__main__":
                 print(type(error).__name__)
         print(pool.run(lambda: 1).same())
 """
-# As in a kernel, whose import path has the folder behind the standard library.
+# As in a kernel, whose import path has the folder after the standard library.
 KERNEL = "sys.path[:] = __import__('labkit.base.own_python').base.own_python.with_folder(sys.path, '')"
 STARTS = {
     "agents": POOL.format(how="", path="", options=", launcher='agents'"),

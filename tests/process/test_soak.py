@@ -1,4 +1,4 @@
-"""Random faults in a row. After each the pool answers; at the end there is no more of anything than at the beginning."""
+"""Random faults in a row. After each the pool answers; at the end no resource has grown."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def floods(pool: WorkerPool, chance: random.Random) -> None:
 def garbage_arrives(pool: WorkerPool, chance: random.Random) -> None:
     for door in ("commands", "events"):
         with socket.socket(socket.AF_UNIX) as stranger:
-            stranger.connect(str(Path(pool._members._world._directory) / door))
+            stranger.connect(str(Path(pool._life.runner.members._world._directory) / door))
             stranger.sendall(chance.randbytes(chance.randrange(1, 2000)))
 
 
@@ -137,14 +137,14 @@ FAULTS: list[Fault] = [
 
 
 def sequence(length: int, chance: random.Random) -> list[Fault]:
-    """Each kind equally often, in random order."""
+    """Return each kind of fault equally often, in random order."""
     faults = [fault for _ in range(length // len(FAULTS) + 1) for fault in FAULTS][:length]
     chance.shuffle(faults)
     return faults
 
 
 def check(pool: WorkerPool, chance: random.Random) -> None:
-    """The pool answers: as before, or with fresh ranks where some have died."""
+    """Require that the pool answers: as before, or with fresh ranks in place of dead ones."""
     expected = {rank: (rank * 10, 2.0) for rank in range(2)}
     if dead := pool.dead_ranks:
         if len(dead) == 1 and chance.random() < 0.5:
@@ -159,7 +159,7 @@ def check(pool: WorkerPool, chance: random.Random) -> None:
 
 
 def holdings() -> dict[str, int]:
-    """How much there is of everything that can leak in this process and in the fork server."""
+    """Count everything that can leak in this process and in the fork server."""
     gc.collect()
     me, server = psutil.Process(), psutil.Process(fork_server.shared().pid)
     return {
@@ -176,7 +176,7 @@ def test_pool_answers_after_each_of_many_faults_and_nothing_is_left(length: int)
     chance = random.Random(SEED)
     with WorkerPool(2, device="cpu", replace=True) as pool:
         pool.run_cell(PREPARE)
-        for fault in FAULTS:  # what is loaded and opened once is no leak
+        for fault in FAULTS:  # modules and files that are loaded or opened once are not leaks
             if length > 2 * len(FAULTS):
                 fault(pool, chance)
                 check(pool, chance)

@@ -1,4 +1,4 @@
-"""Meshes and 2D models on real ranks: what is made, what is refused, and that a refusal changes nothing."""
+"""Meshes and 2D models on real ranks: some are made, some are refused, and a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def bad_plan() -> tuple[str, bool]:
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 def test_a_bad_plan_is_refused_before_the_model_is_touched(pool: labkit.WorkerPool) -> None:
     said, untouched = pool.run(bad_plan).same()
-    assert said.startswith("PlanError:")
+    assert said.startswith("ParallelPlanError:")
     assert "layers.*.attention.w0: no module has this name" in said
     assert untouched
 
@@ -124,7 +124,7 @@ def test_a_plain_model_s_optimizer_can_be_restored(pool: labkit.WorkerPool) -> N
 
 
 def gradients_with_and_without_the_trace() -> bool:
-    """The trace packs and unpacks as `input_reshard` does: the same, wrong, gradients."""
+    """The trace packs and unpacks like `input_reshard`, with the same wrong gradients."""
     tp = make_mesh("cpu")["tp"]
     found = []
     for traced in (False, True):

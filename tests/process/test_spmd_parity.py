@@ -59,7 +59,7 @@ def test_every_rank_sees_the_one_element_that_differs_on_one_rank(pool: labkit.W
 
 
 def plain_copies_differ_on_rank_one() -> Parity:
-    """Ranks disagree about the first key. A comparison that stopped there would leave rank 0 in the next gather."""
+    """Ranks disagree about the first key: a comparison that stopped there would leave rank 0 in the next gather."""
     mine = {"first": torch.full((2,), float(dist.get_rank())), "second": distribute_tensor(torch.ones(8), world_mesh(), [Shard(0)])}
     return compare(mine, {"first": torch.zeros(2), "second": torch.ones(8)})
 

@@ -37,7 +37,7 @@ def small_model(seed: int = 0) -> Transformer:
 
 
 def refusal(model: nn.Module, **arguments: Any) -> str:
-    """The message of the refusal; the model must be as whole after it as before."""
+    """Return the message of the refusal, and require that the model is as whole as before."""
     before = [type(module) for module in model.modules()]
     with pytest.raises(ShardingError) as caught:
         shard_model(model, mesh_of_all(), **arguments)
@@ -227,7 +227,7 @@ def notice_stray_optimizer() -> tuple[str, list[float]]:
     check_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     batch = next(BatchSampler(batch_size=4, seq_len=16))
     losses = []
-    for _ in range(2):  # what the check is for: without it nothing is raised and nothing is learned
+    for _ in range(2):  # without the check nothing is raised and nothing is learned
         loss = next_token_loss(model, batch)
         loss.backward()
         stray.step()
@@ -237,5 +237,5 @@ def notice_stray_optimizer() -> tuple[str, list[float]]:
 
 def test_training_with_an_optimizer_of_other_tensors_is_refused(pool: labkit.WorkerPool) -> None:
     message, losses = pool.run(notice_stray_optimizer).same()
-    assert "20 of the 20 tensors in SGD are no parameters of the model" in message
+    assert "20 of the 20 tensors in SGD are not parameters of the model" in message
     assert losses[0] == losses[1]

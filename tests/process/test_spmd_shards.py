@@ -32,12 +32,12 @@ def pool(request: pytest.FixtureRequest) -> Iterator[labkit.WorkerPool]:
 
 
 def numbered(*shape: int) -> Tensor:
-    """Each element holds its own position, so a shard's values say where it comes from."""
+    """Return a tensor whose elements are their own positions, so a shard's values show its place."""
     return torch.arange(prod(shape), dtype=torch.float32).view(shape)
 
 
 def check_against_values(tensor: DTensor, record: ShardRecord) -> None:
-    """The chunks of a record name exactly the elements that the local tensor holds, in its order."""
+    """Require that a record's chunks name exactly the elements of the local tensor, in its order."""
     everything = numbered(*tensor.shape)
     boxes = [
         everything[tuple(slice(offset, offset + size) for offset, size in zip(chunk.offsets, chunk.sizes, strict=True))].flatten()

@@ -1,4 +1,4 @@
-"""Stopping a right program blames no rank; stopping a wrong one that hangs names the rank that is wrong."""
+"""Stopping a correct program blames no rank; stopping an incorrect one that hangs names the rank at fault."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF_COUNTS = pytest.mark.parametrize("count", [10, pytest.param(100, marks=[pyt
 
 @pytest.fixture
 def pool() -> Iterator[WorkerPool]:
-    """A pool that looks at its ranks sooner than others do, so that stops fall before and after a second look.
+    """A pool that looks at its ranks early, so that stops fall before and after a second look.
 
     Each test has its own: a process can rebuild its groups 224 times.
     """
@@ -32,7 +32,7 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def stopped(pool: WorkerPool, cell: str, ready: Callable[[], bool], after_s: float) -> RunReport:
-    """Run a cell and stop it some time after it has become ready for that, if it does not end before."""
+    """Run a cell, and stop it some time after it is ready, unless it ends before."""
     over = threading.Event()
 
     def stop() -> None:
@@ -54,7 +54,7 @@ def stopped(pool: WorkerPool, cell: str, ready: Callable[[], bool], after_s: flo
 
 
 def lives_on(pool: WorkerPool) -> bool:
-    """Whether every rank kept its variables and works with the others, in the default group and in others."""
+    """Return whether every rank kept its variables and works with the others, in the default group and in others."""
     cell = (
         "ones = torch.ones(1)\nfor group in (None, halves[rank // 2]):\n    dist.all_reduce(ones, group=group)\n(kept, float(ones))"
     )

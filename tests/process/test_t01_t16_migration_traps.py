@@ -1,6 +1,6 @@
-"""What torch gets wrong without a word when code moves from FSDP1 to FSDP2, and the safe way that notebook 03 shows.
+"""Silent mistakes of torch when code moves from FSDP1 to FSDP2, and the safe way that notebook 03 shows.
 
-Each test first shows the trap. When that part fails, torch has mended it: then the trap can go from the notebook, the safe way
+Each test first shows the trap. If that part fails, torch has fixed it, and the trap can be removed from the notebook; the safe way
 stays right. The traps of the optimizer's state are in test_t03_t17_optimizer_traps.py, those of saving in
 test_t18_t40_saving_traps.py.
 """
@@ -56,7 +56,7 @@ def world_mesh() -> Any:
 
 
 def raw(model: Transformer, **options: Any) -> Transformer:
-    """Sharded by torch alone."""
+    """Shard the model with torch alone."""
     for block in model.layers:
         fully_shard(block, mesh=world_mesh(), **options)
     fully_shard(model, mesh=world_mesh())
@@ -117,7 +117,7 @@ def early_optimizer() -> tuple[bool, str, bool]:
 def test_t02_an_optimizer_built_before_sharding_moves_nothing_and_is_refused_here(pool: labkit.WorkerPool) -> None:
     for unmoved, refused, still_unmoved in pool.run(early_optimizer).values():
         assert unmoved  # the trap
-        assert "no parameters of the model" in refused
+        assert "not parameters of the model" in refused
         assert not still_unmoved
 
 

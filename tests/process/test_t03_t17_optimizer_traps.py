@@ -1,6 +1,6 @@
-"""Optimizer state: what torch loses, changes or swaps without a word, and what labkit does instead.
+"""Optimizer state that torch silently loses, changes or swaps, and labkit's way around it.
 
-Each test first shows the trap. When that part fails, torch has mended it: then the trap can go, labkit's part stays.
+Each test first shows the trap. If that part fails, torch has fixed it, and the trap can be removed; labkit's part stays.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def test_t17_a_scheduler_is_an_entry_of_its_own(tmp_path: Path) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     step(model, optimizer)
     scheduler.step()
-    # The trap: nothing of the scheduler is in the optimizer's dict, so one that is built anew begins at the beginning.
+    # The trap: the optimizer's dict holds nothing of the scheduler, so a new scheduler starts from the beginning.
     assert "last_epoch" not in str(get_optimizer_state_dict(model, optimizer))
     checkpoint.save(tmp_path, {"m": model, "o": optimizer, "s": scheduler}, 1)
     other = Two()
@@ -161,7 +161,7 @@ def test_t22_a_cached_plan_keeps_the_old_dtype_and_labkit_caches_none(tmp_path: 
     theirs = checkpoint.open_checkpoint(tmp_path / "1").tensors["a"].dtype
     assert theirs is torch.float32  # the trap: float64 is right
     assert checkpoint.open_checkpoint(manifest.step_directory(tmp_path / "ours", 1)).tensors["a"].dtype is torch.float64
-    # What torch wrote there is caught before a value is used: the data say another dtype than the index.
+    # labkit refuses torch's file before it uses a value: the data have another dtype than the index.
     with pytest.raises(checkpoint.CheckpointFormatError, match="float64"):
         checkpoint.load(tmp_path / "1", {"a": torch.zeros(2, dtype=torch.float32)})
 

@@ -1,6 +1,6 @@
-"""Saving and loading: what torch loses, mixes up or casts without a word, and what labkit does instead.
+"""Values that torch silently loses, mixes up or casts in saving and loading, and labkit's way around it.
 
-Each test first shows the trap. When that part fails, torch has mended it: then the trap can go, labkit's part stays.
+Each test first shows the trap. If that part fails, torch has fixed it, and the trap can be removed; labkit's part stays.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.process.checkpoint_ranks import Launcher, launcher_fixture  # noqa: F
 
 
 class FullDisk:
-    """A stream that takes a little and then has no space."""
+    """A stream that accepts a little and then has no space."""
 
     def __init__(self, stream: Any, room: int) -> None:
         self._stream, self._room = stream, room
@@ -147,7 +147,7 @@ def test_t27_a_pointer_that_moved_too_early_loses_the_last_checkpoint_and_the_ma
     checkpoint.save(tmp_path, {"a": torch.ones(3)}, 1)
     checkpoint.save(tmp_path, {"a": torch.full((3,), 2.0)}, 2)
     second = manifest.step_directory(tmp_path, 2)
-    # A crash between the data and the marker: everything is there but the manifest.
+    # A crash between the data and the marker: only the manifest is missing.
     (second / "manifest.json").unlink()
     target = {"a": torch.zeros(3)}
     assert checkpoint.load(tmp_path, target).step == 1
@@ -179,7 +179,7 @@ def test_t40_a_flipped_bit_a_foreign_shard_and_a_half_overwrite_load_in_torch_an
     for folder in (tmp_path / "ours", tmp_path / "x"):  # by the manifest, and by the checksum that torch wrote
         with pytest.raises(CorruptCheckpointError, match=r"__0_0\.distcp"):
             checkpoint.load(folder, target)
-    # Another checkpoint's shard, which is also what an overwrite that stopped before .metadata leaves.
+    # Another checkpoint's shard; an overwrite that stopped before .metadata leaves the same.
     for folder in (tmp_path / "x", ours):
         shutil.copy(tmp_path / "y/__0_0.distcp", folder / "__0_0.distcp")
     dcp.load(target, checkpoint_id=tmp_path / "x", no_dist=True)
@@ -189,7 +189,7 @@ def test_t40_a_flipped_bit_a_foreign_shard_and_a_half_overwrite_load_in_torch_an
 
 
 def replicas(rank: int, folder: str) -> Any:
-    """HSDP replicas from different seeds: no error in torch, for ever different."""
+    """HSDP replicas from different seeds stay different, without an error in torch."""
     from torch.distributed.device_mesh import init_device_mesh
 
     from tests.process.checkpoint_models import Net, fsdp2

@@ -1,4 +1,4 @@
-"""Traps T28 to T32, and what the text of notebook 02 says of torch. Where a new torch fails one, a sentence there is wrong too."""
+"""Traps T28 to T32, and claims of notebook 02 about torch. If a new torch fails one of these tests, a sentence there is wrong."""
 
 from __future__ import annotations
 

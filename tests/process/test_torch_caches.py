@@ -1,4 +1,4 @@
-"""What torch compiles for labkit lies in a folder of the user's: a neighbour decides neither what runs nor that nothing does."""
+"""torch compiles for labkit in a folder of the user's: a neighbour can neither run code through it nor block it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a fol
 
 
 def compiled_in(program: str, folder: Path, environ: dict[str, str]) -> list[str]:
-    """The folders that a pool's rank uses for what it compiles."""
+    """The folders in which a pool's rank keeps compiled code."""
     script = folder / "program.py"
     script.write_text(program)
     (folder / "tmp").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""A script under torchrun: rank 0 plays the notebook's own process, the other ranks answer, errors end it everywhere."""
+"""A script under torchrun: rank 0 acts as the notebook's own process, the other ranks answer, errors end it everywhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SETUP = "import labkit\n\npool = labkit.WorkerPool(world_size, replace=True)"
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Write cells, by name, as a notebook and that as a script; the first one holds the parameters."""
+    """Write named cells as a notebook, and the notebook as a script; the first cell holds the parameters."""
 
     def write(**cells: str) -> Path:
         code = [new_code_cell("world_size = 4  # ranks", metadata={"tags": ["parameters"]}, id="parameters")]

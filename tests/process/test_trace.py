@@ -1,4 +1,4 @@
-"""The tracer tells what happened, for every way to shard, and changes nothing."""
+"""The tracer records all events, for every way to shard, and changes nothing."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_parameters_are_whole_whenever_their_block_computes(pool: labkit.WorkerP
 
 def test_fsdp1_and_fsdp2_give_the_same_events_from_gather_to_reduction(pool: labkit.WorkerPool) -> None:
     def story(trace: Trace) -> list[tuple[str, str, str, int]]:
-        # Where the root's backward begins between its first two gathers is the one thing in which they differ.
+        # They differ only in where the root's backward begins between its first two gathers.
         return [
             (event.kind, event.block, event.phase, event.size_bytes)
             for event in trace.events
@@ -246,7 +246,7 @@ def test_this_torch_is_as_the_tracer_expects() -> None:
 
 def test_a_torch_without_a_private_function_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(fsdp_events._ParamGroup, "wait_for_unshard")
-    with pytest.raises(fsdp_events.TraceError, match=r"FSDPParamGroup.wait_for_unshard is missing: the tracer does not know"):
+    with pytest.raises(fsdp_events.TraceError, match=r"FSDPParamGroup.wait_for_unshard is missing: the tracer does not support"):
         fsdp_events.self_test()
 
 

@@ -1,4 +1,4 @@
-"""Collectives of a step, counted for every way to shard and compared with torch's own counter where that works."""
+"""Collectives of a step, counted for every way to shard, and compared with torch's own counter if that works."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_counts_agree_with_torch_s_own_where_it_counts(pool: labkit.WorkerPool) 
     own, torchs, failure = pool.run(counted_twice).same()
     assert own == {"all_gather": 7, "reduce_scatter": 4}
     assert sorted(torchs.values()) == sorted(own.values())
-    # The reason why there is a counter of our own. Where this passes one day, look whether it is still needed.
+    # The reason for our own counter. If torch's ever passes this, check whether ours is still needed.
     assert failure == "IndexError"
 
 

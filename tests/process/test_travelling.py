@@ -1,4 +1,4 @@
-"""The checkpoint that travels: what notebook 01 leaves is what the later notebooks make when it is not there."""
+"""The travelling checkpoint: notebook 01 leaves the same one that later notebooks make if it is missing."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_it_holds_the_bits_that_the_training_of_notebook_01_gives(pool: labkit.W
 def test_what_lies_under_the_runs_name_stays_and_says_so_and_half_a_checkpoint_is_refused(tmp_path: Path) -> None:
     source, folder = tmp_path / "source", tmp_path / "left"
     source.mkdir()
-    with pytest.raises(FileNotFoundError, match="no complete checkpoint"):
+    with pytest.raises(FileNotFoundError, match="not a complete checkpoint"):
         leave_checkpoint(source, QUICK, folder)
     outcomes = []
     for table, data in ((b"1", b"weights"), (b"2", b"weights"), (b"3", b"other weights")):

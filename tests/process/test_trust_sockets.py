@@ -1,6 +1,6 @@
-"""Nobody without the pool's key is heard: messages are pickles, and a pickle from a stranger would be a program.
+"""Peers without the pool's key are ignored: messages are pickles, and a stranger's pickle could run code.
 
-What is thrown at each socket would create a file if it were unpickled. It never exists, and the pool answers as before.
+The data sent to each socket would create a file if it were unpickled. The file never exists, and the pool answers as before.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOOPBACK = ("127.0.0.1", "::1")
 
 
 class Bomb:
-    """Creates a file where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -49,7 +49,7 @@ class Bomb:
 
 @pytest.fixture
 def crater(tmp_path: Path) -> Path:
-    """The file that is there when a bomb has gone off."""
+    """The file that exists if a bomb has gone off."""
     path = tmp_path / "crater"
     pickle.loads(pickle.dumps(Bomb(path)))
     assert path.exists(), "the bomb is a dud"
@@ -88,7 +88,7 @@ def test_case_23_labkit_opens_no_port_and_gloo_listens_on_loopback_only(pool: Wo
     if fork_server.available():
         assert listeners(fork_server.shared().pid) == []
     for pid in pool.pids.values():
-        # They are gloo's: they are there when the process group is, and a pool of one rank has none of labkit's either.
+        # These are gloo's, and exist with the process group. labkit itself opens none, in a pool of one rank either.
         assert {item.laddr.ip for item in listeners(pid)} <= set(LOOPBACK)
     code = "import torch.distributed as dist, psutil, os\ndist.destroy_process_group()\nimport gc\n_ = gc.collect()"
     with_gloo = {rank: len(listeners(pid)) for rank, pid in pool.pids.items()}
@@ -100,7 +100,7 @@ def test_case_23_labkit_opens_no_port_and_gloo_listens_on_loopback_only(pool: Wo
 
 
 def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
-    folder = Path(pool._members._world._directory)
+    folder = Path(pool._life.runner.members._world._directory)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert folder.stat().st_uid == os.getuid()
     assert {path.name for path in folder.iterdir() if path.is_socket()} == {"commands", "events"}
@@ -112,7 +112,7 @@ def test_unix_sockets_lie_in_a_private_folder(pool: WorkerPool) -> None:
 
 
 def test_key_stands_in_no_command_line_and_no_environment(pool: WorkerPool) -> None:
-    endpoint = pool._members._world.wire.endpoint
+    endpoint = pool._life.runner.members._world.wire.endpoint
     secrets = [endpoint.client_secret.decode(), endpoint.client_public.decode()]
     seen = [str(pool.pull("dict(__import__('os').environ)"))]
     for pid in (os.getpid(), fork_server.shared().pid, *pool.pids.values()):
@@ -183,7 +183,7 @@ def throw(family: int, address: Any, data: bytes) -> None:
 @pytest.mark.parametrize("name", RAW)
 def test_case_23_raw_bytes_at_the_unix_sockets_are_refused(pool: WorkerPool, unharmed: bytes, name: str) -> None:
     for door in ("commands", "events"):
-        throw(socket.AF_UNIX, str(Path(pool._members._world._directory) / door), RAW[name](unharmed))
+        throw(socket.AF_UNIX, str(Path(pool._life.runner.members._world._directory) / door), RAW[name](unharmed))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="labkit closes gloo's ports on Linux only")
@@ -196,7 +196,7 @@ def test_case_23_nobody_comes_in_at_gloos_sockets_once_the_ranks_are_connected(p
 
 
 def test_strangers_who_connect_and_say_nothing_keep_nobody_out(pool: WorkerPool, unharmed: bytes) -> None:
-    path = Path(pool._members._world._directory)
+    path = Path(pool._life.runner.members._world._directory)
     strangers = []
     for door in ("commands", "events"):
         for _ in range(50):
@@ -273,7 +273,7 @@ STRANGERS = ["no security", "a password", "a key of its own", "the pool's public
 
 @pytest.mark.parametrize("who", STRANGERS)
 def test_case_23_peer_without_the_key_is_refused(pool: WorkerPool, unharmed: bytes, context: zmq.Context[Any], who: str) -> None:
-    endpoint = pool._members._world.wire.endpoint
+    endpoint = pool._life.runner.members._world.wire.endpoint
     for kind, address in ((zmq.DEALER, endpoint.commands), (zmq.PUSH, endpoint.events)):
         stranger = Stranger(context, kind, **options_of(who, endpoint))
         stranger.send(address, unharmed)
@@ -344,7 +344,7 @@ def test_what_travels_between_machines_cannot_be_read_on_the_way() -> None:
 
 # Last in this file: its pool takes the place of the one that the other tests share.
 def test_s1_machines_played_on_one_listen_on_loopback_only_and_a_stranger_there_runs_no_code(crater: Path) -> None:
-    """As another user of the machine may try. What he can do to torch's store is in tests/multihost/test_trust_ports.py."""
+    """Another user of the machine attacks every port. Attacks on torch's store are in tests/multihost/test_trust_ports.py."""
     crater.parent.chmod(0o777)
     before = listening([os.getpid()])
     with WorkerPool(4, "cpu", launcher="agents", num_nodes=2, replace=True) as pool:

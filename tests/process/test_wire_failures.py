@@ -1,4 +1,4 @@
-"""An end of a wire that fails while it is made leaves no thread, no descriptor and nothing that waits when it is collected."""
+"""An end of a wire that fails during construction leaves no thread and no descriptor, and its collection does not block."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def refuse(*_: object) -> None:
 
 
 def worker_wire(folder: Path) -> WorkerWire:
-    # The last of its three addresses is none.
+    # The last of its three addresses is invalid.
     return WorkerWire(0, Endpoint(f"ipc://{folder}/commands", "none", KEYS.server_public, KEYS.client_public, KEYS.client_secret))
 
 

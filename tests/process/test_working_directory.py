@@ -1,4 +1,4 @@
-"""What lies in the working directory runs in no process of labkit's own, and keeps none from starting."""
+"""Files in the working directory neither run in labkit's own processes nor keep them from starting."""
 
 from __future__ import annotations
 

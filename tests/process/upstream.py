@@ -1,8 +1,8 @@
 """PyTorch's own distributed test bodies: how a rank runs one, and which verdict follows from what the ranks noted.
 
-The bodies ship inside the installed torch, in ``torch.testing._internal.distributed.distributed_test``, so they are of exactly its
-version. What a body finds is what torch's own runner would have set up; only the default process group comes from whoever calls
-:func:`run_body`: from labkit on a pool, from torch in plain processes (:mod:`tests.process.upstream_plain`).
+The bodies ship inside the installed torch, in ``torch.testing._internal.distributed.distributed_test``, so they match its version
+exactly. A body gets the same environment as from torch's own runner, except that the caller of :func:`run_body` provides the
+default process group: labkit on a pool, torch in plain processes (:mod:`tests.process.upstream_plain`).
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def next_collective() -> tuple[bool, int]:
 
 @contextlib.contextmanager
 def _noted(path: Path) -> Iterator[None]:
-    """Write down how the block ended, and when; let errors through, so that whoever runs the ranks frees those that wait."""
+    """Write down how and when the block ended; let errors through, so that the caller frees ranks that wait."""
     try:
         yield
         _note(path, Verdict("passes"))
@@ -154,7 +154,7 @@ def _noted(path: Path) -> Iterator[None]:
 
 
 def _skip_of_exit(code: Any) -> str:
-    """Return the reason for which torch's decorators end a process with this code; empty for any other code."""
+    """Return the reason why torch's decorators end a process with this code; empty for any other code."""
     from torch.testing._internal.common_distributed import TEST_SKIPS
 
     return next((skip.message for skip in TEST_SKIPS.values() if skip.exit_code == code), "")

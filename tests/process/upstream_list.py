@@ -18,7 +18,7 @@ class Expected:
     """The list for one torch, on a pool or in plain processes.
 
     Attributes:
-        exceptions: The bodies that do more than to pass.
+        exceptions: The bodies that do not simply pass.
         left_out: Bodies without a verdict here.
         quick: A few bodies that pass, for every run of the tests.
         restart_after: Bodies after which a pool is restarted.
@@ -42,7 +42,7 @@ class Expected:
         ]
 
     def unknown(self, names: list[str]) -> list[str]:
-        """Return a line for each name in the list that is no body of this torch."""
+        """Return a line for each name in the list that is not a body of this torch."""
         listed = {*self.exceptions, *self.left_out, *self.quick, *self.restart_after}
         return [f"{name}: listed in {FILE.name}, and no body of this torch" for name in sorted(listed - set(names))]
 

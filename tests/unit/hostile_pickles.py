@@ -1,4 +1,4 @@
-"""Write pickles opcode by opcode, as nobody's pickler would."""
+"""Write pickles opcode by opcode, in ways that no pickler would."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def assemble(*parts: bytes) -> bytes:
 
 
 def name(module: str, attribute: str) -> bytes:
-    """Push what a name stands for, with an opcode that takes texts."""
+    """Push the object of a name, with an opcode that takes texts."""
     return text(module) + text(attribute) + b"\x93"
 
 
 def line_name(module: str, attribute: str) -> bytes:
-    """Push what a name stands for, with an opcode that is followed by lines."""
+    """Push the object of a name, with an opcode that is followed by lines."""
     return b"c" + module.encode() + b"\n" + attribute.encode() + b"\n"
 
 
@@ -39,17 +39,17 @@ def call(function: bytes, *arguments: bytes) -> bytes:
 
 
 def doubled(start: bytes, opcode: bytes, times: int) -> bytes:
-    """Push something, and then as often a pair of it with itself: 2**times things in a few bytes each."""
+    """Push an object, and then repeatedly a pair of it with itself: 2**times objects in a few bytes each."""
     return start + b"\x94" + b"".join(get(number) + get(number) + opcode + b"\x94" for number in range(times))
 
 
 def get(number: int) -> bytes:
-    """Push what was memoized."""
+    """Push a memoized object."""
     return b"h" + bytes([number]) if number < 256 else b"j" + struct.pack("<I", number)
 
 
 def torch_file(path: Path, data: bytes) -> Path:
-    """A torch.save file with one storage of four bytes, ``0``, and a pickle of one's own."""
+    """A torch.save file with one storage of four bytes, ``0``, and a given pickle."""
     file = io.BytesIO()
     torch.save({"a": torch.ones(1)}, file)
     path.write_bytes(replace_record(file.getvalue(), "data.pkl", data))
@@ -57,7 +57,7 @@ def torch_file(path: Path, data: bytes) -> Path:
 
 
 def dcp_folder(path: Path, data: bytes) -> Path:
-    """A DCP directory with a pickle of one's own for an index."""
+    """A DCP directory with a given pickle as its index."""
     dcp.save({"a": torch.ones(2)}, checkpoint_id=path, no_dist=True)
     (path / ".metadata").write_bytes(data)
     return path

@@ -1,4 +1,4 @@
-"""Which machine of an attached pool this is, and on which of its addresses the ranks' store listens."""
+"""The number of a machine in an attached pool, and the address on which the ranks' store listens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def arrived(life: str, node_rank: int | None = None, source: str = "SLURM_NODEID
 
 
 def seated(*lives: str, lost: str = "") -> list[Node]:
-    """Machines in the places of these agents, empty where there is none."""
+    """Machines in the places of these agents; a place without an agent is empty."""
     return [Node(number, arrived(life) if life else None, bool(life) and life != lost) for number, life in enumerate(lives)]
 
 

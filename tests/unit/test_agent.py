@@ -1,4 +1,4 @@
-"""An agent's book-keeping of the processes on its machine, with the fork server and the notebook played by the test."""
+"""An agent's record of the processes on its machine; the test acts as the fork server and the notebook."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from labkit.wire.messages import GroupSpec
 from labkit.wire.node_messages import KillRank, OpenWorld, StartRank
 from labkit.wire.transport import Keys
 from labkit.worker.groups.addresses import NodeClaim
-from labkit.worker.machine import agent as module
+from labkit.worker.machine import rank_starter
 from labkit.worker.machine.agent import Agent
 
 GROUP = GroupSpec("tcp://127.0.0.1:1/name", 0, 1)
@@ -48,7 +48,7 @@ class Played:
 def played(monkeypatch: pytest.MonkeyPatch) -> Iterator[Played]:
     ours, theirs = socket.socketpair()
     process = subprocess.Popen(["true"])
-    monkeypatch.setattr(module, "_start_fork_server", lambda: (Connection(ours.detach()), process))
+    monkeypatch.setattr(rank_starter, "_start_fork_server", lambda: (Connection(ours.detach()), process))
     before = signal.getsignal(signal.SIGTERM)
     agent = Agent("tcp://127.0.0.1:1", Keys.generate(), NodeClaim(), linger_s=1.0, wait_s=1.0)
     server = Connection(theirs.detach())

@@ -1,4 +1,4 @@
-"""The private parts of torch that labkit mends after an interrupt are as it expects them, on this torch."""
+"""The private parts of torch that labkit repairs after an interrupt are as expected in this torch."""
 
 from __future__ import annotations
 
@@ -84,6 +84,6 @@ def test_only_connections_between_ranks_are_cut() -> None:
     with server, socket.create_connection(server.getsockname()) as client, server.accept()[0] as served:
         found = {fd for fd, _ in cut.peer_sockets() - before}
         assert found == {client.fileno(), served.fileno()}
-        cut.cut_gloo(known=before)  # these two belong to Python, so they are nobody's group
+        cut.cut_gloo(known=before)  # these two belong to Python, so they are not a group's
         client.sendall(b"alive")
         assert served.recv(5) == b"alive"

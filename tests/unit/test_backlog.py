@@ -1,4 +1,4 @@
-"""What an agent keeps of its ranks' words while no notebook listens."""
+"""The messages of its ranks that an agent keeps while no notebook listens."""
 
 from __future__ import annotations
 

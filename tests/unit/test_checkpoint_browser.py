@@ -11,7 +11,7 @@ import torch
 
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, TensorEntry
 from labkit.notebook.views import checkpoint_browser as module
-from labkit.notebook.views.checkpoint_browser import CheckpointTree, Node, box_of, browse, tree_of
+from labkit.notebook.views.checkpoint_browser import CheckpointTree, NameBranch, box_of, browse, tree_of
 from labkit.notebook.views.explore import ControlError
 
 
@@ -40,9 +40,9 @@ STEP = entry("optimizer.state.step", (), 1, "optimizer")
 WHOLE = checkpoint(*LAYERS, entry("model.embed.weight"), STEP)
 
 
-def names_of(node: Node) -> Any:
+def names_of(node: NameBranch) -> Any:
     """The tree as plain names; tensors side by side as a list."""
-    below = {name: names_of(child) if isinstance(child, Node) else None for name, child in node.children.items()}
+    below = {name: names_of(child) if isinstance(child, NameBranch) else None for name, child in node.children.items()}
     return list(below) if all(names is None for names in below.values()) else below
 
 

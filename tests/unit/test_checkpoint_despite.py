@@ -1,4 +1,4 @@
-"""What verify calls an error stops migrate, reshard and load, and ``despite`` lets them go on."""
+"""An error found by verify stops migrate, reshard and load, and ``despite`` lets them continue."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def wrong_dtype(metadata: Metadata) -> None:
 
 
 def same_moments(folder: Path) -> Path:
-    """What FSDP1's FULL optimizer state on the CPU looks like."""
+    """A state like FSDP1's FULL optimizer state on the CPU."""
     saved = state()
     for pieces in saved["optimizer"]["state"].values():
         pieces["exp_avg"] = pieces["exp_avg_sq"]
@@ -155,7 +155,7 @@ def changed_value(folder: Path) -> Path:
 
 
 def changed_pickle(folder: Path) -> Path:
-    """A bit of a torch.save file's own pickle, of which no tensor's checksum tells."""
+    """A bit of a torch.save file's own pickle, which no tensor's checksum covers."""
     torch.save(state() | {"schedule": "cosine"}, folder / "x.pt")
     file = folder / "x.pt"
     file.write_bytes(file.read_bytes().replace(b"cosine", b"cosinf"))
@@ -358,7 +358,7 @@ def test_what_torch_would_run_stops_every_operation(tmp_path: Path) -> None:
         load(hostile, state() | {"hook": None})
     assert not (tmp_path / "out").exists()
     assert migrate(hostile, tmp_path / "out", drop=["hook"]).accepted == ()
-    with pytest.raises(CheckpointError, match=r"builtins\.print"):  # what would run is never copied, whoever accepts it
+    with pytest.raises(CheckpointError, match=r"builtins\.print"):  # what would run is never copied, whatever is accepted
         reshard(hostile, tmp_path / "two", 2, despite=["unsafe"])
 
 

@@ -1,4 +1,4 @@
-"""Files while they are read and written: sources that change, what is hashed, and zip archives that others read."""
+"""Files while they are read and written: sources that change, hashes, and zip archives that others read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WAYS = ["direct", "refused at once", "refused while writing"]
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A file system that takes direct transfers (where the test's own does), refuses them, or refuses each of them."""
+    """A file system that accepts direct transfers (if the test's own does), refuses the mode, or refuses each transfer."""
     if request.param == "refused at once":
         monkeypatch.setattr(direct_io, "set_direct", lambda fd, on: False)
     elif request.param == "refused while writing":
@@ -93,7 +93,7 @@ def test_a_copy_past_the_end_says_how_much_there_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("large", [0, 60, 10**9])
 def test_others_read_the_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: int) -> None:
-    monkeypatch.setattr(zip_writer, "_LARGE", large)  # from where on the form for more than 4 GiB is used
+    monkeypatch.setattr(zip_writer, "_LARGE", large)  # the size from which the form for more than 4 GiB is used
     records = {"a/x": b"", "a/data/0": os.urandom(50), "a/ä": os.urandom(300)}
     with HashedFile(tmp_path / "x.zip") as out:
         out.write(b"before")

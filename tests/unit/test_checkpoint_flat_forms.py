@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters and the moments that each rank's file has a share of: whole afterwards, or refused."""
+"""FSDP1's flat parameters, and moments spread over the ranks' files: whole afterwards, or refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _no_group_left() -> Iterator[None]:
 
 
 def sharded(flat: torch.Tensor, rank: int) -> ShardedTensor:
-    """Rank ``rank``'s view of a vector that is cut like :func:`torch.chunk` cuts it."""
+    """Rank ``rank``'s view of a vector that is cut as by :func:`torch.chunk`."""
     pieces = list(flat.chunk(RANKS))
     starts = [sum(piece.numel() for piece in pieces[:index]) for index in range(RANKS)]
     shards = [
@@ -94,7 +94,7 @@ def pieces_of(name: str) -> list[torch.Tensor]:
 
 
 def save_local(folder: Path, groups: Sequence[Sequence[str]], *, original: bool = False, stateless: Sequence[str] = ()) -> Path:
-    """What each rank of FSDP1 code saves with LOCAL_STATE_DICT and ``optimizer.state_dict()``; groups of units or of names."""
+    """The state that each FSDP1 rank saves with LOCAL_STATE_DICT and ``optimizer.state_dict()``; groups of units or names."""
     folder.mkdir(exist_ok=True)
     for rank in range(RANKS):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
@@ -122,7 +122,7 @@ def save_local(folder: Path, groups: Sequence[Sequence[str]], *, original: bool 
 
 
 def check(path: Path, names: Sequence[str]) -> None:
-    """All values, and the moments of these names and of no others, are there bit for bit."""
+    """Require all values, and the moments of these names and no others, bit for bit."""
     with Reader(open_checkpoint(path)) as reader:
         for name, value in VALUES.items():
             assert torch.equal(reader.tensor(f"model.{name}"), value)
@@ -239,16 +239,16 @@ def test_an_order_that_cannot_be_is_refused_by_what_is_wrong_with_it(tmp_path: P
         (
             original,
             [*names[:-1], "norm.bia"],
-            r"order names norm\.bia, and the model has no such parameter \(did you mean norm\.bias\?\)",
+            r"order names norm\.bia, but the model has no such parameter \(did you mean norm\.bias\?\)",
         ),
         (original, [*names[:-1], names[0]], r"order names embed\.weight twice"),
         (original, names[:-1], r"its optimizer had 7 parameters, and 6 names are in the order"),
-        (original, names[::-1], r"(?s)its pieces have .* another order than the optimizer's.*--order"),
+        (original, names[::-1], r"(?s)its pieces have .* not in the optimizer's order.*--order"),
         (original, FLAT_NAMES, r"had 7 parameters, and 3 names are in the order; the checkpoint has 4 flat parameters"),
-        (flat, [*FLAT_NAMES[:-1], "blocks.2._flat_param"], r"order names blocks\.2\._flat_param, and the checkpoint has no such"),
+        (flat, [*FLAT_NAMES[:-1], "blocks.2._flat_param"], r"order names blocks\.2\._flat_param, but the checkpoint has no such"),
         (flat, [*FLAT_NAMES[:-1], "embed.weight"], r"order names both flat parameters \(blocks\.1\._flat_param\) and others"),
-        (flat, FLAT_NAMES[::-1], r"(?s)state 0 of its optimizer has 16 elements.*root has 36.* another order than the optimizer's"),
-        (flat, names, r"another order than the optimizer's"),
+        (flat, FLAT_NAMES[::-1], r"(?s)state 0 of its optimizer has 16 elements.*root has 36.* not in the optimizer's order"),
+        (flat, names, r"not in the optimizer's order"),
     ):
         with pytest.raises(CheckpointMismatchError, match=message):
             migrate(source, tmp_path / "new", model=Net, order=order)
@@ -272,7 +272,7 @@ def test_numbers_of_two_optimizers_or_of_no_group_are_refused(tmp_path: Path) ->
 def test_an_order_is_compared_with_the_checkpoints_own_names_where_no_model_is_given(tmp_path: Path) -> None:
     moments = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
     torch.save({"model": {"module.norm.bias": torch.ones(2)}, "opt": moments}, tmp_path / "x.pt")
-    with pytest.raises(FQNMismatchError, match=r"order names norm\.bia, and the checkpoint has no such parameter \(did you mean"):
+    with pytest.raises(FQNMismatchError, match=r"order names norm\.bia, but the checkpoint has no such parameter \(did you mean"):
         migrate(tmp_path / "x.pt", tmp_path / "new", order=["norm.bia"])
     migrate(tmp_path / "x.pt", tmp_path / "new", order=["module.norm.bias"])
 

@@ -43,7 +43,7 @@ DTYPES = [
 
 
 def make(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """A tensor of random bits, so that NaN payloads and every sign are in it; bool only of 0 and 1."""
+    """A tensor of random bits, which includes NaN payloads and every sign; for bool only 0 and 1."""
     count = int(np.prod(shape)) * dtype.itemsize
     data = torch.randint(
         0, 2 if dtype is torch.bool else 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
@@ -133,7 +133,7 @@ def test_an_index_that_points_outside_its_directory_is_refused(tmp_path: Path) -
         ({"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, "cut off"),
         ({"a": {"dtype": "F32", "shape": [-4], "data_offsets": [0, -16]}}, "no tensor of torch"),
         ({"a": [1]}, "form that safetensors does not have"),
-        ([1, 2], "no JSON object"),
+        ([1, 2], "not a JSON object"),
     ],
 )
 def test_a_wrong_safetensors_header_is_refused_by_name(tmp_path: Path, header: object, words: str) -> None:

@@ -1,4 +1,4 @@
-"""Copies of a state are exact, lie apart from one another, and take the same memory in the next save."""
+"""Copies of a state are exact, do not overlap, and reuse the same memory in the next save."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TENSORS = st.builds(
 
 
 def ordinary_memory(size_bytes: int) -> Tensor:
-    """A machine without a GPU cannot lock any."""
+    """A machine without a GPU cannot lock memory."""
     return torch.empty(size_bytes, dtype=torch.uint8)
 
 
@@ -80,7 +80,7 @@ def test_the_same_state_takes_the_same_memory_and_a_smaller_one_lets_go() -> Non
 def test_an_asynchronous_save_writes_what_it_copied_and_not_the_whole_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As from a GPU, with memory that is not locked."""
+    """Copy as from a GPU, with memory that is not locked."""
     memory = HostMemory(ordinary_memory)
     monkeypatch.setattr(saving, "_staged", memory.copy)
     monkeypatch.setattr(saving, "_host_memory", memory)

@@ -1,4 +1,4 @@
-"""Archives in which torch's zip reader and others would see different things, and what is no file in the place of one."""
+"""Archives in which torch's zip reader and others would see different contents, and paths that are not regular files."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def test_s4_two_records_of_one_name_are_refused(tmp_path: Path, twin: str, first
     (hidden,) = (data for name, data in records_of(other.getvalue()) if name.endswith("data.pkl"))
     records = records_of(saved())
     (tmp_path / "x.pt").write_bytes(archive_of([(twin, hidden), *records] if first else [*records, (twin, hidden)]))
-    refused(tmp_path / "x.pt", r"x\.pt.*DATA\.PKL|data\.pkl.*have one name")
+    refused(tmp_path / "x.pt", r"x\.pt.*DATA\.PKL|data\.pkl.*have the same name")
 
 
 @pytest.mark.parametrize("twin", ["archive/data/0", "archive/Data/0", "archive/byteOrder", "archive/VERSION"])
 def test_s4_two_storages_of_one_name_are_refused(tmp_path: Path, twin: str) -> None:
     (tmp_path / "x.pt").write_bytes(archive_of([*records_of(saved()), (twin, bytes(16))]))
-    refused(tmp_path / "x.pt", "have one name")
+    refused(tmp_path / "x.pt", "have the same name")
 
 
 def test_s4_a_record_outside_the_folder_of_the_first_is_refused(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_s4_a_name_that_ends_early_for_some_readers_is_refused(tmp_path: Path) -
 
 
 def place(data: bytes, name: str) -> tuple[int, int]:
-    """Where a record's own header is, and its entry in the directory."""
+    """The positions of a record's own header, and of its entry in the directory."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         header = next(info.header_offset for info in archive.infolist() if info.filename.endswith(name))
     encoded = f"archive/{name}".encode()
@@ -98,7 +98,7 @@ def test_s4_a_header_that_says_something_else_than_the_directory_is_refused(tmp_
     offset, form, value = HEADER_FIELDS[field]
     put(data, place(bytes(data), record)[0] + offset, form, value)
     (tmp_path / "x.pt").write_bytes(data)
-    refused(tmp_path / "x.pt", f"{record}'|it is no torch.save file")
+    refused(tmp_path / "x.pt", f"{record}'|it is not a torch.save file")
 
 
 def test_s4_records_that_overlap_are_refused(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_s4_records_that_overlap_are_refused(tmp_path: Path) -> None:
     data = bytearray(saved())
     put(data, place(bytes(data), "byteorder")[1] + 42, "<I", header)
     (tmp_path / "x.pt").write_bytes(data)
-    refused(tmp_path / "x.pt", "are in one place")
+    refused(tmp_path / "x.pt", "are in the same place")
 
 
 def shifted(data: bytearray) -> None:

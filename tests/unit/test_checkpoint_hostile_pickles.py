@@ -1,4 +1,4 @@
-"""Pickles that reach for code by a detour, hide what they hold, or ask for work out of proportion to their length."""
+"""Pickles that reach code by a detour, hide their contents, or need work out of proportion to their length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.unit.hostile_pickles import (
     torch_file,
 )
 
-# What reading a file of one or two megabytes may take of a processor.
+# The processor time that reading a file of one or two megabytes may take.
 SECONDS = 5.0
 
 
@@ -72,7 +72,7 @@ DETOURS: dict[str, Callable[[str], bytes]] = {
 
 
 def known_class(module: str) -> bytes:
-    """Push a class on the list, of this module where there is one."""
+    """Push a listed class, of this module if it has one."""
     found = next((qualname for other, qualname in sorted(RECORD_NAMES) if other == module), None)
     return name(module, found) if found else name("torch.distributed.device_mesh", "DeviceMesh")
 
@@ -158,7 +158,7 @@ def test_s3_names_of_old_and_new_versions_are_data(tmp_path: Path) -> None:
 
 
 def member(module: str, qualname: str) -> bytes:
-    """Push a name as protocol 2 and Python 3.11 do: what has a dot is an attribute of a class."""
+    """Push a name as protocol 2 and Python 3.11 do: a name with a dot is an attribute of a class."""
     outer, *inner = qualname.split(".")
     pushed = line_name(module, outer)
     for part in inner:

@@ -1,4 +1,4 @@
-"""Entries that a copy leaves out stop nothing, and an option that does nothing is refused."""
+"""Faults in entries that a copy leaves out do not stop it, and an option without effect is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a migration or reshard leaves behind when it does not end well, what it says about it, and what it leaves alone."""
+"""The leftovers of a migration or reshard that fails, its messages about them, and the files that it leaves alone."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_refusal_while_writing_leaves_nothing(source: Path, tmp_path: Path, pr
 
 
 def ends_after(count: int, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a run fail when it has finished ``count`` files."""
+    """Make a run fail when it has finished ``count`` files."""
     original, finished = engine.read_back, []
 
     def read_back(folder: Path, name: str, total: Any) -> None:
@@ -166,7 +166,7 @@ def test_a_stop_does_not_wait_for_the_file_in_work(source: Path, tmp_path: Path,
 
 
 def killed(destination: Path) -> StagingArea:
-    """What a run leaves that was killed while it wrote its first file."""
+    """The leftovers of a run that was killed while it wrote its first file."""
     area = StagingArea(destination)
     (area.data / "__0_0.distcp").write_text("half")
     os.close(area._marker_fd)  # the kernel gives a dead process's locks back
@@ -175,10 +175,10 @@ def killed(destination: Path) -> StagingArea:
 
 def test_what_a_killed_run_has_left_is_named_and_the_same_command_starts_over(source: Path, tmp_path: Path) -> None:
     partial = killed(tmp_path / "out").folder
-    with pytest.raises(CheckpointNotFoundError, match=r"out\.partial is what a run .* left unfinished. The same command"):
+    with pytest.raises(CheckpointNotFoundError, match=r"out\.partial is being written by .* unfinished by one. The same command"):
         open_checkpoint(tmp_path / "out")
     for path in (partial, partial / "data"):
-        with pytest.raises(IncompleteCheckpointError, match=r"left unfinished\. The same command"):
+        with pytest.raises(IncompleteCheckpointError, match=r"left unfinished by one\. The same command"):
             open_checkpoint(path)
     migrate(source, tmp_path / "out")
     assert verify(tmp_path / "out", against=source).findings == []
@@ -230,7 +230,7 @@ def test_s2_of_runs_that_begin_at_once_one_writes_and_the_others_are_refused(tmp
 
 
 def listing(folder: Path) -> dict[str, object]:
-    """Everything below a folder: what kind it is, when it was changed and what it holds."""
+    """Everything below a folder: kind, time of change, and contents."""
     found: dict[str, object] = {}
     for path in sorted(folder.rglob("*")):
         status = path.lstat()
@@ -240,7 +240,7 @@ def listing(folder: Path) -> dict[str, object]:
 
 
 def begun(tmp_path: Path, name: str = "out") -> Path:
-    """A folder that fits in everything: what a killed run for this destination has left."""
+    """A folder that matches in everything the leftovers of a killed run for this destination."""
     return killed(tmp_path / name).folder
 
 
@@ -392,7 +392,7 @@ def test_s2_what_appears_at_the_destination_meanwhile_is_not_replaced(
     destination, original = tmp_path / name, os.path.lexists
 
     def lexists(path: Any) -> bool:
-        """Let it appear right after the last look."""
+        """Make the folder appear right after the last check."""
         found = original(path)
         if Path(path) == destination and not found and (tmp_path / f"{name}.partial/data").exists():
             if what == "link":

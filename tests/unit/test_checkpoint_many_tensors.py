@@ -1,4 +1,4 @@
-"""Checkpoints of many small tensors: what is done for each must not look at all of them."""
+"""Checkpoints of many small tensors: work per tensor must not depend on their number."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def many(folder: Path, count: int) -> Path:
 
 
 def model_of(folder: Path) -> Many:
-    """The model that a checkpoint with optimizer state is of."""
+    """The model of a checkpoint with optimizer state."""
     return Many(sum(key.startswith("model.") for key in open_checkpoint(folder / "groups.pt").tensors))
 
 
@@ -75,7 +75,7 @@ def processor_time(work: Callable[[Path], object], folder: Path) -> float:
     took = []
     for _ in range(2):
         gc.collect()
-        gc.disable()  # a full collection costs what the whole test session has in memory
+        gc.disable()  # a full collection goes through all objects of the test session
         began = time.process_time()
         try:
             work(folder)

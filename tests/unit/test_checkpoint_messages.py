@@ -1,4 +1,4 @@
-"""What people are told: one clear sentence with the next step, in words that fit the number."""
+"""Messages to people: one clear sentence with the next step, in the right number."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_function_that_builds_the_model_is_taken_like_its_name(saved: Path, tm
     [
         (fails, "fails raised RuntimeError: no such file: weights.pt. It is called without arguments, on torch's meta device"),
         (dict, "returned dict, not a torch.nn.Module"),
-        (3, "model=3 is no model"),
+        (3, "model=3 is not a model"),
         ("nowhere:build", "nowhere"),
     ],
 )
@@ -122,7 +122,7 @@ def test_pieces_of_moments_in_rank_files_are_no_differing_copies(tmp_path: Path)
         )
     report = verify(tmp_path)
     assert [finding.code for finding in report.findings] == ["numbered-state"]
-    assert any("migrate with the model puts them together" in text for text in report.unchecked)
+    assert any("migrate joins them with the help of the model" in text for text in report.unchecked)
 
 
 def test_patterns_that_match_nothing_are_told(saved: Path, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_patterns_that_match_nothing_are_told(saved: Path, tmp_path: Path) -> No
     [
         (lambda saved, out: reshard(saved, out, "dp=x"), "cannot read the mesh"),
         (lambda saved, out: reshard(saved, out, 0), "has no ranks. Every axis has at least 1"),
-        (lambda saved, out: migrate(saved, out, dtypes={"*": "bfloat16"}), "is no torch.dtype"),
+        (lambda saved, out: migrate(saved, out, dtypes={"*": "bfloat16"}), "is not a torch.dtype"),
     ],
 )
 def test_an_argument_of_the_wrong_kind_is_named(saved: Path, tmp_path: Path, work: Callable[..., Any], words: str) -> None:

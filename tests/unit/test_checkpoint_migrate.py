@@ -144,13 +144,13 @@ def test_a_model_that_the_weights_do_not_fit_is_refused_by_names_and_shapes(tmp_
             self.tail = nn.Linear(4, 4)
 
     out, order = tmp_path / "out", [name for name, _ in Net().named_parameters()]
-    with pytest.raises(CheckpointMismatchError, match=r"scale has shape \(4,\), and in the model \(5,\)"):
+    with pytest.raises(CheckpointMismatchError, match=r"scale has shape \(4,\), but \(5,\) in the model"):
         migrate(tmp_path / "full.pt", out, model=Wider)
     with pytest.raises(FQNMismatchError, match=r"missing in the checkpoint: tail\.weight") as caught:
         migrate(tmp_path / "full.pt", out, model=Longer, order=order)
     assert caught.value.missing == ("tail.weight", "tail.bias")
     migrate(tmp_path / "full.pt", tmp_path / "without", model=Longer, order=order, drop=["model.tail.*"])
-    # A model without some of what is saved: an error, unless it is dropped.
+    # A model without some of the saved entries: an error, unless they are dropped.
     torch.save({"model": Net().state_dict() | {"inv_freq": torch.ones(2)}}, tmp_path / "more.pt")
     with pytest.raises(FQNMismatchError, match="unexpected in the checkpoint: inv_freq"):
         migrate(tmp_path / "more.pt", out, model=Net)
@@ -285,7 +285,7 @@ def test_a_missing_file_of_a_dcp_directory_is_named_and_nothing_else_is_advised(
         ("out.safetensors", "torch", r"--to torch\) and the suffix \.safetensors contradict each other"),
         ("out.pt", "dcp", r"--to dcp\) and the suffix \.pt contradict"),
         ("out.bin", "safetensors", r"--to safetensors\) and the suffix \.bin contradict"),
-        ("out.onnx", None, r"suffix \.onnx says no format.*\.safetensors or \.pt, \.pth, \.bin, \.ckpt.*--to"),
+        ("out.onnx", None, r"suffix \.onnx names no format.*\.safetensors or \.pt, \.pth, \.bin, \.ckpt.*--to"),
     ],
 )
 def test_a_suffix_that_says_another_format_or_none_is_refused_before_anything_is_written(
@@ -450,6 +450,6 @@ def test_save_file_of_the_safetensors_library_and_ours_agree_byte_for_byte_in_th
 @pytest.mark.parametrize("to", ["fsdp2", "DCP", "pt", "hf"])
 def test_a_format_that_does_not_exist_is_refused_before_anything_is_written(tmp_path: Path, to: Any) -> None:
     torch.save({"model": {"weight": torch.ones(2)}}, tmp_path / "full.pt")
-    with pytest.raises(CheckpointError, match=f"to='{to}' is no format. Use 'dcp'"):
+    with pytest.raises(CheckpointError, match=f"to='{to}' is not a format. Use 'dcp'"):
         migrate(tmp_path / "full.pt", tmp_path / "new", to=to)
     assert not (tmp_path / "new").exists()

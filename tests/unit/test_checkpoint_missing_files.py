@@ -1,4 +1,4 @@
-"""Files that lie in no checkpoint's index: where their names say that one is missing, no half of a model passes for the whole."""
+"""Files without an index: if their names show that one is missing, a part of a model does not pass for the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ONE = torch.ones(2, 2)
 
 
 def stages(root: Path, ranks: list[int], name: str = "ckpt_rank{}.pt") -> Path:
-    """Each file holds parameters of its own, as pipeline stages do."""
+    """Write files that each hold their own parameters, like pipeline stages."""
     root.mkdir(parents=True)
     for rank in ranks:
         state = {f"layers.{rank}.weight": ONE * rank}
@@ -61,7 +61,7 @@ def test_a_missing_file_that_lies_in_a_folder_beside_is_named_with_it_by_every_c
     runner = CliRunner()
     for words in (["show"], ["verify"], ["migrate", str(tmp_path / "new")]):
         output = runner.invoke(command, [words[0], str(nodes[0]), *words[1:]]).output
-        assert f"A file of this name is in '{nodes[1]}': if it is of the same save, copy it here" in output, words
+        assert f"A file of this name is in '{nodes[1]}': if it is from the same save, copy it here" in output, words
 
 
 @pytest.mark.parametrize("name", ["ckpt_rank{}.pt", "stage{}.safetensors"])
@@ -166,4 +166,4 @@ def test_a_file_read_alone_whose_neighbour_has_the_same_names_is_told_where_its_
     for number in range(2):
         torch.save({"w": torch.full((2,), float(number))}, tmp_path / f"{word}_{number}.pt")
     notes = migrate(tmp_path / f"{word}_0.pt", tmp_path / "new").notes
-    assert any("If each holds a part, this is a part only" in note for note in notes) == told
+    assert any("If each holds a part, this is only one" in note for note in notes) == told

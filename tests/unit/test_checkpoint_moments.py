@@ -1,4 +1,4 @@
-"""Moments have their parameter's shape: what says otherwise is an order that is wrong, and never called verified."""
+"""Moments have their parameter's shape: an order that gives them another shape is wrong, and is never called verified."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_the_command_refuses_an_order_that_shapes_contradict(tmp_path: Path) -> 
     result = CliRunner().invoke(command, ["migrate", str(file), str(tmp_path / "new"), "--order", str(order)])
     assert result.exit_code == 1
     assert "optim.state.1.bias.exp_avg has shape (7, 5), and the parameter has (3,)" in result.output
-    assert "The names are in another order than the optimizer's" in result.output
+    assert "The names are not in the optimizer's order" in result.output
 
 
 @pytest.mark.parametrize("wrapper", ["", "module.", "_fsdp_wrapped_module."])

@@ -1,4 +1,4 @@
-"""A refusal ends with a next step, and what it offers is accepted as it is written."""
+"""A refusal ends with a next step, and the offered command is accepted exactly as written."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_one_folder_with_a_checkpoint_is_named_in_one_sentence(tmp_path: Path) -
     with pytest.raises(AmbiguousCheckpointError) as caught:
         open_checkpoint(tmp_path / "runs")
     assert str(caught.value).splitlines() == [
-        f"{tmp_path}/runs: it holds no checkpoint itself, and its folder step-100 does.",
+        f"{tmp_path}/runs: it holds no checkpoint itself, but its folder step-100 does.",
         f"  - {tmp_path}/runs/step-100",
         f"Name that folder: '{tmp_path}/runs/step-100'.",
     ]
@@ -149,7 +149,7 @@ def test_files_that_no_reader_takes_are_named_once_and_decoration_is_not(tmp_pat
 
 
 def nodes(root: Path, first: int, name: str = "ckpt_rank_{}.pt") -> Path:
-    """Files of four ranks on two nodes, with numbers that go on, or that begin anew on each node (``first`` is -1)."""
+    """Files of four ranks on two nodes, with numbers that continue, or that begin again on each node (``first`` is -1)."""
     for rank in range(4):
         (root / f"node{rank // 2}").mkdir(parents=True, exist_ok=True)
         number = rank % 2 if first < 0 else rank + first
@@ -203,9 +203,9 @@ def test_sharded_files_that_begin_anew_on_each_node_are_offered_by_what_they_say
     with Reader(open_checkpoint(pattern)) as reader:
         assert torch.equal(reader.tensor("model.weight"), torch.arange(4.0).reshape(4, 1).expand(4, 2))
     wrong = refusal("show", tmp_path / "old/node{rank}/ckpt_rank_0.pt")
-    assert "node1/ckpt_rank_0.pt says that rank 2 wrote it, where the path gives it rank 1" in wrong
+    assert "node1/ckpt_rank_0.pt says that rank 2 wrote it, but the path gives it rank 1" in wrong
     text = refusal("show", tmp_path / "old/node1")
-    (pattern,) = re.findall(r"let them say which rank each is of: '(.*)'\.", text)
+    (pattern,) = re.findall(r"take the ranks from the files themselves: '(.*)'\.", text)
     assert open_checkpoint(pattern).ranks == {"ckpt_rank_0.pt": 2, "ckpt_rank_1.pt": 3}
 
 
@@ -218,12 +218,12 @@ def test_a_migration_of_half_of_the_ranks_names_the_missing_ones_first(tmp_path:
     model = tmp_path / "net.py"
     model.write_text("import torch\ndef build(): return torch.nn.Linear(2, 4, bias=False)\n")
     arguments = ("migrate", tmp_path / "node0", tmp_path / "new", "--model", f"{model}:build")
-    assert "there are files of ranks 0-1, and none of ranks 2-3" in refusal(*arguments)
+    assert "there are files of ranks 0-1, but none of ranks 2-3" in refusal(*arguments)
     assert "its pieces have 4 elements" in refusal(*arguments, "--despite", "missing-rank")
 
 
 class Settings:
-    """A class of a user's own, which no reader of checkpoints knows."""
+    """A user's own class, which no reader of checkpoints knows."""
 
     def __init__(self) -> None:
         self.rate = 0.1
@@ -248,7 +248,7 @@ def test_a_whole_module_is_to_be_saved_by_its_state_dict(tmp_path: Path) -> None
     torch.save({"model": torch.nn.Linear(2, 2), "epoch": 3}, tmp_path / "in.pt")
     text = refusal("migrate", tmp_path / "in.pt", tmp_path / "new")
     assert "--despite unsafe --drop 'model'" in text
-    assert "save its state_dict() in the place of model" in text
+    assert "save its state_dict() in place of model" in text
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_what_came_in_the_place_of_a_file_is_called_what_it_is(tmp_path: Path, c
     words = "a pointer of Git LFS" if content[:1] == b"v" else "a web page"
     for path in (tmp_path / name, tmp_path):
         if path.is_dir() and name.endswith("json"):
-            continue  # any other JSON file may lie there
+            continue  # other JSON files may be there
         told = CliRunner().invoke(command, ["verify", str(path)]).output
         assert words in told
         assert "cut off" not in told

@@ -1,4 +1,4 @@
-"""Checkpoints put together from parts: names that FSDP2 finds, and every file that is left out is told."""
+"""Checkpoints put together from parts: FSDP2 finds their names, and every file that is left out is reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def accelerate(root: Path) -> tuple[Path, torch.nn.Module, torch.optim.Optimizer
 
 
 def loaded(new: Path) -> dict[str, object]:
-    """What ``dcp.load`` puts into a fresh model's and optimizer's state."""
+    """The state that ``dcp.load`` loads for a fresh model and optimizer."""
     model = build()
     weights, moments = get_state_dict(model, torch.optim.AdamW(model.parameters()))
     target = {"model": weights, "optimizer": moments}

@@ -1,4 +1,4 @@
-"""Names that do not fit: both sides are shown, one fact is told once, and one change of a prefix is named to be copied."""
+"""Mismatched names: both sides are shown, each fact is reported once, and a change of prefix can be copied from the message."""
 
 from __future__ import annotations
 

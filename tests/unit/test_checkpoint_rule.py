@@ -1,4 +1,4 @@
-"""What a checkpoint is: nothing is decided by a word in a name, by the order of text or by what lies beside it."""
+"""Recognition of checkpoints: never by a word in a name, by the order of text or by other files beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(path: Path) -> Path:
 
 
 def piece(rank: int) -> dict[str, Any]:
-    """What rank ``rank`` of 12 saves: equal weights, and its two elements of a moment."""
+    """The state that rank ``rank`` of 12 saves: equal weights, and its two elements of a moment."""
     moment = torch.tensor([2.0 * rank, 2.0 * rank + 1])
     groups = [{"lr": 0.1, "params": [0]}]
     return {"model": {"weight": torch.zeros(12, 2)}, "optimizer": {"state": {0: {"exp_avg": moment}}, "param_groups": groups}}
@@ -72,7 +72,7 @@ def test_b_ranks_keep_their_numbers_and_missing_ones_are_an_error(tmp_path: Path
     assert checkpoint.values["dataloader.pos"].replicas == {2: 2, 3: 3}
     (finding,) = [finding for finding in verify(pattern).findings if finding.severity == "error"]
     assert finding.code == "missing-rank"
-    assert "ranks 2-3, and none of ranks 0-1" in finding.what
+    assert "ranks 2-3, but none of ranks 0-1" in finding.what
 
 
 def test_c_checkpoints_of_several_epochs_are_listed_and_not_read_as_ranks(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_f_the_prefix_of_ddp_goes_and_is_told(tmp_path: Path) -> None:
     torch.save({"model": {"module.weight": ONE, "module.bias": ONE[0]}}, tmp_path / "x.pt")
     result = migrate(tmp_path / "x.pt", tmp_path / "new")
     assert set(open_checkpoint(tmp_path / "new").tensors) == {"model.weight", "model.bias"}
-    assert result.notes == ("model: every name begins with module., as DDP's do, and that is left out",)
+    assert result.notes == ("model: every name begins with module., as DDP's do, which is left out",)
     own = torch.nn.Module()
     own.module = torch.nn.Linear(2, 2)
     migrate(tmp_path / "x.pt", tmp_path / "own", model=own)
@@ -317,7 +317,7 @@ def test_j_a_numbered_file_that_is_missing_is_named(tmp_path: Path, there: list[
         open_checkpoint(tmp_path)
 
 
-# -- what somebody found who knew the help texts only -----------------------------------------------------------------
+# -- found by a user who knew only the help texts ---------------------------------------------------------------------
 
 
 def named_backwards(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer, Path]:
@@ -339,7 +339,7 @@ def test_names_that_the_optimizer_has_noted_decide_over_the_models_order(tmp_pat
         for name, parameter in model.named_parameters():
             assert torch.equal(reader.tensor(f"optim.state.{name}.exp_avg"), optimizer.state[parameter]["exp_avg"])
         assert reader.value("optim.param_groups.0.params") == ["1.weight", "0.weight"]
-    with pytest.raises(FQNMismatchError, match="the optimizer itself has noted"):
+    with pytest.raises(FQNMismatchError, match="the optimizer itself has recorded"):
         migrate(file, tmp_path / "other", order=["0.weight", "1.weight"])
 
 
@@ -412,7 +412,7 @@ def moments(count: int, scale: float = 1) -> dict[str, Any]:
         ({"loop": {"seen": [1, 2]}}, {"loop": {"seen": [1, 3]}}, r"loop\.seen differs"),
         ({"ema": {"w": ONE}}, {"ema": {"w": ONE * 2}}, r"ema\.w differs"),
         ({"optimizer": moments(3)}, {"optimizer": moments(3, 2)}, r"optimizer\.state\.0\.exp_avg differs"),
-        ({"args": Namespace(epoch=0)}, {"args": Namespace(epoch=1)}, r"args is no plain data"),
+        ({"args": Namespace(epoch=0)}, {"args": Namespace(epoch=1)}, r"args is not plain data"),
         ({"model2": {"a": ONE}}, {"model2": {"a": ONE, "b": ONE}}, r"only ckpt_1\.pt holds model2\.b"),
     ],
 )
@@ -479,7 +479,7 @@ JOINTS = st.sampled_from(["_", "-", "", "=", "."])
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[tuple[str, int, int]], bool]:
-    """Names with the rank and the step that wrote each file; and whether all ranks of one step are there."""
+    """Names with the rank and the step of each file, and whether all ranks of one step are present."""
     ranks = draw(st.lists(st.integers(0, 13), min_size=1, max_size=5, unique=True))
     steps = draw(st.lists(st.integers(0, 120), min_size=1, max_size=3, unique=True))
     order = draw(st.permutations(["rank", "step", "word"]))
@@ -515,4 +515,4 @@ def test_names_of_any_kind_give_the_right_ranks_or_are_refused(
     for name, rank in checkpoint.ranks.items():
         assert rank == truth[name][0] + (not from_zero)
     if checkpoint.ranks and not from_zero:
-        assert checkpoint.missing_ranks  # the names count from 1: that rank 0 is missing is an error, and says how to go on
+        assert checkpoint.missing_ranks  # the names count from 1, so rank 0 is missing: an error with advice

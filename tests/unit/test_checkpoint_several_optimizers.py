@@ -278,5 +278,5 @@ def test_one_optimizer_of_several_models_keeps_names_with_those_of_the_dicts(tmp
     with Reader(open_checkpoint(tmp_path / "new")) as reader:
         assert torch.equal(reader.tensor("opt.state.b.w.exp_avg"), torch.zeros(2))
         assert torch.equal(reader.tensor("opt.state.a.w.exp_avg"), torch.ones(2))
-    with pytest.raises(FQNMismatchError, match=r"not one of a, b has all names of the order for opt"):
+    with pytest.raises(FQNMismatchError, match=r"none of a, b has all names of the order for opt"):
         migrate(tmp_path / "x.pt", tmp_path / "other", order=["w", "b.w"])

@@ -1,4 +1,4 @@
-"""What `labkit checkpoint show` tells of values, of whatever kind the checkpoint is, without running anything."""
+"""`labkit checkpoint show` describes the values of every kind of checkpoint without running anything."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def test_p16_long_name_stays_on_one_line_where_no_terminal_ends_it(tmp_path: Pat
     command = f"{sys.executable} -m labkit checkpoint show {tmp_path / 'one.pt'}"
     if way == "pipe":
         shown = subprocess.run(command, shell=True, capture_output=True, text=True, check=True).stdout
-    else:  # IPython runs ! in a terminal of 80 columns, and a kernel's children know whose they are
+    else:  # IPython runs ! in a terminal of 80 columns, and a kernel's children know that they are its children
         read, write = pty.openpty()
         done = subprocess.run(command, shell=True, stdout=write, env={**os.environ, "JPY_PARENT_PID": "1"}, check=True)
         assert done.returncode == 0

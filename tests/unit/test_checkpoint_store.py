@@ -1,4 +1,4 @@
-"""Saving and loading by one process: what it refuses, what it keeps, what it restores."""
+"""Saving and loading by one process: refusals, retention, restoring."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_a_step_without_a_manifest_does_not_count_and_the_next_save_replaces_it(
     checkpoint.save(tmp_path, {"a": torch.full((2,), 2.0)}, 2)
     assert checkpoint.load(tmp_path, state).step == 2
     assert state["a"].tolist() == [2.0, 2.0]
-    with pytest.raises(CheckpointExistsError, match="step 2 is there already"):
+    with pytest.raises(CheckpointExistsError, match="step 2 already exists and is complete"):
         checkpoint.save(tmp_path, state, 2)
 
 

@@ -180,7 +180,7 @@ def test_s5_a_link_under_the_name_of_the_manifest_s_draft_is_not_followed(tmp_pa
 def test_where_the_file_system_gives_all_files_to_one_user_retention_works_as_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as on NFS with root_squash: what one makes is another's
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)  # as on NFS with root_squash: new files belong to another user
     (tmp_path / "step_00000003").mkdir()
     for step in (1, 2, 3):
         save(tmp_path, step, keep=2)

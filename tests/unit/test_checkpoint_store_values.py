@@ -1,4 +1,4 @@
-"""What save accepts, load returns, equal and of the same type; the rest is refused by name before anything is written."""
+"""load returns every value that save accepts, equal and of the same type; others are refused by name before any write."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from labkit.checkpoint.pickles.values import MAX_DEPTH, digest, snapshot
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal, of the same types and the same to the last bit. It shares no code with what it judges."""
+    """Return whether two values have the same types and bits. It shares no code with the code under test."""
     if type(left) is not type(right):
         return False
     if isinstance(left, torch.Tensor):
@@ -70,7 +70,7 @@ class Holder:
 
 
 def reloaded(folder: Path, value: Any) -> Any:
-    """A value that was saved as one of an object, and loaded into an object without a state."""
+    """Save a value as an object's state, and load it into an object without a state."""
     checkpoint.save(folder, {"held": Holder(value)}, 1)
     state = {"held": Holder(None)}
     checkpoint.load(folder, state)
@@ -147,7 +147,7 @@ def test_b_a_value_comes_back_equal_and_of_the_same_type(tmp_path: Path, name: s
 
 
 def blank(value: Any) -> Any:
-    """The same names with other values: the nested dicts and lists of a state are the caller's own."""
+    """The same names with other values, because the nested dicts and lists of a state are the caller's own."""
     if type(value) in (dict, OrderedDict) and value and all(type(key) in (str, int) for key in value):
         return type(value)((key, blank(item)) for key, item in value.items())
     if isinstance(value, list) and opens(value):
@@ -475,12 +475,12 @@ def test_b_what_no_load_would_hand_back_to_a_module_is_refused(tmp_path: Path) -
         def state_dict(self, *args: Any, **options: Any) -> Any:
             return {name: value.clone() for name, value in super().state_dict(*args, **options).items()}
 
-    with pytest.raises(UnsavableStateError, match=r"m\.version is of type int, which only get_extra_state can give out"):
+    with pytest.raises(UnsavableStateError, match=r"m\.version is of type int, which a load can restore only if get_extra"):
         checkpoint.save(tmp_path / "store", {"m": Noted(1, 1)}, 1)
-    with pytest.raises(UnsavableStateError, match=r"m\.(weight|bias) is no parameter or buffer of the module but a copy"):
+    with pytest.raises(UnsavableStateError, match=r"m\.(weight|bias) is not a parameter or buffer of the module but a copy"):
         checkpoint.save(tmp_path / "store", {"m": nn.Sequential(nn.Linear(1, 1), Copied(1, 1))[1]}, 1)
     checkpoint.save(tmp_path / "other", {"m": nn.Linear(1, 1)}, 1)
-    with pytest.raises(CheckpointMismatchError, match=r"does not fit:\n  - m\.(weight|bias) is no parameter"):
+    with pytest.raises(CheckpointMismatchError, match=r"does not fit:\n  - m\.(weight|bias) is not a parameter"):
         checkpoint.load(tmp_path / "other", {"m": Copied(1, 1)})
     with pytest.raises(UnsavableStateError, match=r"m\._extra_state is of type _io\.BytesIO"):
         checkpoint.save(tmp_path / "store", {"m": Extra(io.BytesIO())}, 1)

@@ -1,4 +1,4 @@
-"""Tensors that are more than bytes in C order: lazy bits, expanded views, and kinds that labkit names and does not read."""
+"""Tensors that are more than bytes in C order: lazy bits, expanded views, and kinds that labkit names but does not read."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_s9_a_tensor_that_occurs_over_and_over_is_one_tensor(tmp_path: Path) -> 
 
 
 def test_s9_expanded_tensors_in_a_dcp_value_are_refused(tmp_path: Path) -> None:
-    # DCP takes a set for one value, and writes it with torch.save.
+    # DCP treats a set as one value, and writes it with torch.save.
     dcp.save({"v": {torch.ones(1).expand(1 << 40)}}, checkpoint_id=tmp_path, no_dist=True)
     with Reader(open_checkpoint(tmp_path)) as reader, pytest.raises(UnsupportedTensorError, match=r"not supported: v: .*expanded"):
         reader.value("v")

@@ -77,7 +77,7 @@ def test_safetensors_hold_one_name_and_note_the_other(model: Tied, file: Path, t
     assert back["head.weight"].untyped_storage().data_ptr() == back["embed.weight"].untyped_storage().data_ptr()
     if target == "x.safetensors":
         with safe_open(tmp_path / target, "pt") as opened:
-            assert "head.weight" not in opened.keys()  # noqa: SIM118 -- it is no dict
+            assert "head.weight" not in opened.keys()  # noqa: SIM118 -- it is not a dict
             assert opened.metadata() == {"format": "pt", "head.weight": "embed.weight"}
         other = Tied()
         load_model(other, str(tmp_path / target))

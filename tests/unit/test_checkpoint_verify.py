@@ -57,7 +57,7 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    """What DCP itself writes: no manifest."""
+    """A checkpoint as DCP itself writes it, without a manifest."""
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_state(optimizer, {("model",): model}), "epoch": 3}
     dcp.save(state, checkpoint_id=tmp_path / "plain", no_dist=True)
@@ -89,7 +89,7 @@ def flip(path: Path, at: float = 0.5) -> None:
 
 
 def flip_payload(folder: Path, key: str) -> None:
-    """Flip a bit of a tensor's data; most other bytes of a small archive are padding that nobody reads."""
+    """Flip a bit of a tensor's data; most other bytes of a small archive are padding that is never read."""
     found = checkpoint.open_checkpoint(folder)
     entry = found.tensors[key]
     with checkpoint.Reader(found) as reader:
@@ -367,7 +367,7 @@ def test_the_report_is_plain_data(plain: Path) -> None:
 
 @pytest.fixture
 def four_files(tmp_path: Path) -> Path:
-    """A DCP directory as four ranks write it."""
+    """A DCP directory as written by four ranks."""
     model, optimizer = trained()
     state = {"model": model.state_dict(), "optimizer": checkpoint.optimizer_state(optimizer, {("model",): model}), "epoch": 3}
     torch.save(state, tmp_path / "x.pt")

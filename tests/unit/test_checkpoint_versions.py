@@ -1,4 +1,4 @@
-"""A DCP index that another version of torch, or of Python, wrote: what labkit, torch and verify make of it."""
+"""A DCP index that another version of torch, or of Python, wrote, read by labkit, torch and verify."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def fields_in(path: Path) -> set[int]:
 
 
 def test_the_torch_here_cannot_read_it_and_verify_says_so_with_the_way_out(newer: Path) -> None:
-    # dcp.load's own errors are no Exception.
+    # dcp.load's own errors are not Exceptions.
     with pytest.raises(BaseException, match="too many values to unpack"):
         loaded_by_torch(newer)
     (found,) = verify(newer).findings

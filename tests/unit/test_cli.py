@@ -1,4 +1,4 @@
-"""The ``labkit`` command's arguments: what it reads, refuses and decides before any kernel starts."""
+"""The ``labkit`` command's arguments: reading, refusals and decisions before any kernel starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks conclude, each by itself, from the conditions that they exchange after a run was cut off."""
+"""The conclusions that each rank draws from the conditions that ranks exchange after a run was cut off."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A death is the cause and the ranks that it cut off are victims, in whatever order the two are heard of."""
+"""A death is the cause and the ranks that it cut off are victims, in whatever order the news of them arrives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEATH = Failed(1, 1, RankFailure(1, "died", "SIGKILL", "killed from outside", ex
 
 
 class Script:
-    """A pool whose messages come in the given batches, one batch for each time that somebody asks."""
+    """A pool whose messages come in the given batches, one batch per request."""
 
     all_ranks = (0, 1)
     dead_ranks = ()
@@ -49,7 +49,7 @@ class Script:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """The clock, in the hand of the test."""
+    """A clock that the test controls."""
     clock = [100.0]
     ticks = itertools.count()
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0] + 1e-6 * next(ticks))

@@ -1,4 +1,4 @@
-"""The verdict over a run that waits names the cause and not its victims, and calls only that a hang which cannot end by itself."""
+"""The verdict on a run that waits names the cause and not its victims, and calls it a hang only if it cannot end by itself."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import pytest
 
 from labkit.controller.hang.diagnosis import Diagnosis
 from labkit.controller.hang.verdict import judge
-from labkit.wire.messages import Collective, RankReport
+from labkit.wire.messages import RankReport, RecordedCollective
 
 PAIRS = {"0": (0, 1, 2, 3), "1": (0, 1), "2": (2, 3), "3": (0, 2), "4": (1, 3)}
 
 
 def collective(
     sequence: int, name: str = "all_reduce", group: str = "0", *sizes: tuple[int, ...], done: bool = False
-) -> Collective:
-    return Collective(sequence, name, group, sizes or ((4,),), ("Float",), done, "gloo")
+) -> RecordedCollective:
+    return RecordedCollective(sequence, name, group, sizes or ((4,),), ("Float",), done, "gloo")
 
 
 def waits(
     line: int, sequence: int, name: str = "all_reduce", group: str = "0", *sizes: tuple[int, ...], calls: str = ""
 ) -> RankReport:
-    """A rank that waits in a collective; ``calls`` is the function of torch.distributed, where its name is another."""
+    """A rank that waits in a collective; ``calls`` is the function of torch.distributed, if its name differs."""
     mine = collective(sequence, name, group, *sizes)
     return replace(
         computes(line, cpu_s=0.0),
@@ -34,7 +34,7 @@ def waits(
     )
 
 
-def computes(line: int, cpu_s: float = 1.0, *past: Collective) -> RankReport:
+def computes(line: int, cpu_s: float = 1.0, *past: RecordedCollective) -> RankReport:
     return RankReport(
         1,
         busy_s=5.0,
@@ -47,7 +47,7 @@ def computes(line: int, cpu_s: float = 1.0, *past: Collective) -> RankReport:
     )
 
 
-def idle(*past: Collective) -> RankReport:
+def idle(*past: RecordedCollective) -> RankReport:
     return RankReport(None, collectives=(collective(1, done=True), *past), groups=PAIRS)
 
 
@@ -60,7 +60,7 @@ def judged(
     ranks: tuple[int, ...] | None = None,
     world_size: int = 0,
 ) -> Diagnosis:
-    """Two looks, a second apart; ranks that wait have used no CPU in between, ranks that compute the whole second."""
+    """Two looks, a second apart; in between, waiting ranks have used no CPU, and computing ranks a whole second."""
     all_ranks = range(world_size or max({*now, *finished, *failed, *dead}) + 1)
     before = {rank: replace(report, cpu_s=0.0) for rank, report in now.items()}
     return judge(all_ranks if ranks is None else ranks, all_ranks, finished, failed, dead, before, now, 1.0)
@@ -69,7 +69,7 @@ def judged(
 # ---- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
-def queued(sequence: int, line: int) -> Collective:
+def queued(sequence: int, line: int) -> RecordedCollective:
     return replace(collective(sequence), backend="nccl", where=f"Cell In[7], line {line}", code=f"code of line {line}")
 
 

@@ -1,4 +1,4 @@
-"""The three places that say what gets installed, and how, agree: pyproject.toml, environment.yml, the Makefile."""
+"""The three files that describe the installation agree: pyproject.toml, environment.yml, the Makefile."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_conda_and_pip_take_the_same_python() -> None:
 
 
 def test_conda_takes_every_other_package_from_pyproject() -> None:
-    # The pip section installs this folder, so packages and ranges stand in one place. A second list here would drift.
+    # The pip section installs this folder, so packages and ranges are in one place. A second list here would drift.
     assert _pip() == ["-e .[lab]"]
     assert [spec for spec in CONDA["dependencies"] if isinstance(spec, str)] == [f"python {_conda('python')}", "pip"]
 
@@ -77,7 +77,7 @@ def test_every_requirement_has_a_lower_and_an_upper_bound(requirement: str) -> N
     assert operators == {">=", "<"}
 
 
-# Packages that come with a declared one and are that one's public side.
+# Packages that come with a declared one and are its public interface.
 COMES_WITH = {
     "nbclient": "papermill",
     "jupyter_client": "ipykernel",
@@ -91,7 +91,7 @@ COMES_WITH = {
     "bleach": "nbconvert",
     "tinycss2": "nbconvert",
 }
-# Compared with on a GPU machine where it is installed; nothing needs it.
+# Optional: GPU benchmarks compare with it if it is installed.
 OPTIONAL = {"trl"}
 
 

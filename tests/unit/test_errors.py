@@ -53,6 +53,7 @@ ERRORS: list[BaseException] = [
     errors.WireError("cannot be sent"),
     errors.StrangerError(1234, "mallory", 29500, answered=True),
     errors.ExerciseError("off by 3"),
+    errors.UnsolvedError("f is not solved yet"),
     errors.CheckpointError("no metadata"),
 ]
 

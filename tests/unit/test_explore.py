@@ -1,4 +1,4 @@
-"""Controls over a picture: what they offer, what follows from a move, and how the planner reads them."""
+"""Controls over a picture: their options, the effect of a move, and their use in the planner."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_options_follow_from_what_was_chosen_before_them_and_choices_stay_while_
     ("options", "start", "message"),
     [
         ({"ranks": []}, {}, "ranks has no options"),
-        (controls(), {"ranks": 3}, r"ranks starts from 3, which is none of its options: \[1, 2, 4, 8\]"),
+        (controls(), {"ranks": 3}, r"ranks starts from 3, which is not one of its options: \[1, 2, 4, 8\]"),
         (controls(), {"ranks": 4, "mesh": "4 x 2"}, "mesh starts from '4 x 2'"),
         (controls(), {"rank": 4}, "no control is called rank; there are ranks, mesh, dtype"),
     ],

@@ -1,4 +1,4 @@
-"""Whatever a hostile file holds: none of its code runs, no command takes long or much, ends in a traceback or leaves anything."""
+"""No hostile file runs code, and no command on one takes much time or memory, ends in a traceback or leaves files behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.hostile.pickles import named, pickled, text
 from tests.matrix import matrix
 
 MOST_S = 10.0
-# Beside ten times the file: what a migration of any size takes for its buffers, and the allocator's own rounding.
+# Memory allowed beyond ten times the file: a migration's buffers, and the allocator's rounding.
 MOST_BYTES = 96 << 20
 STARTS = (
     "os.system",
@@ -72,7 +72,7 @@ def peak_bytes() -> int:
 def little_taken(path: Path) -> Iterator[None]:
     """Fail when the block takes more than 10 s of processor time, or ten times the file's bytes."""
     size = sum(file.stat().st_size for file in (path, *path.rglob("*")) if file.is_file() and not file.is_symlink())
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before, begun = peak_bytes(), time.process_time()
     yield
     assert time.process_time() - begun < MOST_S
@@ -89,7 +89,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int, int]]:
 
 
 def commands(path: Path, out: Path) -> list[tuple[str, ...]]:
-    """What the victim tries: each reads in another way."""
+    """The victim's commands, each of which reads in another way."""
     return [
         ("show", "--", str(path)),
         ("show", "--opaque", "--json", "--chunks", "--", str(path)),
@@ -115,7 +115,7 @@ def attempt(hostile: Hostile, folder: Path, temp: Path) -> None:
             result = CliRunner().invoke(main, ["checkpoint", *command])
         assert isinstance(result.exception, SystemExit | None), (command[0], result.exc_info)
         assert result.exit_code in (0, 1), (command[0], result.output)
-        if hostile.kind.endswith("_calls"):  # torch runs it, whatever is done here
+        if hostile.kind.endswith("_calls"):  # torch itself would run it
             assert result.exit_code == 1 or command[0] == "show", (command[0], result.output)
         assert "Traceback" not in result.output
         assert result.output

@@ -1,4 +1,4 @@
-"""Words on the parts of a picture: each lies on its part, and the picture says as much without them."""
+"""Texts on the parts of a picture: each lies on its part, and the picture is complete without them."""
 
 from __future__ import annotations
 
@@ -68,5 +68,5 @@ def test_the_page_holds_one_box_per_part_over_one_image_and_nothing_new_for_scre
     assert page.count('<span aria-hidden="true" title="') == 2
     assert "&#10;rank 1: 6-9" in page
     assert re.search(r"position:absolute;left:\d+\.\d\d%;top:", page)
-    assert all(str(row[5]) in page for row in picture.rows)  # the table says it too
+    assert all(str(row[5]) in page for row in picture.rows)  # the table has it too
     assert "<span" not in picture.to_text()

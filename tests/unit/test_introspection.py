@@ -1,4 +1,4 @@
-"""What a rank says of itself. A look never fails: it comes from the thread on which every way out of a hang depends."""
+"""A rank's report on itself. A look never fails, because every way out of a hang depends on its thread."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_look_that_fails_still_says_which_run_is_at_work(monkeypatch: pytest.Mon
 def test_first_collective_of_a_long_queue_is_told_with_its_line_however_many_are_queued_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch's record as NCCL keeps it: what is queued on the GPU stays ``scheduled`` until its turn has come."""
+    """torch's record as NCCL keeps it: collectives queued on the GPU stay ``scheduled`` until their turn comes."""
     frames = [{"name": "all_reduce", "filename": torch.distributed.__file__, "line": 3245}]
     frames += [{"name": "step", "filename": __file__, "line": number} for number in (4, 1)]
     entries = [

@@ -1,4 +1,4 @@
-"""The report of ``labkit run`` for continuous integration, and what is refused before anything runs."""
+"""The report of ``labkit run`` for continuous integration, and refusals before anything runs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from labkit.course.running import runner
 from labkit.course.running.execution import NotebookResult, Status
 from labkit.course.running.junit import require_place, write_report
 
-# As IPython shows an error; the message has what XML cannot hold, and what it has to quote.
+# An error as IPython shows it; the message has characters that XML cannot hold, and some that it has to quote.
 TRACEBACK = """\
-cell 3 (id abc); 1 code cell behind it was not run. -------------------------------------
+cell 3 (id abc); 1 code cell after it was not run. -------------------------------------
 ValueError                                Traceback (most recent call last)
 Cell In[3], line 1
 ----> 1 f()
@@ -39,7 +39,7 @@ def _report(tmp_path: Path, *results: NotebookResult) -> ET.Element:
 
 
 def _result(status: Status, error: str = "", name: str = "lab.ipynb") -> NotebookResult:
-    # As an attempt gives it: characters that control a terminal are escapes.
+    # As an attempt returns it: characters that control a terminal are escaped.
     return NotebookResult(Path(name), Path("out") / name, status, 1.5, plain(error), "cell 3 (id abc)", ("cell 4 (id d)",))
 
 
@@ -72,7 +72,7 @@ def test_one_suite_holds_one_case_a_notebook_and_counts_what_became_of_them(tmp_
 def test_a_failure_holds_the_traceback_and_its_message_the_cell_and_what_was_raised(tmp_path: Path) -> None:
     (failure,) = _report(tmp_path, _result("failed", TRACEBACK)).iter("failure")
     raised = r"""ValueError: <b>&"]]>\x00\x1b]0;title\x07\ud800\ufffe"""
-    assert failure.get("message") == f"failed: cell 3 (id abc); 1 code cell behind it was not run. {raised}"
+    assert failure.get("message") == f"failed: cell 3 (id abc); 1 code cell after it was not run. {raised}"
     assert "----> 1 f()" in failure.text
     assert failure.text.endswith(f"{raised}\nnot run: cell 4 (id d)")
 
@@ -93,7 +93,7 @@ def test_a_notebook_s_name_may_be_anything(tmp_path: Path) -> None:
 
 @contextmanager
 def somebody_else() -> Iterator[None]:
-    """For root: the rights of somebody else. Only for what is tested: pytest itself writes files as root."""
+    """Drop root's rights inside the block only, because pytest itself writes files as root."""
     before = os.geteuid()
     if before == 0:
         os.seteuid(65534)
@@ -105,7 +105,7 @@ def somebody_else() -> Iterator[None]:
 
 @pytest.mark.parametrize("report", ["report.xml", "new/report.xml"])
 def test_a_folder_that_one_may_not_write_to_is_told_beforehand(report: str) -> None:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # pytest's own folders are root's alone
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # only root can enter pytest's own folders
         os.chmod(folder, 0o555)
         told = re.escape(f"{report} cannot be written: {os.strerror(errno.EACCES)}")
         with somebody_else(), pytest.raises(OverwriteError, match=told):

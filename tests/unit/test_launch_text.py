@@ -1,4 +1,4 @@
-"""The commands and files by which schedulers start the agents of an attached pool."""
+"""The commands and files with which schedulers start the agents of an attached pool."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LAUNCH = Launch(2, 8, "tcp://login:29600", "/keys/labkit.key", linger_s=600)
 
 
 def understood(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail where the agent's own command line does not know these words; it ends at the key file, which is not there."""
+    """Fail if the agent's own command line does not accept these words; it ends at the key file, which does not exist."""
     monkeypatch.setattr(sys, "argv", words)
     assert agent_main() == 1
 
@@ -162,7 +162,7 @@ def test_s13_a_link_or_a_folder_in_a_key_file_s_place_is_refused_and_no_secret_s
     if kind == "link":
         target.write_text("mine")
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(InvalidPoolError, match=f"a {kind.rsplit(maxsplit=1)[-1]} is where the key file"):
+    with pytest.raises(InvalidPoolError, match=f"the key file cannot be written: .* is a {kind.rsplit(maxsplit=1)[-1]}"):
         KeyFile.of(Keys.generate()).write(path)
     assert sorted(tmp_path.iterdir()) == before
     assert kind != "link" or target.read_text() == "mine"
@@ -173,7 +173,7 @@ def test_s13_a_key_file_is_made_exclusively_under_a_name_that_cannot_be_known(
 ) -> None:
     target = tmp_path / "target"
     target.write_text("mine")
-    (tmp_path / f"labkit.key.{os.getpid()}").symlink_to(target)  # a name that can be known
+    (tmp_path / f"labkit.key.{os.getpid()}").symlink_to(target)  # a name that can be guessed
     opened: list[tuple[str, int, int]] = []
     real = os.open
 
@@ -293,9 +293,9 @@ def test_l5_agents_start_in_no_folder_that_somebody_else_has_made_under_its_name
     ("content", "mode", "message"),
     [
         (None, 0o600, "cannot be read: No such file or directory. Copy it here"),
-        ("{}", 0o600, "is no key file of labkit"),
-        ("no json", 0o600, "is no key file of labkit"),
-        ("[]", 0o600, "is no key file of labkit"),
+        ("{}", 0o600, "is not a labkit key file"),
+        ("no json", 0o600, "is not a labkit key file"),
+        ("[]", 0o600, "is not a labkit key file"),
         ('{"server_public": "a", "client_public": "b", "client_secret": "c"}', 0o644, "Run: chmod 600"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The leak guard sees what is left behind, and only that."""
+"""The leak guard reports leaks, and nothing else."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_the_fork_server_may_stay_but_its_ranks_may_not(cleanup: contextlib.Exit
     assert server.stdout.readline() == "forked\n"
     (rank,) = psutil.Process(server.pid).children()
     try:
-        # Another test may have left a fork server; then this one is one too many, which is another line.
+        # Another test may have left a fork server; then this is a second one, which gives another line.
         (line,) = (line for line in leaks.leaked(before, leaks.take_stock()) if "fork servers" not in line)
         assert f"pid {rank.pid}" in line
         assert f"pid {server.pid} " not in line

@@ -1,4 +1,4 @@
-"""The one record of the limits of time."""
+"""The record of time limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formula, tracker and allocator agree on the memory of a step; what save_on_cpu moves is counted."""
+"""Formula, tracker and allocator agree on the memory of a step; bytes that save_on_cpu moves are counted."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_save_on_cpu_moves_weights_and_what_is_saved_twice_twice() -> None:
     assert counts.moved_bytes == 2 * x + 2 * hidden + 2 * weight
     with save_on_cpu():
         block(torch.ones(4, 8, requires_grad=True) * 1)
-    assert counts.num_entered == 1  # nothing is watched any more
+    assert counts.num_entered == 1  # the watch has ended
     assert "__enter__" not in vars(save_on_cpu)
 
 

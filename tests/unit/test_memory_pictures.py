@@ -83,7 +83,7 @@ def test_a_flat_roofline_has_no_knee() -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "points", "message"), [(LINE[:1], {"a": [(0.0, 1.0)]}, "two points"), (LINE, {"a": []}, "a hope")]
+    ("line", "points", "message"), [(LINE[:1], {"a": [(0.0, 1.0)]}, "two points"), (LINE, {"a": []}, "needs measured points")]
 )
 def test_a_roofline_without_a_line_or_points_is_refused(
     line: list[tuple[float, float]], points: dict[str, list[tuple[float, float]]], message: str

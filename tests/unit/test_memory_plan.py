@@ -1,4 +1,4 @@
-"""The predicted peak of a step is within 5 % of what torch's tracker sees, on any mesh, in each precision, recomputed or not."""
+"""The predicted peak of a step is within 5 % of torch's tracker, on any mesh, in each precision, recomputed or not."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WORLD = 8
 
 @pytest.fixture
 def ranks() -> Iterator[None]:
-    """Eight ranks of which one is here; collectives do nothing."""
+    """One of eight ranks, without the others; collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The memory of a step over its operations: as the tracker sees its peak, marked where blocks begin, drawn with all its bytes."""
+"""The memory of a step over its operations: equal to the tracker's peak, marked where blocks begin, drawn completely."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The mapping of FSDP1's arguments is complete, and the pictures of a migration say what their data say."""
+"""The mapping of FSDP1's arguments is complete, and the pictures of a migration agree with their data."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_target_is_an_argument_or_a_method_of_fsdp2_and_what_has_none_says
 def test_the_mapping_s_picture_counts_each_kind_and_carries_the_notes() -> None:
     picture = mapping_picture(ARGUMENTS)
     assert picture.alt == (
-        "Of 15 arguments of FSDP1, 9 have a successor that behaves otherwise, 4 became your own code, and 2 are gone."
+        "Of 15 arguments of FSDP1, 9 have a successor that behaves differently, 4 became your own code, and 2 are gone."
     )
     assert len(picture.rows) == 15
     for move in ARGUMENTS:
@@ -86,5 +86,5 @@ def test_loss_curves_give_the_distance_of_each_run_at_its_own_steps() -> None:
     "runs", [{}, {"a": [1.0] * 4}, {"a": [1.0], "b": [1.0, 2.0]}, {"a": []}, {str(n): [1.0] for n in range(8)}]
 )
 def test_loss_curves_refuse_what_cannot_be_drawn(runs: dict[str, list[float]]) -> None:
-    with pytest.raises(ValueError, match="runs of one length"):
+    with pytest.raises(ValueError, match="runs, all of the same length"):
         loss_curves([3.0, 2.0], runs)

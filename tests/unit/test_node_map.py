@@ -1,4 +1,4 @@
-"""The picture of meshes on machines: which links are between nodes, and what cannot be drawn."""
+"""The picture of meshes on machines: the links between nodes, and layouts that cannot be drawn."""
 
 from __future__ import annotations
 

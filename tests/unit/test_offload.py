@@ -21,7 +21,7 @@ from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.text import BatchSampler
 from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload.context import ActivationOffload, OffloadError
-from labkit.spmd.offload.transfer import Copy, CountingTransfer
+from labkit.spmd.offload.transfer import CountingTransfer, HostCopy
 
 CONFIG = ModelConfig(dim=16, num_layers=4, num_heads=2, hidden_dim=24, max_seq_len=16)
 BATCH, SEQ = 2, 16
@@ -30,21 +30,21 @@ SMALLEST = 1024
 
 
 class LazyTransfer:
-    """A bus as slow as is allowed: bytes travel at the last moment, and until then both ends read as rubbish.
+    """A bus as slow as is allowed: bytes travel at the last moment, and until then both ends contain garbage.
 
-    Whoever reads before waiting, or frees before waiting, computes wrong gradients.
+    Code that reads or frees before waiting computes wrong gradients.
     """
 
     is_alias = False
 
     def __init__(self) -> None:
-        self.pending: dict[Copy, tuple[Tensor, Tensor]] = {}
-        self.num_host, self.free = 0, list[Copy]()
+        self.pending: dict[HostCopy, tuple[Tensor, Tensor]] = {}
+        self.num_host, self.free = 0, list[HostCopy]()
         self.events: list[str] = []
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         waiting = [copy for copy in self.free if copy.host.numel() == source.numel()]
-        copy = waiting[0] if waiting else Copy(torch.empty_like(source))
+        copy = waiting[0] if waiting else HostCopy(torch.empty_like(source))
         if waiting:
             self.free.remove(copy)
         else:
@@ -54,27 +54,27 @@ class LazyTransfer:
         self.events.append("send")
         return copy
 
-    def wait_sent(self, copy: Copy) -> None:
+    def wait_sent(self, copy: HostCopy) -> None:
         self._finish(copy)
 
-    def fetch(self, copy: Copy) -> Tensor:
+    def fetch(self, copy: HostCopy) -> Tensor:
         assert copy not in self.pending, "asked back before it had left"
         target = torch.full_like(copy.host, 97)
         self.pending[copy] = (target, copy.host)
         self.events.append("fetch")
         return target
 
-    def wait_fetched(self, copy: Copy) -> None:
+    def wait_fetched(self, copy: HostCopy) -> None:
         self._finish(copy)
 
-    def recycle(self, copy: Copy) -> None:
+    def recycle(self, copy: HostCopy) -> None:
         assert copy not in self.pending, "recycled while bytes are under way"
         self.free.append(copy)
 
     def host_bytes(self) -> int:
         return self.num_host
 
-    def _finish(self, copy: Copy) -> None:
+    def _finish(self, copy: HostCopy) -> None:
         if copy in self.pending:
             target, source = self.pending.pop(copy)
             target.copy_(source)
@@ -272,8 +272,8 @@ def test_small_and_foreign_tensors_stay() -> None:
 
 
 def test_an_empty_tensor_on_the_host_that_is_saved_first_keeps_nothing_from_moving() -> None:
-    # torch.utils.checkpoint of torch 2.11 saves one before the inputs. Autograd of a build without CUDA takes no fake tensor
-    # that claims to be there, so what autograd would call is called by hand.
+    # torch.utils.checkpoint of torch 2.11 saves one before the inputs. Without CUDA, autograd does not accept a fake tensor that
+    # claims to be on a GPU, so the hooks are called by hand.
     block = nn.Module()
     with ActivationOffload([block], min_bytes=1, transfer=CountingTransfer()) as offload:
         offload._enter(block, ())
@@ -343,7 +343,7 @@ def test_a_tensor_that_changes_after_it_has_left_keeps_its_copy() -> None:
     class Block(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             y = x * 1
-            z = y.sin() + x.cos().sum() * 0  # saving x for the cosine pushes y out, since nothing may be in flight
+            z = y.sin() + x.cos().sum() * 0  # saving x for the cosine pushes y out, because nothing may be in flight
             y.detach().zero_()
             return z
 

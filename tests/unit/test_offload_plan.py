@@ -1,4 +1,4 @@
-"""The planner finds the optimum, its predictions are formulas that can be checked by hand, and plans can be carried out."""
+"""The planner finds the optimum, its predictions can be checked by hand, and plans can be carried out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from labkit.spmd.model.text import BatchSampler
 from labkit.spmd.model.transformer import ModelConfig, Transformer, next_token_loss
 from labkit.spmd.offload.context import ActivationOffload
 from labkit.spmd.offload.measure import apply_plan, measure_blocks, measure_bus
-from labkit.spmd.offload.plan import BlockCost, Bus, Choice, Plan, PlanError, Setting, plan_blocks, predict, roofline_seconds
+from labkit.spmd.offload.plan import BlockCost, Bus, Choice, OffloadPlan, PlanError, Setting, plan_blocks, predict, roofline_seconds
 from labkit.spmd.offload.slow_bus import SlowBus
 
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def test_with_room_for_all_everything_is_kept() -> None:
 
 
 def test_the_last_block_is_kept_before_any_other() -> None:
-    """Its activations are there while it runs, whatever is chosen."""
+    """A block's activations are in memory while it runs, whatever the choice."""
     plan = plan_blocks([ONE] * 4, setting(rate=1e-3), limit_bytes=7 + 130)
     assert plan.choices == (RECOMPUTE, RECOMPUTE, RECOMPUTE, KEEP)
 
@@ -182,13 +182,13 @@ def test_a_plan_carried_out_gives_the_same_gradients_and_the_predicted_bytes(cho
         assert torch.equal(left, right)
     assert (offload is not None) == (choice in (MOVE, INPUTS))
     if offload is not None:
-        # The tables of the rotation are no part of a block, so they move as well, once for all blocks.
+        # The rotary tables do not belong to a block, so they move as well, once for all blocks.
         tables = 2 * model.rope_cos.nbytes
         assert offload.counts.moved_bytes == plan.moved_bytes - (3 * tables if choice is MOVE else -tables)
 
 
 def test_the_predicted_peak_is_the_measured_one(bus: SlowBus) -> None:
-    def peak_of(choices: list[Choice]) -> tuple[int, Plan | None]:
+    def peak_of(choices: list[Choice]) -> tuple[int, OffloadPlan | None]:
         model = build_model(CONFIG)
 
         def step() -> None:

@@ -1,4 +1,4 @@
-"""The order that `CudaTransfer` gives to its streams, followed on streams that are only clocks: no GPU is needed to find a race."""
+"""The order that `CudaTransfer` imposes on its streams, tested with clocks in place of streams: finding a race needs no GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Moment = dict[str, int]
 
 
 class Stream:
-    """A vector clock: what of each stream has happened before the next thing here."""
+    """A vector clock: the events of each stream that precede the next event of this one."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.clock: Moment = {}
 
     def act(self) -> Moment:
-        """Something happens on this stream; returns when."""
+        """Add an event to this stream and return its time."""
         self.clock[self.name] = self.clock.get(self.name, 0) + 1
         return dict(self.clock)
 
@@ -40,12 +40,12 @@ class Stream:
 
 
 def happened(moment: Moment, stream: Stream) -> bool:
-    """Whether everything of a moment comes before what the stream does next."""
+    """Return whether all events of a moment precede the stream's next event."""
     return all(stream.clock.get(name, 0) >= count for name, count in moment.items())
 
 
 class Streams:
-    """Stands for ``torch.cuda``: the computation's stream, and those that the transfer makes; notes each copy."""
+    """A stand-in for ``torch.cuda``: the computation's stream and the transfer's; it notes each copy."""
 
     def __init__(self) -> None:
         self.compute, self.made = Stream("compute"), list[Stream]()

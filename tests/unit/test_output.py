@@ -1,4 +1,4 @@
-"""What ranks write appears line by line with the rank in front: nothing lost, nothing changed, nothing twice."""
+"""Output of ranks appears line by line with the rank in front: nothing lost, nothing changed, nothing twice."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Cell:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The clock, in the hand of the test: now[0] is the time."""
+    """A clock that the test controls: now[0] is the time."""
     clock = [100.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
     return clock

@@ -1,4 +1,4 @@
-"""Pictures are drawn from the values that they are given, and say so when these are not what the collective gives."""
+"""Pictures are drawn from the given values, and mark values that the collective would not produce."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders that others may write to: what is followed, entered, replaced and opened there, and what is not."""
+"""Folders that others may write to: the links, folders and files that labkit follows, enters, replaces and opens there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of training jobs: what is refused, what is summed up for all ranks, and what torch is taken for."""
+"""Plans of training jobs: refusals, sums over all ranks, and assumptions about torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from labkit.notebook.pictures.plans import draw_plans
 from labkit.plan import JobError, Plan, TrainingJob, checkpoint, private
 from labkit.plan.cli import plan as command
 from labkit.plan.compute import compute_plan
+from labkit.plan.held_boxes import Layout, held_elements
 from labkit.plan.job import mesh_of
-from labkit.plan.layout import Layout, held_elements
 from labkit.plan.traffic import traffic_of
 from labkit.spmd.shards.layouts import MeshRecord
 from labkit.spmd.shards.tensor_parallel import tensor_parallel_plan
@@ -93,7 +93,7 @@ def test_collectives_go_over_an_axis_and_cross_nodes_where_the_ring_does(plan: P
     assert (gather.kind, gather.axis, gather.num_calls, gather.num_nodes) == ("all_gather", "dp", 5, 2)
     assert (scatter.kind, scatter.num_calls) == ("reduce_scatter", 3)
     assert gather.sent_bytes * 4 == gather.inside_bytes + gather.between_bytes
-    assert gather.node_out_bytes == gather.sent_bytes  # of two ranks on a node the second one passes to the other node
+    assert gather.node_out_bytes == gather.sent_bytes  # the second of two ranks on a node sends to the other node
 
 
 @pytest.mark.parametrize(("axis", "leaving_a_node", "between"), [("replicate", 4, 8), ("shard", 0, 0), ("of all", 1, 2)])
@@ -169,7 +169,7 @@ def reads_values() -> nn.Module:
         ({"ranks_per_node": 0}, "at least one rank"),
         ({"model": on_cpu}, "puts weight on cpu and not on meta"),
         ({"model": reads_values}, "cannot build the model on the meta device"),
-        ({"model": dict}, "gave dict and no torch.nn.Module"),
+        ({"model": dict}, "returned dict, not a torch.nn.Module"),
         ({"model": "nowhere:build"}, "model: 'nowhere:build' names no function"),
         ({"blocks": ("Block",)}, "no module of class 'Block'. Its classes: Layers, Linear, ModuleList"),
         ({"model": nn.Identity}, "has no ModuleList"),
@@ -206,7 +206,7 @@ def test_plan_is_told_in_tables_and_as_data(plan: Plan) -> None:
     assert "dp: 4 ranks on 2 nodes" in text
     data = json.loads(json.dumps(plan.as_dict()))
     assert (data["mesh"], data["world_size"], data["ranks"][1]["rank"]) == ({"dp": 4}, 4, 3)
-    with pytest.raises(KeyError, match="rank 2 was not looked at"):
+    with pytest.raises(KeyError, match="rank 2 was not planned"):
         plan.rank(2)
 
 
@@ -254,7 +254,7 @@ def test_functions_are_found_in_modules_and_files(tmp_path: Path, monkeypatch: p
         ("no_such_module:build", "No module named"),
         ("no_such_file.py:build", "there is no file"),
         ("math:no_such_function", "no attribute"),
-        ("math:pi", "float and no function"),
+        ("math:pi", "of type float, not a function"),
     ],
 )
 def test_what_names_no_function_is_refused(reference: str, match: str) -> None:

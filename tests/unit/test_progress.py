@@ -1,4 +1,4 @@
-"""What takes long says how far it is: in a terminal by a bar that goes, nowhere else; checkpoint functions tell their bytes."""
+"""Progress of long tasks: a bar in a terminal that disappears, nothing elsewhere; checkpoint functions report their bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SLOW = (
 
 
 def seen_in_a_terminal(code: str, **environment: str) -> str:
-    """What a program writes to stderr when that is a terminal."""
+    """Return a program's output to stderr if that is a terminal."""
     mine, its = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", code], stderr=its, stdout=subprocess.PIPE, env=os.environ | {"TERM": "xterm"} | environment

@@ -1,4 +1,4 @@
-"""What a package exports: listed once for type checkers and once for use, shadowed by no module, and all that the labs import."""
+"""Exports of packages: the lists for type checkers and for use agree, no module shadows one, and the labs import nothing else."""
 
 from __future__ import annotations
 

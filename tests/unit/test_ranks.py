@@ -1,4 +1,4 @@
-"""Rank sets say which ranks are meant, or why not; RankResults holds one value per rank."""
+"""Rank sets are read or refused with a reason; RankResults holds one value per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the safetensors library refuses is refused, and what two readers could read in two ways."""
+"""Files that the safetensors library refuses are refused, and so are files that two readers could read differently."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_s10_an_index_that_can_be_read_in_two_ways_or_names_no_file_is_refused(t
 
 
 def special(path: Path, kind: str) -> None:
-    """Put something that is no regular file in the place of one."""
+    """Put something other than a regular file in the place of one."""
     path.unlink(missing_ok=True)
     if kind == "a FIFO":
         os.mkfifo(path)
@@ -216,7 +216,7 @@ def test_s9_a_manifest_that_lists_what_is_outside_its_directory_is_corrupt(tmp_p
         folder.mkdir(exist_ok=True)
         save({"a": torch.ones(1)}, checkpoint_id=folder, no_dist=True)
         manifest.publish(folder, Manifest({name: FileSum(1, "0")}))
-        with pytest.raises(CorruptCheckpointError, match="which is no file of this directory"):
+        with pytest.raises(CorruptCheckpointError, match="which is not a file of this directory"):
             manifest.read(folder)
         assert [finding.code for finding in verify(folder).findings] == ["bad-manifest"]
 
@@ -256,7 +256,7 @@ def test_a_key_that_the_index_does_not_name_is_told_by_all_that_read_the_folder(
     (tmp_path / "hf" / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"weight": "model-00001-of-00001.safetensors"}})
     )
-    note = "extra is in model-00001-of-00001.safetensors and not in the index model.safetensors.index.json"
+    note = "extra is in model-00001-of-00001.safetensors but not in the index model.safetensors.index.json"
     state = {"weight": torch.zeros(2, 2), "extra": torch.ones(2)}
     for told in (
         open_checkpoint(tmp_path / "hf").notes,

@@ -1,4 +1,4 @@
-"""A notebook written as a script: what becomes of each kind of cell, and what is refused."""
+"""A notebook written as a script: the conversion of each kind of cell, and refusals."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def test_what_is_no_notebook_or_cannot_be_written_is_told_in_a_line(tmp_path: Pa
     bad.write_text(content)
     nbformat.write(new_notebook(cells=[new_code_cell("1 + 1", id="c0")]), good)
     for arguments, what in (
-        ([str(bad)], "bad.ipynb is no valid notebook"),
+        ([str(bad)], "bad.ipynb is not a valid notebook"),
         ([str(good), "-o", str(tmp_path / "no/x.py")], "No such file"),
     ):
         told = CliRunner().invoke(main, ["script", *arguments])

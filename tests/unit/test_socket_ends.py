@@ -1,4 +1,4 @@
-"""Who holds the other end of a connection: the kernel's answer and its tables agree."""
+"""The owner of the other end of a connection: the kernel's answer and its tables agree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_s14_the_other_end_is_found_with_its_user(family: socket.AddressFamily, 
             own, peer = server.getsockname(), server.getpeername()
             expected = (1, os.geteuid(), os.fstat(client.fileno()).st_ino)
             assert socket_ends.find(peer, own) == expected
-            # Where the kernel has no socket diagnosis it has no answer; a wrong one it never has.
+            # Without socket diagnosis the kernel gives no answer, but never a wrong one.
             assert socket_ends.ask(server.family, peer, own) in (expected, None)
             client.close()
             for end in (socket_ends.find(peer, own), socket_ends.ask(server.family, peer, own)):

@@ -1,4 +1,4 @@
-"""The board on which ranks see each other's optimizer steps: where an interrupt may fall."""
+"""The board on which ranks see each other's optimizer steps, and the places where an interrupt may fall."""
 
 from __future__ import annotations
 

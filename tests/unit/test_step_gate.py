@@ -1,6 +1,6 @@
-"""A step before which the gate stands changes nothing when the gate has been shut meanwhile, and is an ordinary step otherwise.
+"""A gated step changes nothing if the gate was shut meanwhile, and is an ordinary step otherwise.
 
-Here on a CPU, where a step runs at once: so the flag is set between two steps as an abort sets it while a GPU is busy.
+These tests run on a CPU, where a step runs at once, so they set the flag between two steps as an abort sets it while a GPU is busy.
 tests/gpu/test_step_gate.py has the race itself.
 """
 
@@ -148,7 +148,7 @@ def test_no_step_enters_a_gate_that_is_shut() -> None:
 
 
 def test_skipped_steps_are_told_again_when_the_same_run_is_mended_again() -> None:
-    """As when a rank is replaced after a hang, with no run in between: else the ranks' counts would seem to differ."""
+    """As when a rank is replaced after a hang, with no run in between: otherwise the ranks' counts would seem to differ."""
     module = model()
     gate, optimizer = StepGate(CPU), OBEY["Adam"](module)
     step(gate, module, optimizer)

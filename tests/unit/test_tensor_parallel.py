@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from labkit.spmd.model.initialize import build_model
 from labkit.spmd.model.transformer import ModelConfig
-from labkit.spmd.shards.tensor_parallel import PlanError, check_plan, lint_plan, match_modules, tensor_parallel_plan
+from labkit.spmd.shards.tensor_parallel import ParallelPlanError, check_plan, lint_plan, match_modules, tensor_parallel_plan
 
 MODEL = build_model(device="meta")
 
@@ -123,7 +123,7 @@ def test_other_styles_are_checked_for_a_match_only() -> None:
 
 def test_the_error_lists_every_finding_and_travels_between_processes() -> None:
     plan = {"layers.*.attention.w0": RowwiseParallel(), "head": ColwiseParallel()}
-    with pytest.raises(PlanError, match="no module has this name") as caught:
+    with pytest.raises(ParallelPlanError, match="no module has this name") as caught:
         check_plan(MODEL, plan, 2)
     copy = pickle.loads(pickle.dumps(caught.value))
     assert [finding.key for finding in copy.findings] == ["layers.*.attention.w0", "head"]

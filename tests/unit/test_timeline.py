@@ -13,14 +13,14 @@ from labkit.notebook.drawing.lanes import NO_BLOCK, lanes_of
 from labkit.notebook.drawing.style import rank_style
 from labkit.notebook.pictures.timelines import MAX_LANES, timeline
 from labkit.spmd.trace import events as ev
-from labkit.spmd.trace.events import Block, Collective, Event, Phase, Trace, first_difference, short_name
+from labkit.spmd.trace.events import Collective, Event, Phase, Trace, TracedBlock, first_difference, short_name
 
-BLOCKS = (Block("root", 100, 50), Block("layers.0", 1000, 500), Block("layers.1", 1000, 500))
+BLOCKS = (TracedBlock("root", 100, 50), TracedBlock("layers.0", 1000, 500), TracedBlock("layers.1", 1000, 500))
 BYTES = {block.name: block.whole_bytes for block in BLOCKS}
 
 
 def trace_of(words: str, rank: int = 0, start_s: float = 0.0) -> Trace:
-    """A trace from words such as ``f U:layers.0 R:layers.0 b u:layers.0``: f and b begin a phase, small letters change nothing."""
+    """A trace from words such as ``f U:layers.0 R:layers.0 b u:layers.0``: f and b begin a phase; u and r change nothing."""
     kinds = {"U": ev.UNSHARD, "W": ev.WAIT, "R": ev.RESHARD, "S": ev.REDUCE_SCATTER, "A": ev.ALL_REDUCE, "G": ev.ALL_GATHER}
     spans = {"F": "forward", "B": "backward"}
     events: list[Event] = []
@@ -221,7 +221,8 @@ def test_the_picture_shows_itself_in_a_notebook() -> None:
 
 def test_drawing_a_trace_imports_no_torch() -> None:
     code = (
-        "import sys; from labkit.notebook.pictures.timelines import timeline; from labkit.spmd.trace.events import Trace, Block; "
-        "timeline({0: Trace(0, 1, (Block('root', 1, 1),), ())}); sys.exit('torch' in sys.modules)"
+        "import sys; from labkit.notebook.pictures.timelines import timeline; "
+        "from labkit.spmd.trace.events import Trace, TracedBlock; "
+        "timeline({0: Trace(0, 1, (TracedBlock('root', 1, 1),), ())}); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

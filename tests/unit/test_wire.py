@@ -56,7 +56,7 @@ def share_memory(request: pytest.FixtureRequest) -> bool:
 
 
 def sent(value: Any, share_memory: bool) -> Any:
-    """The value as another process would get it."""
+    """Return the value as another process would get it."""
     packed = pack(value, share_memory=share_memory)
     try:
         return unpack(pickle.loads(pickle.dumps(packed.payload)), [bytes(frame) for frame in packed.frames])
@@ -246,7 +246,7 @@ def test_every_message_is_frozen_and_survives_pickling() -> None:
         messages.Failed(0, 1, RankFailure(0, "exception", "ValueError", "boom")),
         messages.Bye(0),
         Aborted(0, 1),
-        messages.Inspection(0, 1, messages.RankReport(None, collectives=(messages.Collective(1, "all_reduce", "0"),))),
+        messages.Inspection(0, 1, messages.RankReport(None, collectives=(messages.RecordedCollective(1, "all_reduce", "0"),))),
     ]
     alternatives = (*messages.ToMain.__args__, *messages.ToControl.__args__, *messages.FromWorker.__args__)
     assert {type(example) for example in examples} == set(alternatives)

@@ -15,42 +15,42 @@ Severity = Literal["error", "warning"]
 CODES: Mapping[str, str] = {
     "bad-manifest": "the manifest cannot be read, so nothing says what the files should hold",
     "changed-content": "bytes differ from the hash or checksum that was written with them",
-    "changed-size": "a file has another size than the manifest says",
+    "changed-size": "a file's size differs from the manifest's",
     "copies-differ": "the files of several ranks hold different values of one tensor",
-    "flat-parameters": "it holds flat parameters of FSDP1, which nothing can be compared with",
+    "flat-parameters": "it holds flat parameters of FSDP1, which cannot be compared",
     "late-file": "a data file is newer than the index, which a save writes last",
     "misshapen-state": "a piece of optimizer state does not have its parameter's shape",
     "missing-file": "a file that the index or the manifest names is missing",
-    "missing-rank": "the file of a rank, or one of several numbered files, is missing, and with it what only that file holds",
+    "missing-rank": "a rank's file, or one of several numbered files, is missing, with everything that only it holds",
     "missing-key": "the model or the other checkpoint has a tensor that this one lacks",
     "newer-python": "the Python here cannot read the index, since a Python of another version or system wrote it",
     "newer-torch": "the torch here cannot read the index, since a torch of another version wrote it",
     "no-state": "a parameter has no optimizer state",
     "not-finite": "a tensor holds NaN or inf",
-    "numbered-state": "optimizer state has numbers in place of names",
+    "numbered-state": "optimizer state has numbers instead of names",
     "other-bits": "a tensor differs from the other checkpoint's",
-    "other-dtype": "a tensor has another dtype than the model's",
+    "other-dtype": "a tensor's dtype differs from the model's",
     "outside": "part of a tensor lies outside its shape",
     "overlapping": "some elements of a tensor are stored several times",
-    "partial-state": "a parameter lacks a piece of optimizer state without which its other pieces are of no use",
-    "shared-bytes": "two entries lie in the same bytes",
+    "partial-state": "a parameter lacks a piece of optimizer state that its other pieces need",
+    "shared-bytes": "two entries share bytes",
     "shared-moments": "an optimizer's first and second moments are the same numbers",
     "short-file": "a file ends before the data that the index places in it",
     "stranger-state": "optimizer state belongs to no parameter group",
     "stray-file": "a data file is not named by the index",
     "tied": "two parameters of the model are one tensor here",
-    "trainer-shards": "by its trainer's own keys it holds a part of a model or of flattened parameters, which that trainer joins",
+    "trainer-shards": "its trainer's keys say that it holds part of a model or of flattened parameters, which that trainer joins",
     "uncovered": "some elements of a tensor are stored nowhere",
     "uneven-state": "a parameter has fewer pieces of optimizer state than others",
     "uneven-steps": "the step counters of one optimizer differ",
     "unexpected-key": "it has a tensor that the model or the other checkpoint lacks",
-    "unpublished": "it is a step that its save did not finish",
+    "unpublished": "the save of this step did not finish",
     "unreadable": "an entry, or the whole checkpoint, cannot be read",
     "unsafe": "a pickle asks for something that torch would import and call",
     "unsupported": "a tensor is of a kind that labkit does not read: quantized, jagged, sparse, or far larger than what is stored",
     "untied": "one parameter of the model is two different tensors here",
-    "wrapped-name": "names carry parts that wrappers put there",
-    "wrong-shape": "a tensor has another shape than the model's",
+    "wrapped-name": "names contain parts that wrappers added",
+    "wrong-shape": "a tensor's shape differs from the model's",
 }
 
 #: These cannot be accepted: the elements are not there, or it is unknown which of several are meant.
@@ -67,7 +67,7 @@ class Finding:
         code: A short stable name, for programs: ``missing-file``.
         severity: ``error`` if a load gives wrong values or fails; ``warning`` if it may.
         where: The file, or the tensor's name.
-        what: The problem, in numbers; printable, and of several lines only where the text of an error is.
+        what: The problem, in numbers; printable, and on one line unless it is the text of an error.
         consequence: What a load would do about it.
     """
 
@@ -78,7 +78,7 @@ class Finding:
     consequence: str
 
     def line(self) -> str:
-        """Format the finding for people, on one line if the problem is: names in it are escaped, its own line breaks are not."""
+        """Format the finding for people. Line breaks in names are escaped; those of an error's text are kept."""
         where, what = printable(self.where), self.what.removesuffix(".")
         return f"{self.severity}: {where}: {what}. Consequence: {self.consequence} [{self.code}]"
 
@@ -129,14 +129,14 @@ class Report:
 
 
 def _text(where: object, what: str | CheckpointError) -> str:
-    # An exception has escaped the names in its text, and says first what it is about.
+    # An exception's text begins with what it is about, and its names are already escaped.
     if isinstance(what, str):
         return printable(what)
     name = printable(str(where))
     return str(what).removeprefix(f"{name}: ").removeprefix(f"{name} ")
 
 
-#: These stop nothing: labkit reads the index itself, and writes a new one for the torch here or the one that the caller names.
+#: These stop nothing: labkit reads the index itself, and writes a new one for the torch here or for the one that the caller names.
 CURED = frozenset({"newer-torch", "newer-python"})
 
 
@@ -168,7 +168,7 @@ class Gate:
         known = ", ".join(sorted(CODES.keys() - FINAL))
         for code in codes:
             if code not in CODES:
-                raise CheckpointError(f"despite={code!r} (--despite) is no code of a finding. The codes are: {known}.")
+                raise CheckpointError(f"despite={code!r} (--despite) is not a finding's code. The codes are: {known}.")
             if code in FINAL:
                 raise CheckpointError(
                     f"despite={code!r} (--despite) cannot be accepted: {CODES[code]}, so there is nothing to go on with. "

@@ -1,15 +1,14 @@
-"""Find pieces of optimizer state that do not have their parameter's shape, as they must.
+"""Search for pieces of optimizer state that do not have their parameter's shape.
 
 | a piece | must have its parameter's shape |
 | --- | --- |
-| one that torch's elementwise optimizers keep (:data:`MOMENTS`), of a parameter that has only such and counters | yes |
+| one of :data:`MOMENTS`, which torch's elementwise optimizers keep, if the parameter has only such pieces and counters | yes |
 | a counter (:data:`COUNTERS`) | no |
-| any other: factored moments (Adafactor's ``row_var``), preconditioners, and what stands beside them, such as low-rank moments \
-beside a projector | nobody knows, so none is accused |
+| any other: factored moments (Adafactor's ``row_var``), preconditioners, and pieces beside them, such as low-rank moments beside \
+a projector | unknown, so not checked |
 
-While numbers become names there is one more sign: where pieces of any other name have the very shapes of the parameters, and in
-another order, the order is wrong. Names are compared without wrappers. Where several models have the name, the shape of one of
-them is enough.
+When numbers have just become names, one more case is an error: pieces of any other name have the parameters' shapes, but in another
+order. Names are compared without wrappers. If several models have the name, the shape of one of them is enough.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Piece:
     Attributes:
         key: Its name in the checkpoint.
         parameter: The parameter's name.
-        name: What it is called beside the parameter's other pieces.
+        name: The piece's own name, such as ``exp_avg``.
         shape: Its shape.
     """
 
@@ -52,13 +51,13 @@ class Piece:
 def misshapen(
     pieces: Iterable[Piece], beside: Mapping[str, Iterable[str]], models: Models, *, permuted: bool = False
 ) -> list[tuple[Piece, Shape]]:
-    """Return the pieces that have another shape than they must, each with the shape of its parameter.
+    """Return the pieces of a wrong shape, each with the shape of its parameter.
 
     Args:
         pieces: The tensors of one optimizer's state, by names.
-        beside: Parameter to the names of all pieces that it has, those that are no tensors too.
+        beside: Parameter to the names of all its pieces, including those that are not tensors.
         models: The models that the state may be of. A parameter that none of them has is not judged.
-        permuted: Whether numbers have just become names, so that shapes in another order show that they are wrong.
+        permuted: Whether numbers have just become names, so that the right shapes in another order show a wrong order.
     """
     pieces = list(pieces)
     wanted = _shapes(dict.fromkeys(piece.parameter for piece in pieces), models)

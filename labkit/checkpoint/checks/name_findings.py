@@ -1,4 +1,4 @@
-"""Report names that one side of a comparison lacks: what has one reason is one finding."""
+"""Reports of names that one side of a comparison lacks; names with a common cause are one finding."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _NUMBERED = re.compile(r"optimizer\.[0-9]+\.[^.]+")
 def report_misfit(
     checkpoint: Checkpoint, expected: Collection[str], missing: Sequence[str], unexpected: Sequence[str], report: Report
 ) -> None:
-    """Report the names that a model or its checkpoint lacks: as one finding where one change of their beginning makes all fit.
+    """Report the names that a model or its checkpoint lacks: as one finding if one change of prefix makes all of them match.
 
     Args:
         checkpoint: The checkpoint.
         expected: The model's names.
         missing: Those that the checkpoint lacks.
         unexpected: Those that the model lacks.
-        report: Takes the findings.
+        report: Receives the findings.
     """
     change = _change_to_model(checkpoint, expected) if missing and unexpected else None
     if change is None:
@@ -37,12 +37,12 @@ def report_misfit(
         _report_names(report, "unexpected-key", checkpoint.path, unexpected, what, "DCP ignores {}")
         return
     names, prefix = change
-    what = f"{len(names)} names begin otherwise than the model's: {names[0]} here, {prefix.apply(names[0])} in the model"
+    what = f"{len(names)} names have another prefix than the model's: {names[0]} here, {prefix.apply(names[0])} in the model"
     report.error("missing-key", checkpoint.path, f"{what}. {prefix.advice}", _UNLOADED)
 
 
 def report_alone(checkpoint: Checkpoint, other: Checkpoint, left: list[str], right: list[str], report: Report) -> None:
-    """Report the names that one of two checkpoints lacks: those that differ for one reason as one finding."""
+    """Report the names that one of two checkpoints lacks; names that differ for the same reason are one finding."""
     numbered = [[name for name in names if _NUMBERED.fullmatch(name)] for names in (left, right)]
     named = [[name for name in names if name.startswith("optimizer.") and not _NUMBERED.fullmatch(name)] for names in (left, right)]
     for numbers, names, sides in ((numbered[0], named[1], (checkpoint, other)), (numbered[1], named[0], (other, checkpoint))):
@@ -58,7 +58,7 @@ def report_alone(checkpoint: Checkpoint, other: Checkpoint, left: list[str], rig
             right = [name for name in right if name not in {*numbers, *names}]
     change = prefix_change(left, right, lambda renamed: set(renamed) == set(right))
     if change is not None:
-        what = f"{len(left)} names begin otherwise in {other.path}: {left[0]} here, {change.apply(left[0])} there"
+        what = f"{len(left)} names have another prefix in {other.path}: {left[0]} here, {change.apply(left[0])} there"
         report.error("missing-key", checkpoint.path, what, NOT_THE_SAME)
         return
     _report_names(report, "missing-key", checkpoint.path, left, f"{other.path} lacks {{}}", NOT_THE_SAME)
@@ -66,7 +66,7 @@ def report_alone(checkpoint: Checkpoint, other: Checkpoint, left: list[str], rig
 
 
 def _change_to_model(checkpoint: Checkpoint, expected: Collection[str]) -> tuple[list[str], PrefixChange] | None:
-    """Return the names of a nest that all become the model's by one change of their beginning, and the change; None without."""
+    """Return the names of a nest and the one change of prefix that makes all of them the model's; None if there is none."""
     for nest in model_nests(checkpoint):
         names = [name_in(entry.path) for entry in checkpoint.section("model") if nest_of(entry.path) == nest]
         change = prefix_change(
@@ -80,7 +80,8 @@ def _change_to_model(checkpoint: Checkpoint, expected: Collection[str]) -> tuple
 def _report_names(report: Report, code: str, path: object, names: Sequence[str], what: str, consequence: str) -> None:
     """Report names that one side lacks: a few of them one by one, more of them as one finding.
 
-    In ``what`` and ``consequence``, ``{}`` stands for the names: for ``it`` or ``them``, the first one for their number.
+    In ``what`` and ``consequence``, ``{}`` becomes ``it``. For more names it becomes ``them``, and the first in ``what`` their
+    number.
     """
     if len(names) <= _MOST_FINDINGS:
         for name in names:

@@ -1,4 +1,4 @@
-"""Say what to do about entries that ask for code: by which names they are left out, and how the weights in a module are kept."""
+"""Advice on entries that ask for code: how to leave them out, and how to keep the weights in a module."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from labkit.checkpoint.pickles.pickle_records import Class, Record
 from labkit.checkpoint.wording import listed, quoted
 
 _MOST = 8
-#: Only with the code that the file asks for can it be loaded.
-_TRUST = "Where the code is that it asks for, and if you trust who made the file"
+_TRUST = "Where the code that it asks for is installed, and if you trust who made the file"
 
 
 def way_without(checkpoint: Checkpoint | None) -> str:
     """Return the advice for a checkpoint that asks for code.
 
     Args:
-        checkpoint: The checkpoint, with such entries unread; None where it cannot be read even so.
+        checkpoint: The checkpoint, with such entries unread; None if it cannot be read even then.
     """
     found = {key: value.inline for key, value in checkpoint.values.items() if _asks(value.inline)} if checkpoint is not None else {}
     modules = [key for key, content in found.items() if isinstance(content, Record) and "_modules" in content.state]
@@ -29,7 +28,7 @@ def way_without(checkpoint: Checkpoint | None) -> str:
     more = f" and {len(found) - _MOST} more" if len(found) > _MOST else ""
     advice = f"To go on without it, pass despite=['unsafe'] and leave it out with drop (--despite unsafe {drops}{more})."
     if modules:
-        its = f"its state_dict() in the place of {listed(modules)}"
+        its = f"its state_dict() in place of {listed(modules)}"
         advice += (
             f" That leaves out the weights of a whole module. To keep them: {_TRUST.lower()}, load it with torch, and save {its}."
         )

@@ -125,7 +125,7 @@ def check_source(
     Files and the index are checked as a whole. Entries are checked only if they are copied, so that an error in something that is
     left out does not stop the rest. Checksums of tensor data are compared during the copy. So here only safetensors are hashed, if
     there is a manifest, because they have no checksums of their own. If the caller accepts changed data, all checksums are compared
-    here, so that the caller is told which data are changed.
+    here, so that the accepted errors can be listed.
 
     Args:
         checkpoint: The opened source.
@@ -151,7 +151,7 @@ def check_source(
 
 
 def check_ranks(checkpoint: Checkpoint, gate: Gate) -> None:
-    """Check that no file of a rank is missing, where that may be the reason of another error.
+    """Check that no rank's file is missing, since that may be the cause of another error.
 
     Raises:
         VerificationError: One is missing, and the caller does not accept that.
@@ -165,7 +165,7 @@ def check_ranks(checkpoint: Checkpoint, gate: Gate) -> None:
 def check_written(folder: Path, single: str | None, destination: Path, gate: Gate) -> Checkpoint:
     """Open a checkpoint that was just written, and check it like any other.
 
-    The hashes of its files have already been compared, and with them the headers of its tensors.
+    The hashes of its files, which include the headers of its tensors, have already been compared.
 
     Raises:
         VerificationError: It has errors that the caller does not accept.
@@ -227,7 +227,7 @@ def check_small(
     """Make every check of :func:`verify` that can find an error without reading all bytes.
 
     Args:
-        part: An opened checkpoint, or those of its entries that matter.
+        part: An opened checkpoint, or a copy of it with only the entries to check.
         report: Receives the findings.
         whole: The checkpoint that ``part`` belongs to; by default ``part`` itself.
         headers: Whether to check each tensor's header in its file.
@@ -253,7 +253,7 @@ def check_small(
             entries, looking = list(part.tensors.values()), reader.fork(checksums=not storages)
             verify_data.check_tensors(part, report, finite=False, entries=entries, workers=workers, damaged=damaged, reader=looking)
         verify_optimizer.check_moments(part, report, workers, reader.fork(checksums=False))
-    # Whether optimizer state is complete only shows in the whole of it; findings on entries that are left out are dropped.
+    # Only the whole optimizer state shows whether it is complete; findings on entries that are left out are dropped.
     optimizer = Report(report.path)
     verify_optimizer.check_optimizer(whole, optimizer, None, damaged)
     keys = [*part.tensors, *part.values]
@@ -277,7 +277,7 @@ def _check_index(whole: Checkpoint, part: Checkpoint, report: Report) -> set[str
 
 
 def _check_shards(whole: Checkpoint, part: Checkpoint, report: Report) -> None:
-    """Check that no trainer has cut what is to be loaded; a migration refuses that itself, when it knows what is left out."""
+    """Check that no trainer has cut what is to be loaded. A migration does this itself, when it knows what is left out."""
     if (shards := shards_of_trainers(whole, part)) is not None:
         report.error("trainer-shards", whole.path, shards, "a load gets a part of the model or of its state")
 

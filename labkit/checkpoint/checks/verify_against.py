@@ -32,7 +32,7 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
 
     Args:
         model: A module, a function that builds one, or the text ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, which is imported
-            from the current directory. This runs the user's own code, and none from a checkpoint.
+            from the current directory. This runs the user's own code, but none from a checkpoint.
 
     Raises:
         CheckpointError: The module or function does not exist, fails, or does not return a module.
@@ -46,7 +46,7 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
     name = model if isinstance(model, str) else getattr(model, "__qualname__", type(model).__name__)
     if not callable(builder):
         raise CheckpointError(
-            f"model={model!r} is no model. Pass a torch.nn.Module, a function that builds one, or 'FILE.py:FUNCTION'."
+            f"model={model!r} is not a model. Pass a torch.nn.Module, a function that builds one, or 'FILE.py:FUNCTION'."
         )
     try:
         with torch.device("meta"):
@@ -71,7 +71,7 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
 def model_entries(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorEntry]:
     """Return the model's tensors by their names in the model, without the checkpoint's nesting around them.
 
-    If several nests may be the model, this uses the nest that shares most names with the model.
+    If several nests may be the model, this uses the one that shares the most names with it.
     """
     nests: dict[Nest, dict[str, TensorEntry]] = {(): {entry.key: entry for entry in checkpoint.section("model")}}
     for entry in checkpoint.section("model"):
@@ -130,7 +130,7 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
 
 
 def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:
-    """Check that names of one parameter in the model have the same data, and other names separate bytes. Reads tied tensors."""
+    """Check that all names of a tied parameter have the same data, and that other names share no bytes. Reads tied tensors."""
     fqn = fqn_of(model)
     names = [fqn(name) for name in model.state_dict()]
     have = model_entries(checkpoint, names)
@@ -148,7 +148,7 @@ def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None
                 continue  # another check reports what cannot be read
             if not same:
                 what = f"it and {owner} are one tensor in the model, and differ in the checkpoint"
-                report.error("untied", name, what, "the one that is loaded last is taken for both")
+                report.error("untied", name, what, "the one that is loaded last is used for both")
     for name, entry in found.items():
         first = by_key.get(entry.tied_to or entry.key, name)
         if tied.get(first, first) != tied.get(name, name):
@@ -182,7 +182,7 @@ def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 def _as_keyed(
     checkpoint: Checkpoint, names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return a side's tensors with the ranks' copies apart, as a migration keys them, where the other side has them so."""
+    """Return one side's tensors, with ranks' copies keyed by rank as in a migration if the other side has them so."""
     result: dict[str, TensorEntry] = {}
     for name, entry in names.items():
         split: dict[str, TensorEntry] = {}

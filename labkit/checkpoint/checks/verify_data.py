@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def no_progress(_: int) -> None:
-    """Take the number of bytes done, and do nothing with it."""
+    """Ignore the number of bytes done."""
 
 
 def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoint | Reader, workers: int) -> None:
@@ -64,7 +64,7 @@ def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoin
             for future in running:
                 future.result()
         except BaseException:
-            failed.set()  # an interrupt of the thread that waits here, too
+            failed.set()  # also if the waiting thread is interrupted
             raise
 
 
@@ -118,14 +118,14 @@ def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progres
         report: Receives the findings.
         workers: Threads that read.
         progress: Called with the number of bytes just checked.
-        storages: Whether to check tensors' storages too, which are nearly all of the bytes. Values of a DCP directory are always
-            checked with the tensors in them.
+        storages: Whether to check tensors' storages too, which are nearly all of the bytes. A DCP directory's values are always
+            checked, including tensors in them.
 
     Returns:
         The files with errors; all errors of one file are one finding.
     """
     if checkpoint.kind == "safetensors":
-        report.unchecked.append("safetensors files carry no checksum, and there is no manifest: changed bits cannot be told")
+        report.unchecked.append("safetensors files have no checksums, and there is no manifest: changed bits cannot be detected")
         return set()
     faults: dict[str, list[_Fault]] = {}
 
@@ -184,12 +184,12 @@ def _report_faults(path: Path, faults: Sequence[_Fault], report: Report) -> None
         held = Held()
         for entry, size in sorted(damaged.values(), key=lambda pair: isinstance(pair[0], ValueEntry)):
             held.add(entry, size)
-        what = f"what it holds of {held.text} is damaged"
+        what = f"its data of {held.text} are damaged"
     report.error(first.code, path, f"{what}. The first: {first.what}", first.consequence)
 
 
 def check_values(checkpoint: Checkpoint, report: Report, workers: int, damaged: Collection[str]) -> None:
-    """Check that no value's pickle in a DCP directory names anything outside the allow-list; elsewhere the index was enough.
+    """Check that no value's pickle in a DCP directory names anything outside the allow-list; other formats have no such pickles.
 
     ``damaged`` are files that another finding already reports as unreadable.
     """
@@ -229,7 +229,7 @@ def check_tensors(
 ) -> None:
     """Check that chunks have the declared dtype and shape; with ``finite``, no NaN or inf; with ``copies``, equal copies.
 
-    ``damaged`` is as for :func:`check_values`. A ``reader`` that checks checksums checks those of the headers.
+    ``damaged`` is as for :func:`check_values`. If ``reader`` compares checksums, it does so for the headers.
     """
 
     def check(job: tuple[TensorEntry, Chunk], reader: Reader) -> None:
@@ -260,13 +260,13 @@ def _check_finite(entry: TensorEntry, data: torch.Tensor, report: Report) -> Non
     nans, infs = int(torch.isnan(values).sum()), int(torch.isinf(values).sum())
     if nans or infs:
         report.error(
-            "not-finite", entry.key, f"{nans} NaN and {infs} inf among {data.numel()} values", "training goes on from them"
+            "not-finite", entry.key, f"{nans} NaN and {infs} inf among {data.numel()} values", "training continues from them"
         )
 
 
 def _check_replicas(entry: TensorEntry, reader: Reader, report: Report) -> None:
     if is_moment_piece(entry):
-        text = "moments numbered by position may differ from file to file; migrate with the model puts them together"
+        text = "moments numbered by position may differ from file to file; migrate joins them with the help of the model"
         if text not in report.unchecked:
             report.unchecked.append(text)
         return

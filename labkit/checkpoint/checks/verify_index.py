@@ -21,7 +21,7 @@ from labkit.checkpoint.index.sections import Nest, name_in, nest_of, wrappers_of
 from labkit.checkpoint.wording import bytes_text, counted, listed
 
 _LATE_S = 2.0
-UNREAD = "labkit migrates and loads what is left without it"
+UNREAD = "labkit migrates and loads the rest without it"
 
 
 def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
@@ -40,12 +40,12 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
         broken.add(name)
         path = checkpoint.root / name
         if size < 0:
-            what = f"the index names this file and it is missing. It held {held.text}"
+            what = f"the index names this file, which is missing. It held {held.text}"
             what += f". {there}" if (there := also_in(checkpoint.root, name)) else ""
             report.error("missing-file", path, what, "a load fails")
         else:
             what = f"it has {size} bytes and the index needs {held.end}. It holds {held.text}"
-            report.error("short-file", path, what, "a load of what lies at its end fails")
+            report.error("short-file", path, what, "a load of the data at its end fails")
     check_ranks(checkpoint, report)
     if checkpoint.kind == "dcp":
         _check_strays(checkpoint, set(needed), report)
@@ -53,28 +53,28 @@ def check_files(checkpoint: Checkpoint, report: Report) -> set[str]:
 
 
 def check_ranks(checkpoint: Checkpoint, report: Report) -> None:
-    """Check that no rank's file is missing, and none of files whose names count."""
+    """Check that no rank's file and no numbered file is missing."""
     if checkpoint.missing_ranks:
         ranks = sorted(checkpoint.ranks.values())
         from_one = ranks == list(range(1, len(ranks) + 1))
-        hint = "; if the names count from 1, write {rank+1} in the place of the number" if from_one else ""
+        hint = "; if the names count from 1, write {rank+1} in place of the number" if from_one else ""
         report.error(
             "missing-rank",
             checkpoint.path,
-            f"there are files of {name_ranks(ranks)}, and none of "
+            f"there are files of {name_ranks(ranks)}, but none of "
             f"{name_ranks(checkpoint.missing_ranks)}. Copy them from where those ranks saved{hint}",
             "what those ranks saved is lost",
         )
     for gap in checkpoint.gaps:
         report_gap = report.error if gap.severity == "error" else report.warning
-        report_gap("missing-rank", checkpoint.path, gap.what, "what the others hold is not loaded")
+        report_gap("missing-rank", checkpoint.path, gap.what, "the data in the other files are not loaded")
 
 
 def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> None:
     here = {PurePosixPath(name).as_posix() for name in named}  # an index may say ./__0_0.distcp
     for path in sorted(checkpoint.root.glob("*.distcp")):
         if path.name not in here:
-            report.warning("stray-file", path, "the index does not name it", "it is left from another save, and takes space")
+            report.warning("stray-file", path, "the index does not name it", "it is left over from another save and takes space")
     written = (checkpoint.root / METADATA_FILE).stat().st_mtime
     late = [
         name for name in named if (checkpoint.root / name).exists() and (checkpoint.root / name).stat().st_mtime > written + _LATE_S
@@ -83,13 +83,13 @@ def _check_strays(checkpoint: Checkpoint, named: set[str], report: Report) -> No
         report.warning(
             "late-file",
             checkpoint.root / late[0],
-            f"newer than .metadata, which a save writes last, are {counted(len(late), 'file')}, this one among them",
+            f".metadata, which a save writes last, is older than {counted(len(late), 'file')}, such as this one",
             "an overwrite that stopped half way loads as a mixture of two steps",
         )
 
 
 def holds_data(name: str) -> bool:
-    """Return whether a file of a directory holds tensor data, and is no index."""
+    """Return whether a file holds tensor data rather than an index."""
     return Path(name).suffix in (".distcp", ".safetensors")
 
 
@@ -106,7 +106,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
 def check_form(checkpoint: Checkpoint, report: Report) -> None:
     """Check that the torch and the Python here can read a DCP index."""
     for code, what in refusals(checkpoint):
-        report.error(code, checkpoint.root / METADATA_FILE, what, "DCP raises here, whatever it is to load; labkit reads it")
+        report.error(code, checkpoint.root / METADATA_FILE, what, "every load with DCP fails here; labkit reads it")
 
 
 def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
@@ -166,14 +166,14 @@ def _box_text(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> str:
 
 
 def check_forms(checkpoint: Checkpoint, report: Report) -> None:
-    """Each tensor has one form in the files of all ranks."""
+    """Check that each tensor has the same form in the files of all ranks."""
     found = [f"{key} is {forms}" for key, forms in checkpoint.conflicts.items() if key in checkpoint.tensors]
     if found:
         report.error(
             "unreadable",
             checkpoint.path,
-            f"{counted(len(found), 'tensor')} of other forms in the files of other ranks: {listed(found, most=3)}",
-            "nothing says which of them is meant",
+            f"{counted(len(found), 'tensor')} with other forms in other ranks' files: {listed(found, most=3)}",
+            "nothing says which form is meant",
         )
 
 
@@ -212,7 +212,7 @@ def check_names(checkpoint: Checkpoint, report: Report) -> None:
             report.warning(
                 "wrapped-name",
                 checkpoint.path,
-                f"{count} names carry {wrapper!r}",
+                f"{count} names contain {wrapper!r}",
                 "a model without that wrapper finds none of them with strict=False",
             )
     nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
@@ -225,14 +225,14 @@ def check_names(checkpoint: Checkpoint, report: Report) -> None:
             checkpoint.path,
             f"{counted(len(pairs), 'name')} {'is' if len(pairs) == 1 else 'are'} there with and without a part module: "
             f"{listed([' and '.join(pair) for pair in pairs])}",
-            "they may be one parameter, once from inside DDP, and a model has it once",
+            "they may be one parameter, saved once from inside DDP, and a model has it only once",
         )
     for name in checkpoint.opaque:
         report.error("unsafe", checkpoint.path, f"a pickle asks for {name}", "torch.load(weights_only=False) and DCP run it")
 
 
 def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
-    """Check that the manifest can be read and its files exist in the right size; return the manifest, or None."""
+    """Check that the manifest can be read and its files exist with the right sizes; return the manifest, or None."""
     if not checkpoint.path.is_dir():
         return None
     try:
@@ -255,7 +255,7 @@ def check_manifest(checkpoint: Checkpoint, report: Report) -> Manifest | None:
     for name, total in found.files.items():
         size = _size(checkpoint.path / name)
         if size < 0 and str(checkpoint.path / name) not in known:
-            report.error("missing-file", checkpoint.path / name, "the manifest names this file and it is missing", "a load fails")
+            report.error("missing-file", checkpoint.path / name, "the manifest names this file, which is missing", "a load fails")
         elif size >= 0 and size != total.size and str(checkpoint.path / name) not in known:
             report.error(
                 "changed-size",

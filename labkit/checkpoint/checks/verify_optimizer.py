@@ -101,7 +101,7 @@ def _compare_shapes(
 
 
 def _is_share(checkpoint: Checkpoint, entry: TensorEntry, whole: int) -> bool:
-    """Return whether each rank's file has a stretch of a moment, which together are as long as the parameter."""
+    """Return whether the ranks' files have stretches of a moment that together are as long as the parameter."""
     stretches = sum(chunk.numel for table in (entry.chunks, *entry.replicas) for chunk in table)
     return len(checkpoint.ranks) > 1 and len(entry.shape) == 1 and stretches == whole
 
@@ -134,7 +134,7 @@ def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], r
                 "uneven-state",
                 f"{prefix}.state.{name}",
                 f"it lacks {', '.join(fewer)}, which others have",
-                "none, where its group's options or its shape are the reason; else the optimizer fails at its next step",
+                "none, if its group's options or its shape are the reason; else the optimizer fails at its next step",
             )
 
 
@@ -142,8 +142,8 @@ def _lost_pieces(found: set[str], kinds: Collection[frozenset[str]]) -> list[str
     """Return the pieces that a parameter must have had.
 
     An optimizer may keep different pieces for some parameters (amsgrad in one group, factored moments of matrices), so a
-    difference alone proves nothing. Pieces are lost in two cases. A parameter has one of the pieces that torch's optimizers always
-    keep together (:data:`_TOGETHER`), and lacks another that some parameter with the first one has. Or it has only a step counter.
+    difference alone proves nothing. Pieces are lost in two cases. Of the pieces that torch's optimizers always keep together
+    (:data:`_TOGETHER`), the parameter has one and lacks another, and some parameter has both. Or it has only a step counter.
     """
     if found == {"step"}:
         return sorted(set().union(*kinds) - found)
@@ -231,8 +231,8 @@ def check_steps(checkpoint: Checkpoint, report: Report, workers: int) -> None:
                 "uneven-steps",
                 ".".join(map(str, root)) or checkpoint.path,
                 f"its step counters disagree: {_by_value(found)}",
-                "if a file is from another save, training goes on from a mixture of two steps. A parameter that was unfrozen later "
-                "counts less by right",
+                "if a file is from another save, training continues from a mixture of two steps. A parameter that was unfrozen "
+                "later rightly counts less",
             )
 
 

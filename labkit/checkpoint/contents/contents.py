@@ -67,8 +67,8 @@ class Contents:
     Attributes:
         checkpoint: The source of the contents.
         tensors, values: The entries.
-        notes: Sentences for the user about what was decided on the way.
-        idle_drops: The patterns of what to leave out that match nothing in the checkpoint.
+        notes: Sentences for the user about decisions made on the way.
+        idle_drops: The drop patterns that match nothing in the checkpoint.
     """
 
     checkpoint: Checkpoint
@@ -144,7 +144,7 @@ def read_values(contents: Contents, wanted: Iterable[OutValue], *, drop_advice: 
                 else:
                     result[item.key] = safe_pickle.plain(item.entry.inline, path)
             except (IncompleteCheckpointError, CorruptCheckpointError):
-                raise  # the error is about the file and not about this value
+                raise  # the error is about the file, not about this value
             except CheckpointError as error:
                 raise CheckpointError(f"{item.key}: {str(error).rstrip('.')}. {drop_advice}") from None
     return result

@@ -37,7 +37,7 @@ def split_in(root: Path_, item: OutTensor | OutValue) -> tuple[Path_, str, str] 
 
 
 def map_state_names(contents: Contents, change: Callable[[str], str], root: Path_ | None = None) -> None:
-    """Change the parameter's name of every entry of optimizer state, or of one optimizer's."""
+    """Change the parameter's name in every entry of optimizer state, or of one optimizer's state."""
 
     def moved(path: Path_) -> Path_:
         split = split_state(path)

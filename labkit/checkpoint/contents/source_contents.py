@@ -1,4 +1,4 @@
-"""Take what is to be copied out of a checkpoint: first what is left out goes, then the copies in rank files are compared."""
+"""The contents of a checkpoint that are to be copied: some are left out, then the copies in rank files are compared."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def contents_of(
 ) -> Contents:
     """Return a checkpoint's contents as they are, without those that are left out.
 
-    What differs from rank file to rank file is keyed by rank (``rng.rank_0...``) where it belongs to neither model nor
-    optimizer, as :class:`labkit.checkpoint.PerRank` does.
+    Entries that differ between rank files are keyed by rank (``rng.rank_0...``), as :class:`labkit.checkpoint.PerRank` does, if
+    they belong to neither model nor optimizer.
 
     Args:
         checkpoint: An opened checkpoint.
         copies: What to do when the copies of a model's or optimizer's tensor in several rank files differ (buffers that
             are not synchronised): refuse, or take the first rank's.
-        only: Top-level keys to keep, ``.`` for the tensors that lie in no dict; everything where none is given.
+        only: Top-level keys to keep, ``.`` for the tensors that are in no dict; by default everything.
         drop: Patterns of keys to leave out, as they are stored or keyed by rank.
 
     Raises:
         IncompleteCheckpointError: A file of the checkpoint is missing.
-        FQNMismatchError: It has no such top-level key.
-        RankDivergenceError: Such copies differ and ``copies`` is ``refuse``, or what is called alike in rank files is no copy.
+        FQNMismatchError: It lacks a top-level key in ``only``.
+        RankDivergenceError: Such copies differ and ``copies`` is ``refuse``, or entries of one name in rank files are not copies.
 
     Ranks: local. Reads the copies of replicated tensors.
     """
@@ -43,7 +43,7 @@ def contents_of(
         if not (checkpoint.root / name).is_file():
             raise IncompleteCheckpointError(
                 checkpoint.root / name,
-                "the checkpoint names this file, and it is missing",
+                "the checkpoint names this file, but it is missing",
                 **({"advice": f"{there}, or use an earlier checkpoint."} if (there := also_in(checkpoint.root, name)) else {}),
             )
     contents = Contents(checkpoint)
@@ -62,7 +62,7 @@ def contents_of(
 
 
 def near_key(contents: Contents, pattern: str) -> str:
-    """Return the question which key of the checkpoint a pattern means; nothing where none is near."""
+    """Return a hint with the key that is most like a pattern; an empty text if none is."""
     keys = [*contents.checkpoint.tensors, *contents.checkpoint.values]
     heads = [f"{key.split('.', 1)[0]}.*" for key in keys if "." in key]
     near = get_close_matches(pattern, dict.fromkeys([*heads, *keys]), 1)
@@ -89,7 +89,7 @@ def _keep_only(contents: Contents, only: Sequence[str]) -> None:
         raise FQNMismatchError(
             contents.checkpoint.path,
             missing=[name + (f" (did you mean {near[name][0]}?)" if near[name] else "") for name in strange],
-            advice=f"Its top-level keys are {keys}; '.' stands for the tensors that lie in no dict.",
+            advice=f"Its top-level keys are {keys}; '.' means the tensors that are in no dict.",
         )
     left = left_out(item for item in contents.items if top_level(item) not in only)
     contents.tensors = [item for item in contents.tensors if top_level(item) in only]
@@ -107,7 +107,7 @@ def _drop(contents: Contents, patterns: Sequence[str]) -> None:
 
 
 def _key_by_rank(contents: Contents, roots: set[str]) -> None:
-    """Put what each rank has its own of, under these top-level keys, under the ranks' numbers."""
+    """Key by rank the ranks' copies of the entries under these top-level keys."""
     tensors: list[OutTensor] = []
     for item in contents.tensors:
         assert isinstance(item.source, EntrySource)
@@ -130,7 +130,7 @@ def _key_by_rank(contents: Contents, roots: set[str]) -> None:
 
 
 def keyed_by_rank(checkpoint: Checkpoint, entry: TensorEntry) -> Iterator[tuple[Path_, ChunkTable]]:
-    """Yield, for each rank's copy of a tensor in rank files, the path by which a migration keys it, and where it lies."""
+    """Yield, for each rank's copy of a tensor in rank files, its path in a migration and its chunks."""
     for table in (entry.chunks, *entry.replicas):
         yield _ranked(entry.path, checkpoint.ranks[table.files[0]]), table
 

@@ -21,7 +21,7 @@ _BLOCK_BYTES = 1 << 24
 def tied_tensors(tensors: Sequence[OutTensor]) -> dict[str, str]:
     """Return, for each of the model's tensors that is the same as an earlier one, its key and the key of the first.
 
-    Tensors are tied if they have the same source under several names. Optimizer state is ignored: a shared step count is no tie.
+    Tensors are tied if they have the same source under several names. Optimizer state is ignored: a shared step count is not a tie.
     """
     return _same_source(tensors, lambda source: source.label)
 
@@ -85,7 +85,7 @@ def _require_equal(contents: Contents, reader: Reader, item: OutTensor, first: O
         raise CheckpointMismatchError(
             contents.checkpoint.path,
             [f"{name} and {owner} are one tensor in the model, and differ in the checkpoint"],
-            advice=f"Leave one of them out: drop=[{item.key!r}] (--drop {quoted(item.key)}). The other is then taken for both.",
+            advice=f"Leave one of them out: drop=[{item.key!r}] (--drop {quoted(item.key)}). The other is then used for both.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Know what trainers have cut without places, by their own keys. labkit does not join it; the program that cut it does.
+"""Detection, by trainers' own keys, of shards that do not say where they belong; only the program that cut them joins them.
 
 | key | trainer | meaning |
 | --- | --- | --- |
@@ -8,7 +8,7 @@
 | ``tensor_model_parallel_size`` and the like above 1, in ``args`` or in any dict | Megatron-LM | tensor, pipeline or expert \
 parallelism has cut the model |
 
-Tensors that say where they lie (DTensor) are joined whatever such a key says.
+Tensors that say where they belong (DTensor) are joined, whatever such a key says.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JOIN = "Let the program that cut them join them"
 _MEGATRON = (
     f"{_JOIN}, Megatron-LM's tools/checkpoint/convert.py with --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
 )
-#: Into how many parts the model is cut; no key says where they lie in it. With what each part holds, and what joins them.
+#: Keys that say into how many parts the model is cut, but not where these belong; with what each part holds and what joins them.
 _CUTS = {
     "mp_world_size": ("tensor parallelism has cut the model, and each file holds shards of its tensors", _JOIN),
     "tensor_model_parallel_size": (
@@ -52,16 +52,16 @@ def shards_of_trainers(checkpoint: Checkpoint, part: Checkpoint) -> RankDivergen
 
     Args:
         checkpoint: The checkpoint.
-        part: It without what is left out.
+        part: The checkpoint without the entries that are left out.
     """
     keys = [key for key, entry in part.tensors.items() if _PARTITIONS.intersection(map(str, entry.path))]
-    problems = [f"{listed(keys, most=4)}: a rank's partition of the flattened parameters, and no whole tensor"] if keys else []
+    problems = [f"{listed(keys, most=4)}: a rank's partition of the flattened parameters, not a whole tensor"] if keys else []
     shaped = any(_SHAPES in map(str, value.path) for value in checkpoint.values.values())
     named = {str(value.path[-1]) for value in part.values.values() if _SHAPES in map(str, value.path[:-1])}
     if named and named.isdisjoint(key for entry in checkpoint.tensors.values() for key in _tails(entry.path)):
         problems.append(f"{_SHAPES} names parameters, and the file has none of them, as ZeRO stage 3 leaves them out")
     empty = [entry.key for entry in part.section("model") if not entry.numel]
-    problems += [f"{key} is empty, as ZeRO stage 3 leaves a parameter of which each rank has a part" for key in empty if shaped]
+    problems += [f"{key} is empty, as ZeRO stage 3 leaves a parameter that is divided over the ranks" for key in empty if shaped]
     cuts: dict[str, int] = {}
     for value in checkpoint.values.values():
         for name, size in _sizes(value):
@@ -80,8 +80,8 @@ def shards_of_trainers(checkpoint: Checkpoint, part: Checkpoint) -> RankDivergen
             checkpoint.path,
             problems,
             advice="These are partitions of DeepSpeed's ZeRO, which labkit does not join. DeepSpeed's own zero_to_fp32.py, beside "
-            "each of its checkpoints, does: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR. What it writes, the weights in fp32, "
-            "labkit migrates. Optimizer state stays behind.",
+            "each of its checkpoints, does: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR. It writes the weights in fp32, "
+            "which labkit migrates, but no optimizer state.",
         )
     return None
 
@@ -93,7 +93,7 @@ def _tails(path: Path_) -> Iterator[str]:
 
 
 def _sizes(value: ValueEntry) -> Iterator[tuple[str, int]]:
-    """Yield the names and numbers above 1 by which a value says that the model is cut, in any rank's file."""
+    """Yield the keys and numbers above 1 with which a value, in any rank's file, says that the model is cut."""
     for content in (value.inline, *value.replicas.values()):
         pairs = content.state if isinstance(content, Record) else {str(value.path[-1]): content}
         for name in _CUTS.keys() & pairs.keys():

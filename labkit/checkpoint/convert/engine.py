@@ -80,7 +80,7 @@ def check_destination(source: Path, destination: Path) -> None:
         raise CheckpointExistsError(destination, "the destination exists. Choose another one, or remove it.")
     if source.is_dir() and destination.resolve().is_relative_to(source.resolve()):
         raise CheckpointError(
-            f"{destination} lies in {source}, and a source is only read. Choose a destination beside it or elsewhere."
+            f"{destination} is inside {source}, but a source is only read. Choose a destination beside it or elsewhere."
         )
 
 
@@ -133,7 +133,7 @@ def run(
 
     A note on each error says what is left on disk.
 
-    Ranks: local. Memory for tensor data stays below the largest piece and 64 MiB.
+    Ranks: local. Memory for tensor data stays below the largest piece plus 64 MiB.
     """
     values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
     try:

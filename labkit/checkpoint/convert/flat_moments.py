@@ -1,4 +1,4 @@
-"""Take moments of flat parameters apart, and put together those of which each rank's file has a piece."""
+"""Splitting of flat parameters' moments, and joining of moments that are in pieces in the ranks' files."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ def check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meanin
             f"{unit or 'the root'} has {numbering.padded[unit].start}"
             for number, unit in wrong.items()
         ],
-        advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
+        advice=f"The names are not in the optimizer's order. {ORDER_ADVICE}"
         if fits_another
-        else "The shares of other ranks are missing. Keep the files of all ranks together; what DCP saved of numbered state is "
-        "one rank's share. To go on without it, leave it out with drop=[...] (--drop).",
+        else "The shares of other ranks are missing. Keep the files of all ranks together; DCP saves only one rank's share of "
+        "numbered state. To go on without it, leave it out with drop=[...] (--drop).",
     )
 
 
 def split_flat_moments(contents: Contents, root: Path_, stretches: Mapping[int, Sequence[Stretch]]) -> None:
-    """Give each parameter its stretch of a flat moment, and its own copy of what is one per flat parameter (``step``)."""
+    """Give each parameter its stretch of a flat moment, and its own copy of state kept once per flat parameter (``step``)."""
     result: list[OutTensor] = []
     for item in contents.tensors:
         split = split_in(root, item)
@@ -67,7 +67,7 @@ def split_flat_moments(contents: Contents, root: Path_, stretches: Mapping[int, 
 
 
 def join_pieces(contents: Contents, root: Path_, parameters: ParameterList) -> None:
-    """Put together what each rank's file has of a moment: 1-D pieces of the flattened parameter, in rank order."""
+    """Join the pieces of moments in the ranks' files: 1-D pieces of the flattened parameter, in rank order."""
     joined: list[OutTensor] = []
     wrong: dict[str, tuple[int, int]] = {}
     for item in contents.tensors:
@@ -91,7 +91,7 @@ def join_pieces(contents: Contents, root: Path_, parameters: ParameterList) -> N
                 f"{key}: its pieces have {found} elements together, and the parameter has {size}"
                 for key, (found, size) in wrong.items()
             ],
-            advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}"
+            advice=f"The names are not in the optimizer's order. {ORDER_ADVICE}"
             if all(found in sizes for found, _ in wrong.values())
             else "Keep the files of all ranks together, and name the model that they were saved from.",
         )
@@ -99,7 +99,7 @@ def join_pieces(contents: Contents, root: Path_, parameters: ParameterList) -> N
 
 
 def _is_whole(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
-    """Return whether each file holds all of a moment, or a box that says where it lies, and not a stretch without a place."""
+    """Return whether each file holds a whole moment, or a box with its position, and not a stretch without one."""
     if entry.shape != shape or not coverage(entry.chunks, shape).exact:
         return False
     return len(entry.chunks) > 1 or all(chunk.sizes == shape for table in entry.replicas for chunk in table)

@@ -71,11 +71,11 @@ def migrate(
             safetensors are a directory of shards with an index.
         model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
             parameters and for optimizer state that is numbered by position. It also completes tied names.
-        order: The names of the optimizer's parameters in its order, where the model's order is not the optimizer's: several
-            parameter groups. Where it had FSDP1's flat parameters, their names, or the names of what is in them. Where
-            several optimizers number their parameters, a dict: ``{"g_optimizer": [...], "d_optimizer": [...]}``.
+        order: The names of the optimizer's parameters in its order, if that is not the model's order (several parameter groups).
+            If it had FSDP1's flat parameters, their names, or the names of the parameters in them. If several optimizers number
+            their parameters, a dict: ``{"g_optimizer": [...], "d_optimizer": [...]}``.
         rules: Rename rules, from :func:`labkit.checkpoint.convert.rename.read_rules`.
-        parts: Name and path of checkpoints in ``source`` that form one together, see
+        parts: Names and paths of checkpoints in ``source`` that together form one, see
             :func:`labkit.checkpoint.formats.catalog.open_parts`.
         only: Top-level keys to keep, such as ``model``; ``.`` means the tensors that are in no dict.
         drop: Patterns of keys to leave out.
@@ -86,8 +86,8 @@ def migrate(
         workers: Files that are written at the same time.
         despite: Codes of errors of :func:`labkit.checkpoint.verify` to accept (:data:`labkit.checkpoint.checks.findings.CODES`).
             Any other error in the entries to copy stops the migration before anything is written, and one in the result stops it
-            before the destination appears. An index by another version of Python or torch is no obstacle: the copy is for those
-            here.
+            before the destination appears. An index by another version of Python or torch is no obstacle: the copy is written for
+            the versions here.
         for_torch: The version of torch, such as ``2.13``, that is to read a DCP directory; by default the one here.
 
     Returns:
@@ -96,8 +96,8 @@ def migrate(
     Raises:
         CheckpointExistsError: The destination exists.
         AmbiguousCheckpointError: The source can be read in several ways.
-        CheckpointError: Something would be left out without being told to; or the destination is inside the source, or its
-            suffix contradicts the format.
+        CheckpointError: The format cannot hold some entries, and they were not left out; or the destination is inside the source,
+            or its suffix contradicts the format.
         UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
             its bytes do not match the checksums that torch wrote.
         CheckpointFormatError: The source has no format that labkit supports, or changed while it was read
@@ -111,13 +111,13 @@ def migrate(
     """
     if to is not None and to not in get_args(Format):
         raise CheckpointError(
-            f"to={to!r} is no format. Use 'dcp' (what FSDP2 loads), 'safetensors' (the model's tensors only) or 'torch'."
+            f"to={to!r} is not a format. Use 'dcp' (what FSDP2 loads), 'safetensors' (the model's tensors only) or 'torch'."
         )
     source, destination = Path(source), Path(destination)
     chosen = _format_of(destination, to)
     if for_torch is not None and chosen != "dcp":
         raise CheckpointError(
-            f"for_torch={for_torch!r} (--for-torch) is for DCP directories: {chosen} files have one form for all."
+            f"for_torch={for_torch!r} (--for-torch) is for DCP directories: {chosen} files are the same for every torch."
         )
     fields = None if for_torch is None else fields_for(for_torch)
     gate = Gate.of(source, despite)
@@ -129,7 +129,7 @@ def migrate(
     try:
         contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
     except CheckpointMismatchError:
-        check_ranks(checkpoint, gate)  # that a file is missing explains the error better
+        check_ranks(checkpoint, gate)  # a missing file explains the error better
         raise
     writer = _writer(contents, chosen, destination, shard_bytes, fields)
     contents.notes += form_note(fields)
@@ -164,7 +164,7 @@ def _format_of(destination: Path, to: Format | None) -> Format:
         return to
     if meant is None and suffix != ".dcp" and re.fullmatch(r"\.[a-z][a-z0-9]*", suffix):  # but not a name like llama-3.1-8b
         raise CheckpointError(
-            f"{destination}: the suffix {suffix} says no format. Files end in .safetensors or {', '.join(_TORCH_SUFFIXES)}; a "
+            f"{destination}: the suffix {suffix} names no format. Files end in .safetensors or {', '.join(_TORCH_SUFFIXES)}; a "
             "DCP directory has no suffix. For any other name, say the format with to=... (--to dcp, safetensors or torch)."
         )
     return meant or "dcp"
@@ -173,7 +173,7 @@ def _format_of(destination: Path, to: Format | None) -> Format:
 def _writer(contents: Contents, to: Format, destination: Path, shard_bytes: int | None, fields: int | None) -> Writer:
     if not contents.tensors:
         raise CheckpointError(
-            f"{contents.checkpoint.path}: there is no tensor to write. See what is in it with show, and what drop leaves."
+            f"{contents.checkpoint.path}: there is no tensor to write. Look with show at what it holds, and check what drop leaves."
         )
     contents.notes += tie_note("no longer tied, since they get different dtypes or names", lost_ties(contents.tensors))
     if to != "safetensors":
@@ -204,7 +204,7 @@ def _safetensors(contents: Contents, destination: Path, shard_bytes: int | None)
         inside = [item.key for item in rest if top_level(item) == nest_text(nests[0])]
         chosen = " or ".join(f"--only {quoted(nest_text(nest))}" for nest in nests)
         raise CheckpointError(
-            f"{contents.checkpoint.path}: safetensors hold the tensors of one model and nothing else, and here is more than "
+            f"{contents.checkpoint.path}: safetensors hold the tensors of one model and nothing else, but this is more than "
             f"{nest_text(nests[0])}: {left_out(rest)}. "
             + (f"Leave it out with drop={inside[:1]!r} (--drop {quoted(inside[0])})." if inside else f"Say what to keep: {chosen}.")
         )

@@ -18,9 +18,9 @@ from labkit.checkpoint.wording import quoted
 def misfit(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -> CheckpointMismatchError | None:
     """Return an error if the tensors do not match the model: names that one side lacks, or shapes; else None.
 
-    If several nests may be the model, the one that shares most names with it is compared; the model's names may also include the
-    nest as a prefix. A name in the model may be missing if it matches a ``drop`` pattern, and so may all names of a tied parameter
-    but one. Contents without model tensors match every model.
+    If several nests may be the model, the one that shares the most names with it is compared; the model's names may also include
+    the nest as a prefix. A name in the model may be missing if it matches a ``drop`` pattern, and so may all names of a tied
+    parameter but one. Contents without model tensors match every model.
     """
     tensors = [item for item in contents.tensors if item.section == "model"]
     if not tensors:
@@ -40,11 +40,11 @@ def misfit(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -
             missing=missing,
             unexpected=unexpected,
             advice=_one_change(contents, parameters, drop)
-            or "Name the model that the checkpoint was saved from, or the one that a rename table (--rename) leads to. What "
-            "the model has no more use for is left out with drop=[...] (--drop).",
+            or "Name the model that the checkpoint was saved from, or the one that a rename table (--rename) leads to. Leave out "
+            "what the model no longer uses with drop=[...] (--drop).",
         )
     wrong = [(name, shape, parameters.tensors[partners[name]]) for name, shape in have.items()]
-    problems = [f"{name} has shape {shape}, and in the model {expected}" for name, shape, expected in wrong if shape != expected]
+    problems = [f"{name} has shape {shape}, but {expected} in the model" for name, shape, expected in wrong if shape != expected]
     if problems:
         return CheckpointMismatchError(path, problems, advice="Name the model that the checkpoint was saved from.")
     return None
@@ -66,7 +66,7 @@ def _differences(parameters: ParameterList, drop: Sequence[str], prefix: str, ha
 
 
 def _one_change(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -> str:
-    """Return the advice where one change of what the names of a nest begin with makes them the model's; nothing elsewhere."""
+    """Return advice if one change of prefix makes the names of a nest the model's; else an empty text."""
     nests: dict[Nest, list[str]] = {}
     for item in contents.tensors:
         if item.section == "model":
@@ -80,7 +80,7 @@ def _one_change(contents: Contents, parameters: ParameterList, drop: Sequence[st
 
 
 def _part_advice(contents: Contents, nest: Nest, change: PrefixChange) -> str:
-    """Return how to name the part whose own dict came to lie under a name that the caller gave it; nothing elsewhere."""
+    """Return advice if a name that the caller gave a part nests the part's own dict once more; else an empty text."""
     for part in contents.checkpoint.parts if nest and not change.new else ():
         if {f"{entry.path[0]}." for entry in part.section("model")} == {change.old}:
             relative = part.path.relative_to(contents.checkpoint.path)

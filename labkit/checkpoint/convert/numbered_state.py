@@ -1,4 +1,4 @@
-"""Renaming of optimizer state that is numbered by position to the parameters' names."""
+"""Renaming of optimizer state from numbers (by position) to the parameters' names."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from labkit.checkpoint.wording import counted
 def name_numbers(
     contents: Contents, parameters: ParameterList | None, order: Order | None, where: Mapping[str, list[Stretch]]
 ) -> None:
-    """Bring numbered optimizer state, if there is any, under the parameters' names, one optimizer after the other.
+    """Rename numbered optimizer state, if there is any, to the parameters' names, one optimizer after the other.
 
     Args:
         contents: Changed in place.
-        parameters: The model's.
-        order: Names in the order that the optimizer was given them, of parameters or of flat parameters; by optimizer where there
-            are several.
-        where: What lies in each flat parameter.
+        parameters: The model's parameters, if there is a model.
+        order: Names of parameters or of flat parameters, in the order in which the optimizer got them; by optimizer if there are
+            several.
+        where: The parameters in each flat parameter, by unit.
 
     Raises:
         FQNMismatchError: There are no names for the numbers, or they do not match.
@@ -135,8 +135,8 @@ def _refuse_shares(contents: Contents) -> None:
     if shares:
         raise FQNMismatchError(
             contents.checkpoint.path,
-            problems=[f"each rank's file has a share of {key}, and not what belongs where" for key in shares],
-            advice="Name the model that puts them together, model=... (--model FILE.py:FUNCTION), and keep the "
+            problems=[f"each rank's file has a share of {key}, and nothing says where it belongs" for key in shares],
+            advice="Name the model that they belong to, model=... (--model FILE.py:FUNCTION), and keep the "
             "optimizer's param_groups.",
         )
 
@@ -148,7 +148,7 @@ def _refuse_idle_order(contents: Contents) -> None:
     else:
         problem = "its optimizer state has names" if states else "it has no optimizer state, or that is left out"
     raise FQNMismatchError(
-        contents.checkpoint.path, problems=[f"{problem}: an order says nothing of it"], advice="Leave the order out (--order)."
+        contents.checkpoint.path, problems=[f"{problem}: an order has no effect"], advice="Leave the order out (--order)."
     )
 
 
@@ -175,7 +175,7 @@ def _numbering(
         raise FQNMismatchError(
             checkpoint.path,
             problems=[f"the optimizer has state of its parameter {number}, which is in none of its groups" for number in strange],
-            advice="Groups and state are not of one save. Leave them out with drop=[...] (--drop), or use another checkpoint.",
+            advice="Groups and state are not from one save. Leave them out with drop=[...] (--drop), or use another checkpoint.",
         )
     if len(held) < len(numbers):
         contents.notes.append(f"{counted(len(numbers - held), 'parameter')} of the optimizer's groups had no state")
@@ -186,7 +186,7 @@ def _numbering(
 
 
 def _known_names(checkpoint: Checkpoint, parameters: ParameterList | None) -> dict[str, str]:
-    """Return the names of the model, or of the checkpoint's own ones, with and without wrappers, by what they are without."""
+    """Return the names that numbers may mean, with and without wrappers, to those without: the model's, or the checkpoint's."""
     if parameters is not None:
         return {name: name for name in parameters.shapes} | dict(parameters.tied)
     names: dict[str, str] = {}
@@ -210,7 +210,7 @@ def _meaning(
             raise FQNMismatchError(
                 numbering.path,
                 problems=[
-                    f"order names {told.parameters.get(n)} where the optimizer itself has noted {own[n]}" for n in against[:8]
+                    f"order names {told.parameters.get(n)} where the optimizer itself has recorded {own[n]}" for n in against[:8]
                 ],
                 advice="The optimizer's own names (param_names) are right: leave the order out.",
             )
@@ -253,5 +253,5 @@ def _check_moments(contents: Contents, root: Path_, models: Models) -> None:
         raise CheckpointMismatchError(
             contents.checkpoint.path,
             wrong,
-            advice=f"The names are in another order than the optimizer's. {ORDER_ADVICE}",
+            advice=f"The names are not in the optimizer's order. {ORDER_ADVICE}",
         )

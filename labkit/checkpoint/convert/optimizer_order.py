@@ -1,4 +1,4 @@
-"""Detection of the parameter, or the flat parameter of FSDP1, that each number in an optimizer's state means."""
+"""Lookup of the parameter, or FSDP1's flat parameter, that each number in an optimizer's state means."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Numbering:
         path: The checkpoint, for messages.
         groups: The numbers in each parameter group.
         lengths: Number to the number of elements of its moments, if those are vectors in pieces.
-        names: The names that may be meant, if they are known: canonical names, and a tied name to its first one.
+        names: The names that numbers may mean, if they are known, to canonical names; a tied name to its first one.
         units: The parameters in each flat parameter, by unit.
         padded: Unit to the lengths that state of its flat parameter may have.
     """
@@ -103,7 +103,7 @@ def by_order(numbering: Numbering, order: Sequence[str], parameters: ParameterLi
     """Find the meaning from the names that the user gives in the optimizer's order.
 
     These are names of parameters. If the optimizer had flat parameters, they may be names of flat parameters, or of the parameters
-    in them; then each flat parameter takes the place of the first of its parameters.
+    in them; then each flat parameter takes the position of the first of its parameters.
 
     Raises:
         FQNMismatchError: A name is unknown or occurs twice, or there are too few or too many.
@@ -161,7 +161,7 @@ def by_model(numbering: Numbering, parameters: ParameterList) -> Meaning:
         if len(names) == len(numbering.numbers):
             return Meaning(parameters=dict(zip(numbering.numbers, names, strict=True)))
     for chosen in (trained, units):
-        if len(chosen) == len(numbering.numbers):  # its moments do not match, which is reported for each
+        if len(chosen) == len(numbering.numbers):  # some moments do not match; check_flat_moments reports them
             return Meaning(units=dict(zip(numbering.numbers, chosen, strict=True)))
     flat = f" in {counted(len(units), 'flat parameter')} ({len(trained)} of them trainable)" if units else ""
     raise FQNMismatchError(
@@ -202,7 +202,7 @@ def _check_known(numbering: Numbering, names: Sequence[str], known: Iterable[str
             # Each search compares all names, and a message lists only a few.
             near = get_close_matches(name, known, 1) if len(problems) < FQNMismatchError.max_listed else []
             hint = f" (did you mean {near[0]}?)" if near else ""
-            problems.append(f"order names {name}, and the {whose} has no such parameter{hint}")
+            problems.append(f"order names {name}, but the {whose} has no such parameter{hint}")
     if problems:
         raise FQNMismatchError(numbering.path, problems=problems, advice="Correct the names in the order (--order FILE).")
     _check_twice(numbering, names)

@@ -1,14 +1,14 @@
-"""Find the parameters that orders name: which model each order is of, and under which names its state is written.
+"""Lookup of the parameters that orders name: which model each order belongs to, and under which names its state is written.
 
 | the names of an order | are read as | and written |
 | --- | --- | --- |
-| all are in one dict of tensors, as they stand or with the dict's own name in front (``netD.``) | parameters of that model; the \
-dict in which the optimizer lies comes first, then those around it | as they stand in that dict |
+| all are in one dict of tensors, as they are or prefixed with the dict's own name (``netD.``) | parameters of that model; the \
+dict that holds the optimizer comes first, then those around it | as in that dict |
 | they are in several dicts | parameters of several models | as they are given |
 | with a model, ``--model`` | its parameters | as in the model |
 
-An order whose names several dicts have, such as those of two networks of one class, is of any of them that no other order has. A
-parameter that two optimizers would have is refused, and so is what may be written in two ways.
+If several dicts have the names of an order, such as those of two networks of one class, the order may mean any dict that no other
+order takes. A parameter that two optimizers would have is refused, and so are names that could be written in two ways.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Reading:
     """One meaning of the names of an order.
 
     Attributes:
-        names: A name as it is given, without wrappers, to the name that is written.
-        keys: The same to the parameter's whole key, with those of the dicts around it.
-        shapes: The written names, and their shapes.
+        names: Each given name, without wrappers, to the name to write.
+        keys: Each given name, without wrappers, to the parameter's whole key, with the dicts around it.
+        shapes: Each name to write to its shape.
     """
 
     names: Mapping[str, str]
@@ -62,13 +62,13 @@ def read_orders(
     numbers: Mapping[Path_, Sequence[int]],
     parameters: ParameterList | None,
 ) -> dict[Path_, list[Reading]]:
-    """Return what each order of parameters may mean, by the table of this module; all readings of one write the same names.
+    """Return the possible readings of each order, by the table of this module; all readings of one order write the same names.
 
     Args:
-        contents: The checkpoint's.
-        orders: Names by optimizer. Those of flat parameters, and those of another length than the optimizer's, have no reading.
+        contents: The checkpoint's contents.
+        orders: Names by optimizer. Orders of flat parameters, or with another length than the optimizer's, have no reading.
         numbers: The optimizers' own numbers.
-        parameters: The model's.
+        parameters: The model's parameters, if there is a model.
 
     Raises:
         FQNMismatchError: A name is unknown, or there are two ways to write the names, or two optimizers would have one parameter.
@@ -145,7 +145,7 @@ def _fits(reading: Reading, given: _Given) -> bool:
 
 
 def _moment_shapes(contents: Contents, root: Path_) -> dict[int, tuple[int, ...]]:
-    """Return the shapes of the parameters that numbers are, as far as whole elementwise moments show them."""
+    """Return the shapes of the numbered parameters, as far as whole elementwise moments show them."""
     pieces: dict[str, set[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for item in contents.items:
@@ -168,12 +168,12 @@ def _refuse_two_ways(contents: Contents, given: _Given, readings: Sequence[Readi
         raise FQNMismatchError(
             contents.checkpoint.path,
             problems=[f"{given.names[0]} in the order for {flat_key(given.root)} may be {' or '.join(ways.values())}"],
-            advice="Write the names with those of the dicts around them, as they are here.",
+            advice="Write the names with those of the dicts around them, as shown here.",
         )
 
 
 def _refuse_unknown(contents: Contents, given: _Given, readings: Mapping[Path_, Sequence[Reading]], whose: str) -> None:
-    # What an order has that may be of several models is not known to be taken.
+    # If an order may mean several models, it is not known which parameters it takes.
     taken = {key for found in readings.values() if len(found) == 1 for key in found[0].keys.values()}
     models = [model for level in given.levels for model in level]
     known = [
@@ -192,13 +192,12 @@ def _refuse_unknown(contents: Contents, given: _Given, readings: Mapping[Path_, 
             free = [spelled for spelled, key, its in known if few and key not in taken and shape in (None, its)]
             near = _nearest(name, free)
             hint = f" (did you mean {' or '.join(near)}?)" if near else ""
-            problems.append(f"order names {name}, and the {whose} has no such parameter{hint}")
+            problems.append(f"order names {name}, but the {whose} has no such parameter{hint}")
     places = listed(list(dict.fromkeys(model.where or "." for model in models)), most=8)
     raise FQNMismatchError(
         contents.checkpoint.path,
-        problems=problems
-        or [f"not one of {places} has all names of the order for {flat_key(given.root)}, and some are in several"],
-        advice=_CORRECT if problems else "Write each name with that of its dict in front.",
+        problems=problems or [f"none of {places} has all names of the order for {flat_key(given.root)}, and some are in several"],
+        advice=_CORRECT if problems else "Prefix each name with that of its dict.",
     )
 
 

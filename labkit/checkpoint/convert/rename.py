@@ -67,7 +67,7 @@ def read_rules(path: Path) -> list[Rule]:
             continue
         pattern, arrow, replacement = (part.strip() for part in text.partition("->"))
         if not arrow or not pattern or replacement.count("*") > pattern.count("*"):
-            raise CheckpointError(f"{path}, line {number}: {text!r} is no rule. Write 'old.*.weight -> new.*.weight'.")
+            raise CheckpointError(f"{path}, line {number}: {text!r} is not a rule. Write 'old.*.weight -> new.*.weight'.")
         rules.append(Rule(pattern, replacement))
     return rules
 
@@ -83,4 +83,4 @@ def _read(path: Path, what: str) -> str:
     except OSError as error:
         raise CheckpointError(f"{path}: the {what} cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: the {what} is no UTF-8 text (at byte {error.start})") from None
+        raise CheckpointError(f"{path}: the {what} is not UTF-8 text (at byte {error.start})") from None

@@ -136,7 +136,7 @@ def _refuse_shares(checkpoint: Checkpoint) -> None:
     if shares:
         raise FQNMismatchError(
             checkpoint.path,
-            problems=[f"{entry.key} is a flat vector in pieces, and does not say whose" for entry in shares],
+            problems=[f"{entry.key} is a flat vector in pieces, and does not say what is in it" for entry in shares],
             advice="Take it apart first: labkit checkpoint migrate OLD NEW --model FILE.py:FUNCTION. Then reshard the result.",
         )
 

@@ -1,4 +1,4 @@
-"""Say which order is which optimizer's, where a checkpoint has several that each number their parameters from 0."""
+"""Assignment of orders to optimizers, in a checkpoint with several that each number their parameters from 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.checkpoint.errors import FQNMismatchError
 from labkit.checkpoint.index.model import Path_
 from labkit.checkpoint.wording import listed
 
-#: The names of one optimizer's parameters in its order, or those of several by the key under which the optimizer lies.
+#: The names of one optimizer's parameters in its order, or those of several by the optimizers' keys.
 Order = Sequence[str] | Mapping[str, Sequence[str]]
 
 
@@ -27,12 +27,12 @@ def orders_of(
     Args:
         path: The checkpoint, for messages.
         order: What the user gave.
-        numbers: The numbers of each optimizer that has numbers, by where it lies.
-        named: The optimizers that have noted names themselves.
-        parameters: The model's.
+        numbers: The numbers of each optimizer that has numbers, by its path.
+        named: The optimizers that have recorded names themselves.
+        parameters: The model's parameters, if there is a model.
 
     Raises:
-        FQNMismatchError: An order is for no optimizer; or there are several, and nothing says of one what its numbers mean; or one
+        FQNMismatchError: An order is for no optimizer; or there are several, and nothing says what the numbers of one mean; or one
             lists a number twice.
     """
     roots = {".".join(map(str, root)): root for root in numbers}
@@ -46,7 +46,7 @@ def orders_of(
             raise FQNMismatchError(
                 path,
                 problems=[
-                    f"order is for {text}, and no optimizer with numbers lies there"
+                    f"order is for {text}, but no optimizer with numbers is there"
                     + (f" (did you mean {near[text][0]}?)" if near[text] else "")
                     for text in strange
                 ],
@@ -68,8 +68,8 @@ def _several(path: object, roots: Sequence[str]) -> FQNMismatchError:
     options = " ".join(f"--order {root}=FILE" for root in roots)
     return FQNMismatchError(
         path,
-        problems=[f"{listed(roots)} each number the parameters in their own way, so one number stands for several"],
-        advice="Give each an order of its own: the names of that optimizer's parameters, one a line, in its order, as they stand "
-        f"in the model that it trains: order={{...}} ({options}). `labkit checkpoint migrate --help` shows how to write such a "
+        problems=[f"{listed(roots)} each number the parameters in their own way, so one number means several"],
+        advice="Give each an order of its own: the names of that optimizer's parameters, one per line, in its order, as in "
+        f"the model that it trains: order={{...}} ({options}). `labkit checkpoint migrate --help` shows how to write such a "
         f"file. Or leave the others out: {each}.",
     )

@@ -49,8 +49,8 @@ class Options:
 
     Attributes:
         parameters: The model's parameters, for flat parameters and for state numbered by position.
-        order: Names in the order that the optimizer was given them, of parameters or of flat parameters; by default all or
-            the trainable ones in the model's order. Of several optimizers, by the key under which each lies.
+        order: Names of parameters or of flat parameters, in the order in which the optimizer got them; by default all or the
+            trainable ones in the model's order. For several optimizers, by their keys.
         rules: Rename rules for canonical parameter names, applied to the model and to its optimizer state alike.
         drop: Patterns of keys that are left out already. A name of the model that matches one may be missing.
         dtypes: Pattern of model names to dtype; the first match wins.
@@ -105,7 +105,7 @@ def _refuse_idle_drops(contents: Contents, parameters: ParameterList | None) -> 
         raise FQNMismatchError(
             contents.checkpoint.path,
             problems=[f"the drop pattern {pattern!r} matches nothing{near_key(contents, pattern)}" for pattern in idle],
-            advice="A pattern of drop=[...] (--drop) matches whole names as show lists them; * stands for any text.",
+            advice="A pattern of drop=[...] (--drop) matches whole names as show lists them; * matches any text.",
         )
 
 
@@ -137,13 +137,13 @@ def _refuse_twins(contents: Contents, nests: Mapping[Nest, Mapping[str, tuple[in
         drop = " ".join(f"--drop {quoted(f'{head}.*')}" for head in sorted(heads)) if every else "--drop NAME"
         raise FQNMismatchError(
             contents.checkpoint.path,
-            problems=[f"{' and '.join(pair)} may be one parameter, once from inside DDP, or two" for pair in pairs],
+            problems=[f"{' and '.join(pair)} may be one parameter, saved once from inside DDP, or two" for pair in pairs],
             advice=f"Name the model, whose names decide: model=... (--model FILE.py:FUNCTION); or leave one of each out: {drop}.",
         )
 
 
 def _renamed(item: OutTensor, name: str) -> OutTensor:
-    """Return a tensor of the model under another name. If the name is the same, it keeps its place in lists and dicts."""
+    """Return a tensor of the model under another name. If the name is the same, the whole path is kept, with list positions."""
     return item if name == name_in(item.path) else replace(item, path=(*nest_of(item.path), name))
 
 
@@ -161,7 +161,7 @@ def _canonical_in(contents: Contents, names: Sequence[str], parameters: Paramete
     dropped = [name for name, canonical in result.items() if canonical_fqn(name) == f"module.{canonical}"]
     if dropped:
         contents.notes.append(
-            f"{'.'.join(map(str, nest)) or 'all tensors'}: every name begins with module., as DDP's do, and that is left out"
+            f"{'.'.join(map(str, nest)) or 'all tensors'}: every name begins with module., as DDP's do, which is left out"
             if parameters is None
             else f"{counted(len(dropped), 'name')} lost its part module., which the model does not have ({dropped[0]}, ...)"
         )
@@ -231,7 +231,7 @@ def _refuse_flat(contents: Contents) -> None:
         raise FQNMismatchError(
             contents.checkpoint.path,
             problems=[f"{key} is state of a flat parameter" for key in left],
-            advice="labkit takes such state apart where it is numbered, as optimizer.state_dict() gives it. Leave it out with "
+            advice="labkit splits such state only if it is numbered, as optimizer.state_dict() returns it. Leave it out with "
             "drop=[...] (--drop), or save a FULL or SHARDED optimizer state from the old code.",
         )
 
@@ -273,7 +273,7 @@ def _cast(contents: Contents, dtypes: Mapping[str, torch.dtype]) -> None:
     names = [name_in(item.path) for item in contents.tensors if item.section == "model"]
     for pattern, given in dtypes.items():
         if not isinstance(given, torch.dtype):
-            raise CheckpointError(f"dtypes[{pattern!r}]={given!r} is no torch.dtype. Write torch.bfloat16, for example.")
+            raise CheckpointError(f"dtypes[{pattern!r}]={given!r} is not a torch.dtype. Write torch.bfloat16, for example.")
         if not is_convertible(given):
             raise CheckpointError(f"torch converts no tensor to {given}. Choose another dtype for {pattern!r}, such as bfloat16.")
     contents.note_idle("dtype", dtypes, lambda pattern: bool(fnmatch.filter(names, pattern)))

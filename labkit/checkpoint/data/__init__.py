@@ -1,1 +1,1 @@
-"""Reading of tensors and values, and comparison of what several ranks' files hold."""
+"""Reading of tensors and values, and comparison of the ranks' files."""

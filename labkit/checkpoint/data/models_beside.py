@@ -1,4 +1,4 @@
-"""Find the models that lie beside an optimizer: the dicts in the dict in which it lies, and in those around that one."""
+"""Search for the models beside an optimizer: the dicts in the dict that holds it, and in those around that one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ModelBeside:
     """A dict that holds a model.
 
     Attributes:
-        where: The dict's own name, with those around it: ``s0.model``; nothing for the top level.
-        names: What a parameter's name in it may be spelled like, with and without wrappers, to the name without.
-        shapes: The names without wrappers, and the shapes.
+        where: The dict's own name, with those around it: ``s0.model``; empty for the top level.
+        names: Each parameter's name, with and without wrappers, to the name without.
+        shapes: Each name without wrappers to its shape.
     """
 
     where: str
@@ -31,19 +31,19 @@ class ModelBeside:
 
     @property
     def heads(self) -> list[str]:
-        """Return what may stand in front of a name to say that this dict is meant: nothing, ``model.``, ``s0.model.``."""
+        """Return the prefixes that a name in this dict may have: none, ``model.``, ``s0.model.``."""
         steps = self.where.split(".") if self.where else []
         return ["", *(f"{'.'.join(steps[at:])}." for at in range(len(steps) - 1, -1, -1))]
 
 
 def models_beside(checkpoint: Checkpoint, root: Path_) -> list[list[ModelBeside]]:
-    """Return the models around an optimizer, by how far they are: first those in the dict in which the optimizer lies itself.
+    """Return the models around an optimizer by distance: from those in the dict that holds it to those of the whole checkpoint.
 
-    The last ones are those of the whole checkpoint. Flat parameters are left out.
+    Flat parameters are left out.
 
     Args:
         checkpoint: A classified checkpoint.
-        root: Where the optimizer lies.
+        root: The optimizer's path.
     """
     written = _written(checkpoint)
     levels = []

@@ -1,16 +1,16 @@
-"""Compare what the files of several ranks hold under one name.
+"""Comparison of the entries that the files of several ranks hold under one name.
 
-| it is | what becomes of it |
+| the entry | result |
 | --- | --- |
-| equal in all files | it is taken once |
-| neither the model's nor the optimizer's, and differs | it is keyed by rank |
-| of another shape or dtype in another file | refused: no copy |
-| optimizer state, that differs, where the files have few of the model's tensors in common | refused: each file is a \
-stage of the model, and has an optimizer of its own |
-| else the model's or optimizer's, and differs | refused, or the first rank's is taken and the number of such tensors told |
+| is equal in all files | taken once |
+| differs, and belongs to neither model nor optimizer | keyed by rank |
+| has another shape or dtype in another file | refused: not a copy |
+| is optimizer state that differs, and the files have few of the model's tensors in common | refused: each file is a stage of the \
+model, and has an optimizer of its own |
+| differs otherwise | refused, or the first rank's is taken and a note says how many such tensors there are |
 
-Where half of the matrices differ, or more, they may be shards of larger tensors, which say nothing of their place. So the way on is
-not named alone that takes the first rank's.
+If half of the matrices or more differ, they may be shards of larger tensors that do not say where they belong. So the error then
+explains this before it suggests the first rank's.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _SHARDS = (
 
 
 def roots_of_each_rank(checkpoint: Checkpoint, copies: Copies, notes: list[str]) -> set[str]:
-    """Return the top-level keys under which each rank has its own, by the table of this module.
+    """Return the top-level keys whose entries are keyed by rank, by the table of this module.
 
     Args:
-        checkpoint: A checkpoint, without what is left out.
-        copies: Whether the first rank's is taken of copies that differ.
-        notes: Takes sentences about what was decided.
+        checkpoint: A checkpoint, without the entries that are left out.
+        copies: Whether to refuse copies that differ, or to take the first rank's.
+        notes: Receives sentences about decisions.
 
     Raises:
-        RankDivergenceError: What the files hold is no copy, or copies differ and ``copies`` is ``refuse``.
+        RankDivergenceError: Entries of one name are not copies, or copies differ and ``copies`` is ``refuse``.
 
     Ranks: local. Reads the copies.
     """
@@ -72,9 +72,9 @@ def roots_of_each_rank(checkpoint: Checkpoint, copies: Copies, notes: list[str])
         raise RankDivergenceError(
             checkpoint.path,
             [f"{key} is {text}" for key, text in forms.items()],
-            advice="They are no copies: they are shards of one tensor, or of several, and no file says where they lie in it, as "
-            "DTensors would; or the files are not of one save. labkit does not put them together: save them as DTensors, or join "
-            "them in the program that cut them. What is left out with drop=[...] (--drop) stops nothing.",
+            advice="They are not copies: either they are shards, and no file says where they belong, as DTensors would; or the "
+            "files are not from one save. labkit does not join them: save them as DTensors, or join them in the program that cut "
+            "them. To go on without them, leave them out with drop=[...] (--drop).",
         )
     if tensors or values:
         _tell(checkpoint, tensors, values, copies, notes)
@@ -83,7 +83,7 @@ def roots_of_each_rank(checkpoint: Checkpoint, copies: Copies, notes: list[str])
 
 
 def _tell(checkpoint: Checkpoint, tensors: dict[str, str], values: dict[str, str], copies: Copies, notes: list[str]) -> None:
-    """Refuse copies that differ, or note how many the first rank's is taken of."""
+    """Refuse copies that differ, or note how many are taken from the first rank."""
     compared = [entry for entry in checkpoint.tensors.values() if entry.replicas and entry.section != "other"]
     matrices = [entry.key for entry in compared if len(entry.shape) > 1] or [entry.key for entry in compared if entry.shape]
     many = len(matrices) <= 2 * len(tensors.keys() & set(matrices)) and bool(tensors)
@@ -100,12 +100,12 @@ def _tell(checkpoint: Checkpoint, tensors: dict[str, str], values: dict[str, str
             if many
             else f"If they are meant to be equal, {first}.",
         )
-    warning = ". If they are shards of larger tensors, the result holds a part of each only" if many else ""
+    warning = ". If they are shards of larger tensors, the result holds only a part of each" if many else ""
     notes.append(f"{what}, and the first rank's are taken: {listed([*tensors, *values], most=_MOST_NAMES)}{warning}")
 
 
 def _refuse_stages(checkpoint: Checkpoint, differing: set[str]) -> None:
-    """Raise :class:`RankDivergenceError` where optimizer state differs, and each file has other parameters of the model."""
+    """Raise :class:`RankDivergenceError` if optimizer state differs, and each file has other parameters of the model."""
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     own = [entry.key for entry in checkpoint.tensors.values() if is_moment_piece(entry) and entry.replicas]
     found = [entry.key for entry in entries if entry.section == "optimizer" and entry.key in {*differing, *own}]
@@ -162,5 +162,5 @@ def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
 def _comparable(value: Any) -> bytes:
     try:
         return digest(safe_pickle.plain(value, "a value"))
-    except (CheckpointError, TypeError, LookupError):  # what no save would write, such as a date in a file of another making
+    except (CheckpointError, TypeError, LookupError):  # labkit saves no such value, but other programs may, such as a date
         return repr(value).encode()

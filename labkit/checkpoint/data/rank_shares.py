@@ -16,7 +16,7 @@ def is_flat(entry: TensorEntry) -> bool:
 
 
 def model_shapes(checkpoint: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
-    """Return the names and shapes of each model in a checkpoint, and of several together; flat parameters have none known."""
+    """Return the names and shapes of each model in a checkpoint, and of several together; flat parameters are left out."""
     nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
     for entry in checkpoint.section("model"):
         if not is_flat(entry):

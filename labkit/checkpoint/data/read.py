@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from labkit.checkpoint.data.open_files import OpenFiles
 from labkit.checkpoint.errors import (
     CheckpointFormatError,
     CorruptCheckpointError,
@@ -23,16 +23,11 @@ from labkit.checkpoint.errors import (
     UnsupportedTensorError,
 )
 from labkit.checkpoint.files.checksums import crc32, file_crc, read_into
-from labkit.checkpoint.files.plain_files import FileState, open_regular
 from labkit.checkpoint.formats.archive import RecordRange, TorchArchive, expanded_bytes
-from labkit.checkpoint.formats.source_files import changed
 from labkit.checkpoint.index.layout import is_contiguous, span
 from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, TensorEntry, ValueEntry
 from labkit.checkpoint.pickles import safe_pickle
 from labkit.checkpoint.pickles.pickle_records import Lazy, TensorRef, UnsupportedTensor
-
-# A checkpoint may have more files than a process may open, often 1,024, and each of several threads has a reader.
-_MOST_OPEN = 32
 
 
 class Reader:
@@ -51,7 +46,7 @@ class Reader:
 
     def __init__(self, checkpoint: Checkpoint, *, checksums: bool = False) -> None:
         self.checkpoint, self._checksums = checkpoint, checksums
-        self._files: dict[str, Any] = {}
+        self._files = OpenFiles(checkpoint)
         # Keyed by file and position, and shared between forks; threads only add to them.
         self._sound: set[tuple[str, int]] = set()
         self._checking: dict[tuple[str, int], threading.Lock] = {}
@@ -71,8 +66,11 @@ class Reader:
 
     def close(self) -> None:
         """Close the files."""
-        while self._files:
-            self._files.popitem()[1].close()
+        self._files.close()
+
+    def open(self, file: str) -> Any:
+        """Return an open binary file of the checkpoint; see :meth:`OpenFiles.get`."""
+        return self._files.get(file)
 
     def tensor(self, key: str) -> torch.Tensor:
         """Return a whole tensor, on the CPU.
@@ -311,27 +309,6 @@ class Reader:
             what = f"the record {name} at byte {start} does not match the checksum that was written with it."
             raise CorruptCheckpointError(self.checkpoint.root / file, what)
         return archive
-
-    def open(self, file: str) -> Any:
-        """Return an open binary file of the checkpoint. Use it at once: :meth:`close` closes it, and so may opening others.
-
-        Raises:
-            IncompleteCheckpointError: It is missing.
-            CheckpointFormatError: It is no regular file.
-            CheckpointFormatError: It no longer matches the checkpoint's ``states``.
-        """
-        found = self._files.get(file)
-        if found is None:
-            path: Path = self.checkpoint.root / file
-            while len(self._files) >= _MOST_OPEN:
-                self._files.pop(next(iter(self._files))).close()
-            try:
-                found = self._files[file] = open_regular(path)
-            except FileNotFoundError:
-                raise IncompleteCheckpointError(path, "the checkpoint's index names this file, and it is missing") from None
-            if file in self.checkpoint.states and FileState.of(os.fstat(found.fileno())) != self.checkpoint.states[file]:
-                raise changed(path)
-        return found
 
     def _read(self, file: str, start: int, length: int, entry: TensorEntry | ValueEntry) -> torch.Tensor:
         data = torch.empty(length, dtype=torch.uint8)

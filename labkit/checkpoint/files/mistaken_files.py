@@ -1,4 +1,4 @@
-"""Know files that came in the place of a checkpoint's: a pointer that git left, a page that a server answered with."""
+"""Detection of files that are in place of a checkpoint's: a pointer of Git LFS, or a web page that a server sent."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _PAGE = re.compile(rb"\s*(<\?xml|<!doctype|<html|<head)", re.IGNORECASE)
 
 
 def refuse_mistaken(path: Path) -> None:
-    """Raise :class:`CheckpointFormatError` for a file that begins as such a file does. Ranks: local. Reads its first bytes."""
+    """Raise :class:`CheckpointFormatError` for a pointer of Git LFS or a web page. Ranks: local. Reads the first bytes."""
     with open_regular(path) as file:
         head = file.read(256) or b""
     if head.startswith(_POINTER):
         raise CheckpointFormatError(
             path,
-            "it is a pointer of Git LFS, and not the file itself. Run `git lfs pull` where it was cloned, or download the file.",
+            "it is a pointer of Git LFS, not the file itself. Run `git lfs pull` where it was cloned, or download the file.",
         )
     if _PAGE.match(head):
         raise CheckpointFormatError(
             path,
-            "it is a web page, and not the file itself: a server answered with a page. See what it says, and download it again.",
+            "it is a web page, not the file itself: a server answered with a page. Read what it says, and download the file again.",
         )

@@ -58,7 +58,7 @@ def _special(path: Path, kind: str) -> CheckpointFormatError:
 
 
 def read_regular(path: Path) -> bytes:
-    """Return as many bytes of a regular file as its size says; errors as :func:`open_regular`."""
+    """Return a regular file's bytes, up to the size that it reports; errors as :func:`open_regular`."""
     with open_regular(path) as file:
         # Some kernel files that look regular, such as /proc/kmsg, have no size, no end, and sometimes no data.
         return file.read(os.fstat(file.fileno()).st_size) or b""
@@ -103,7 +103,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_constant(text: str) -> None:
-    raise ValueError(f"{text} is no JSON")
+    raise ValueError(f"{text} is not JSON")
 
 
 @dataclass(frozen=True, slots=True)

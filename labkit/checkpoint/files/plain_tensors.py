@@ -1,4 +1,4 @@
-"""Removal of the wrapping from a tensor's data; needs no torch.distributed, which imports sympy."""
+"""Unwrapping of a tensor's data, without torch.distributed, which imports sympy."""
 
 from __future__ import annotations
 

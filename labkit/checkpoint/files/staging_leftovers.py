@@ -61,7 +61,7 @@ def remove_leftover(destination: Path, text: bytes) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        what = "it is a link" if folder.is_symlink() else "it is no directory of yours that can be opened"
+        what = "it is a link" if folder.is_symlink() else "it is not a directory of yours that can be opened"
         raise _refusal(destination, f"{what} ({error.strerror})") from None
     try:
         if not _is_mine(os.fstat(folder_fd)):
@@ -114,7 +114,7 @@ def _check_begun(destination: Path, text: bytes, marker_fd: int, folder_fd: int)
     if DATA in names:
         data = os.stat(DATA, dir_fd=folder_fd, follow_symlinks=False)
         if not stat.S_ISDIR(data.st_mode) or not _is_mine(data):
-            raise _refusal(destination, f"{DATA!r} in it is no directory of yours")
+            raise _refusal(destination, f"{DATA!r} in it is not a directory of yours")
     found = os.read(marker_fd, _MARKER_BYTES)
     unwritten = not found and DATA not in names
     if found != text and not unwritten:
@@ -124,7 +124,7 @@ def _check_begun(destination: Path, text: bytes, marker_fd: int, folder_fd: int)
 def _refusal(destination: Path, what: str) -> CheckpointExistsError:
     return CheckpointExistsError(
         partial_folder(destination),
-        f"{destination.name} is to be written there, and {what}. It was left as it is. Move or remove it, or choose "
+        f"{destination.name} would be written there, but {what}. It was left as it is. Move or remove it, or choose "
         "another destination.",
     )
 

@@ -2,7 +2,7 @@
 
 :mod:`zipfile` and the reader in torch (miniz) differ on archives that are slightly wrong: on which of two records with the same
 name counts, on whether case matters, on where the archive begins, on which of several directories is valid. Then torch might load
-something else than what was checked here. So anything ambiguous is refused. The format is in
+something other than what was checked here. So anything ambiguous is refused. The format is in
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64).
 """
 
@@ -95,7 +95,7 @@ class ZipReader:
         if _ELSEWHERE in (packed, size) and not flags & _SIZES_FOLLOW:
             same = same and _zip64(rest[name_length:], 2) == [record.size, record.size]
         if not same:
-            raise self._wrong(f"the header of its record {record.name!r} says something else than the directory")
+            raise self._wrong(f"the header of its record {record.name!r} does not match the directory")
         begin = record.header + _HEADER.size + len(rest)
         if begin + record.size > record.limit:
             raise self._wrong(f"its record {record.name!r} reaches into what follows it")
@@ -121,7 +121,7 @@ class ZipReader:
             )
         _, disk, first_disk, here, count, size, begin, comment = _END.unpack(last)
         if disk or first_disk or here != count or comment or _END_SIGN in last[1:]:
-            raise self._wrong("the end of the zip archive is not that of a file of its own")
+            raise self._wrong("the end of the zip archive is not that of a single file")
         wide = self._wide_end(end)
         if wide is not None:
             end, numbers = wide
@@ -149,7 +149,7 @@ class ZipReader:
             raise self._wrong("the zip archive's zip64 end is not where it should be")
         _, length, _, _, here_disk, first_disk, here, count, size, first = _END_64.unpack(wide)
         if length != _END_64.size - 12 or here_disk or first_disk or here != count:
-            raise self._wrong("the zip archive's zip64 end is not that of a file of its own")
+            raise self._wrong("the zip archive's zip64 end is not that of a single file")
         return begin, (count, size, first)
 
     def _parse(self, directory: bytes, count: int, begin: int) -> dict[str, ZipRecord]:
@@ -181,7 +181,7 @@ class ZipReader:
         size, packed, header = numbers
         name = raw.decode("utf-8" if flags & _UTF_8 else "cp437", "replace")
         if disk or after > len(directory) or header >= begin or (method == _STORED and size != packed):
-            raise self._wrong(f"the zip archive's directory says of its record {name!r} what cannot be")
+            raise self._wrong(f"the zip archive's directory has impossible numbers for its record {name!r}")
         return ZipRecord(name, raw, flags, method, crc, size, header, 0), after
 
     def _check_names(self, records: list[ZipRecord]) -> None:
@@ -191,7 +191,7 @@ class ZipReader:
                 raise self._wrong(f"its record {record.name!r} has a name that ends early for some readers")
             same = posixpath.normpath(record.name.replace("\\", "/")).casefold().lstrip("/")
             if same in seen:
-                raise self._wrong(f"its records {seen[same]!r} and {record.name!r} have one name")
+                raise self._wrong(f"its records {seen[same]!r} and {record.name!r} have the same name")
             seen[same] = record.name
 
     def _limited(self, records: list[ZipRecord], begin: int) -> dict[str, ZipRecord]:
@@ -201,7 +201,7 @@ class ZipReader:
         limits = {}
         for first, second in pairwise(order):
             if first.header == second.header:
-                raise self._wrong(f"its records {first.name!r} and {second.name!r} are in one place")
+                raise self._wrong(f"its records {first.name!r} and {second.name!r} are in the same place")
             limits[first.header] = second.header
         return {
             record.name: ZipRecord(

@@ -23,10 +23,10 @@ _LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 
 def refuse_other(path: Path, magic: bytes) -> None:
-    """Raise the error for a file that is no torch.save archive, by its first bytes.
+    """Raise an error if a file's first bytes show that it is not a torch.save archive.
 
     Raises:
-        CheckpointFormatError: It is in the format from before torch 1.6, a plain pickle, or came in the place of the file.
+        CheckpointFormatError: It is in the format from before torch 1.6, a plain pickle, a pointer of Git LFS or a web page.
         IncompleteCheckpointError: It is empty.
     """
     if magic.startswith(_LEGACY):
@@ -38,7 +38,7 @@ def refuse_other(path: Path, magic: bytes) -> None:
     if magic.startswith(b"\x80"):
         raise CheckpointFormatError(
             path,
-            "it is a plain pickle, no torch.save archive. Where you trust it, load it with pickle and save it with torch.save.",
+            "it is a plain pickle, not a torch.save archive. If you trust it, load it with pickle and save it with torch.save.",
         )
     if not magic.startswith(b"PK"):
         refuse_mistaken(path)
@@ -73,8 +73,8 @@ class TorchArchive:
 
     Raises:
         IncompleteCheckpointError: The file ends before the archive does.
-        CheckpointFormatError: It is no torch.save archive, or compressed, or big-endian, or a TorchScript module, or torch and
-            other programs would read different things in it.
+        CheckpointFormatError: It is not a torch.save archive, is compressed, big-endian or a TorchScript module, or torch and other
+            programs would read it differently.
     """
 
     def __init__(self, file: BinaryIO, path: Path, start: int, length: int) -> None:
@@ -90,7 +90,7 @@ class TorchArchive:
         names = list(self._zip.records)
         prefix = names[0].partition("/")[0] if names else ""
         if f"{prefix}/data.pkl" not in self._zip.records:
-            raise CheckpointFormatError(self._path, "it is a zip file and no torch.save archive (it has no data.pkl)")
+            raise CheckpointFormatError(self._path, "it is a zip file, but not a torch.save archive (it has no data.pkl)")
         for name in names:
             if not name.startswith(f"{prefix}/"):
                 raise CheckpointFormatError(self._path, f"its record {name!r} is not in the folder {prefix!r} of the others")

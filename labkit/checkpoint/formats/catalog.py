@@ -36,7 +36,7 @@ from labkit.checkpoint.index.model import Checkpoint, ChunkTable, TensorEntry, V
 from labkit.checkpoint.pickles.safe_pickle import Unknown
 from labkit.checkpoint.wording import listed, quoted
 
-_UNFINISHED = f"is what a run of migrate or reshard is writing, or has left unfinished. {START_OVER}"
+_UNFINISHED = f"is being written by a run of migrate or reshard, or was left unfinished by one. {START_OVER}"
 
 
 def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpoint:
@@ -57,7 +57,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         AmbiguousCheckpointError: There are several checkpoints, or files that may be one or several; the error lists them.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         IncompleteCheckpointError: Part of the index is missing or cut off.
-        CheckpointFormatError: The file is no checkpoint that labkit supports, or it is a FIFO, socket or device.
+        CheckpointFormatError: The file is not a checkpoint that labkit supports, or it is a FIFO, socket or device.
 
     Ranks: local. Blocks while it reads the indices; tensor data are not read.
     """
@@ -76,7 +76,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
 
 
 def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
-    """Do as :func:`open_checkpoint`, but also read a checkpoint that a run is still writing."""
+    """Read an index as :func:`open_checkpoint` does, even of a checkpoint that a run is still writing."""
     step = manifest.step_of(path)
     if path.is_dir() and manifest.is_store(path):
         path = manifest.latest(path)
@@ -159,7 +159,7 @@ def _read_file(path: Path, unknown: Unknown) -> Checkpoint:
         return read_safetensors(path)
     if kind == "torch" or path.stat().st_size == 0 or _begins_like_torch(path):
         return read_torch(path, path.parent, [path.name], unknown=unknown)
-    raise CheckpointFormatError(path, "it is no torch.save file, no safetensors file and no DCP metadata")
+    raise CheckpointFormatError(path, "it is not a torch.save file, a safetensors file or DCP metadata")
 
 
 def _begins_like_torch(path: Path) -> bool:
@@ -190,8 +190,8 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
 
     Args:
         root: The directory.
-        parts: For each part the name under which its entries come, or nothing for as they are, and its path in the directory, as
-            :func:`open_checkpoint` takes it. A part that holds a dict of this name and nothing else comes as it is.
+        parts: For each part, the name to put before its entries (or an empty one), and its path in the directory, as
+            :func:`open_checkpoint` takes it. If a part holds only a dict of this name, the name is not put before it again.
         unknown: As for :func:`open_checkpoint`.
 
     Raises:
@@ -227,7 +227,7 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
 
 
 def _top_level_keys(part: Checkpoint) -> set[str]:
-    """Return the keys of the dicts that a checkpoint holds, and a dot where tensors or values lie in none."""
+    """Return the keys of the dicts that a checkpoint holds, and a dot if tensors or values are in none."""
     entries: list[TensorEntry | ValueEntry] = [*part.tensors.values(), *part.values.values()]
     return {str(entry.path[0]) if len(entry.path) > 1 else "." for entry in entries}
 
@@ -250,8 +250,8 @@ def _add_part(whole: Checkpoint, name: str, part: Checkpoint) -> None:
             named = quoted(f"NAME={part.path.name}")
             raise CheckpointFormatError(
                 whole.root,
-                f"two parts have an entry {key_of(key)!r}, and labkit does not join them. To keep both, give one a name, which "
-                f"then stands before all its entries: --part {named}",
+                f"two parts have an entry {key_of(key)!r}, and labkit does not join them. To keep both, give one a name, which is "
+                f"then put before all its entries: --part {named}",
             )
     for key, entry in part.tensors.items():
         whole.tensors[key_of(key)] = replace(

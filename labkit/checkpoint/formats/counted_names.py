@@ -1,15 +1,15 @@
-"""Find the files that a checkpoint lacks, by the numbers in the names of those that are there and no index lists.
+"""Detection of a checkpoint's missing files by the numbers in the names of the others, for files that no index lists.
 
-| the names | are complete where |
+| the names | are complete if |
 | --- | --- |
-| say how many there are: ``-00001-of-00003``, which Hugging Face's writers give | all numbers up to that one are there |
-| are those of parts of one state, and differ in one number | that counts from 0 |
-| the same, and they differ in several numbers | one of these counts from 0, or all combinations are there |
+| say how many there are: ``-00001-of-00003``, as Hugging Face writes them | all numbers up to that one are there |
+| belong to parts of one state, and differ in one number | it counts from 0 without a gap |
+| the same, but they differ in several numbers | one of these counts from 0 without a gap, or all combinations are there |
 
-Anything else lacks files, which is an error. A caller who reads one file of several is told with a warning: the file may be whole.
-What says so is that the file whose number is nearest, of those beside it, holds other weights of a model; or, where it holds the
-same names, a word in front of the number (``stage_0``: copies, or parts with names of their own); or, where there is no such file,
-such a word in front of a number above 0 (``rank1``). Numbers beyond :data:`MOST_RANKS`, such as dates, count nothing.
+Otherwise files are missing, which is an error. Reading one file that seems to be one of several is only a warning, since it may be
+whole. It seems so in three cases: the file beside it with the nearest number holds other weights of a model; or that file holds the
+same names, and a word such as ``stage`` precedes the number (``stage_0``: copies, or parts with names of their own); or there is no
+such file, and such a word precedes a number above 0 (``rank1``). Numbers from :data:`MOST_RANKS` on, such as dates, are ignored.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def lacking(names: Sequence[str]) -> tuple[int, int, list[str]]:
 
 
 def gaps(names: Sequence[str], root: Path) -> list[Gap]:
-    """Return what names of files that hold parts of one state say is missing, by the table of this module.
+    """Return the gaps in the names of files that hold parts of one state, by the table of this module.
 
     Args:
         names: The names, relative to ``root``.
@@ -107,12 +107,12 @@ def _gap_of_several(names: Sequence[str], columns: Sequence[Sequence[int]]) -> G
 
 
 def gap_of_one(name: str, root: Path, other_weights: Callable[[Path], bool]) -> Gap | None:
-    """Return the warning that a file which is read alone may be one of several; None where nothing says so.
+    """Return a warning if a file that is read alone seems to be one of several; else None.
 
     Args:
         name: Its name, relative to ``root``.
         root: The directory.
-        other_weights: Says whether another file holds a model's weights, and all of them under other names than this one.
+        other_weights: Returns whether another file holds a model's weights, none of them under a name in this one.
 
     Ranks: local. May read the index of one other file.
     """
@@ -132,12 +132,12 @@ def gap_of_one(name: str, root: Path, other_weights: Callable[[Path], bool]) -> 
             return Gap(
                 "warning",
                 f"it is read alone, and its name suggests that it is one of several, like {nearest.name} beside it. If they are "
-                f"copies, one is enough. If each holds a part, this is a part only; their name together is {quoted(pattern)}",
+                f"copies, one is enough. If each holds a part, this is only one; to read them together, name {quoted(pattern)}",
             )
         return Gap(
             "warning",
-            f"it is read alone, and {nearest.name} beside it holds other weights, so it may be a part of the model only. "
-            f"Their name together is {quoted(pattern)}",
+            f"it is read alone, and {nearest.name} beside it holds other weights, so it may be only a part of the model. "
+            f"To read them together, name {quoted(pattern)}",
         )
     word = _ONE_OF_SEVERAL.search(file.name)
     number = int(word[1]) if word is not None else 0
@@ -154,7 +154,7 @@ def gap_of_one(name: str, root: Path, other_weights: Callable[[Path], bool]) -> 
 
 
 def _beside(file: Path) -> dict[int, dict[int, Path]]:
-    """Return the files beside one whose names differ from its own in one number: the number's place, the number, and the file."""
+    """Return the files beside one whose names differ from its own in one number, by the number's place and the number."""
     mine, form = _numbers(file.name), _NUMBER.sub("*", file.name)
     found: dict[int, dict[int, Path]] = {}
     for other in sorted(file.parent.iterdir()) if mine else ():
@@ -167,10 +167,10 @@ def _beside(file: Path) -> dict[int, dict[int, Path]]:
 
 
 def rank_pattern(names: Sequence[str]) -> str | None:
-    """Return names as one pattern with ``{rank}``, or ``{rank+1}``, where one number in them may be the rank; else None.
+    """Return names as one pattern with ``{rank}`` or ``{rank+1}`` if one number in them may be the rank; else None.
 
-    It may be where the names differ in that number alone, it is another one in each, and counts from 0 or 1 or leaves out no more
-    ranks than there are.
+    It may be if the names differ only in that number, no two names have the same one, and it leaves out no more ranks than there
+    are.
     """
     if len({_NUMBER.sub("*", name) for name in names}) != 1 or lacking(names)[0]:
         return None
@@ -193,7 +193,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def _columns(names: Iterable[str]) -> list[list[int]]:
-    """Return the numbers in names that are equal but for them: one list for each place."""
+    """Return the numbers in names that are otherwise equal: one list for each place."""
     return [list(column) for column in zip(*map(_numbers, names), strict=True)]
 
 

@@ -33,7 +33,7 @@ def read_dcp(root: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
 
     Raises:
         IncompleteCheckpointError: ``.metadata`` is missing (an unfinished save) or lacks an entry's bytes.
-        CheckpointFormatError: ``.metadata`` is no DCP metadata.
+        CheckpointFormatError: ``.metadata`` is not DCP metadata.
         UnsafeCheckpointError: It names something outside the allow-list.
     """
     path = root / METADATA_FILE
@@ -180,7 +180,7 @@ def _boxes(offsets: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> tuple[Int64s, 
     for numbers in (offsets, sizes):
         # Below 2**62, so that the end of a chunk also fits into 64 bits.
         if numbers.size and (numbers.dtype != np.int64 or numbers.min() < 0 or numbers.max() >= 1 << 62):
-            raise ValueError("a chunk's place is not of whole numbers, or beyond all tensors")
+            raise ValueError("a chunk's place is not made of integers, or is beyond all tensors")
     if sizes.prod(axis=1, dtype=np.float64).max(initial=0) >= 1 << 62:
         raise ValueError("a chunk is larger than all tensors")
     return offsets.astype(np.int64, copy=False), sizes.astype(np.int64, copy=False)

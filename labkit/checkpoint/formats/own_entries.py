@@ -1,15 +1,15 @@
-"""Know what each rank has its own of, in files that agree otherwise: random states, and shares of flattened moments.
+"""Detection of entries that each rank has its own of, in files that agree otherwise: random states, shares of flattened moments.
 
-Random states are known by their form, as torch, Python and numpy give it, and never by what the user has called them:
+Random states are recognised by the form that torch, Python and numpy give them, never by the user's names for them:
 
 | generator | form |
 | --- | --- |
 | torch's on the CPU, on a GPU | a vector of 5,056 or 16 bytes |
-| Python's | version 3, 625 numbers, and what is left of a pair |
-| numpy's old one | ``MT19937``, an array, and what is left of a pair |
+| Python's | version 3, 625 numbers, and a cached Gaussian |
+| numpy's old one | ``MT19937``, an array, and a cached Gaussian |
 | numpy's others | a dict with ``bit_generator`` beside its ``state`` |
 
-:class:`labkit.checkpoint.PerRank` marks the rest: its entries have the rank's number, ``rank_3``, for their second key.
+:class:`labkit.checkpoint.PerRank` marks the rest: its entries have the rank's number, ``rank_3``, as their second key.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def own_entries(content: Checkpoint, rank: int) -> set[str]:
 
 
 def shares_of(contents: Sequence[Checkpoint]) -> tuple[set[str], set[str]]:
-    """Return the moments that are shares of flattened ones; and, if there are any, all numbered state, which a rank may lack."""
+    """Return the moments that are shares of flattened ones; and, if there are any, the numbered state that only some ranks have."""
     lengths: dict[str, set[tuple[int, ...]]] = {}
     for content in contents:
         for entry in content.section("optimizer"):

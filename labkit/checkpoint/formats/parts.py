@@ -2,8 +2,8 @@
 
 | in the directory | one part |
 | --- | --- |
-| ``.metadata`` | with the files that it names: a DCP checkpoint, called ``.metadata`` |
-| an index with a ``weight_map`` | with the files that it lists, called by the index |
+| ``.metadata`` | it and the files that it names: a DCP checkpoint, called ``.metadata`` |
+| an index with a ``weight_map`` | it and the files that it lists, called by the index's name |
 | other safetensors or torch.save files | those whose names differ only in numbers, called by a pattern; for names \
 such as ``-00001-of-00003``, which Hugging Face's writers use, all have to be there |
 | a sub-directory with one of these | called by its name |
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def offered(self) -> str:
-        """Return a name that is accepted: that of the first of several files whose numbers do not say how they belong together."""
+        """Return the name to offer: that of the first file if the numbers in names do not say how the files belong together."""
         return self.files[0] if "*" in self.name and not lacking(self.files)[0] else self.name
 
     @property
@@ -201,7 +201,7 @@ def only_part(root: Path) -> Part:
     if len(parts) == 1:
         raise AmbiguousCheckpointError(
             root,
-            f"it holds no checkpoint itself, and its folder {parts[0].name} does",
+            f"it holds no checkpoint itself, but its folder {parts[0].name} does",
             [str(root / parts[0].name)],
             advice=f"Name that folder: {quoted(root / parts[0].name)}.",
         )
@@ -214,7 +214,7 @@ def only_part(root: Path) -> Part:
         root,
         f"it holds {number}, and labkit does not guess which you mean"
         if here
-        else f"it holds none itself, and {number} in folders",
+        else f"it holds none itself, but {number} in folders",
         [part.text for part in parts[:20]],
         advice=f"Name one of them, such as {quoted(root / example.offered)}. If they are parts of one checkpoint, migrate puts "
         "them together: --part NAME=PART reads a part under that name, and may be repeated." + rank_folders(root, files),
@@ -228,5 +228,5 @@ def check_numbered(root: Path, names: Sequence[str]) -> None:
         are = "is" if number == 1 else "are"
         raise IncompleteCheckpointError(
             root,
-            f"its files are numbered to {total:,}, and {counted(number, 'file')} of them {are} missing: {listed(missing, number)}",
+            f"its files are numbered up to {total:,}, but {counted(number, 'file')} {are} missing: {listed(missing, number)}",
         )

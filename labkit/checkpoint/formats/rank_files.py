@@ -5,17 +5,17 @@
 | the caller names them by a pattern with ``{rank}`` | the files of these ranks |
 | no tensor is in two files, and values that are in several are equal | parts of one state; \
 :mod:`labkit.checkpoint.formats.counted_names` says whether one is missing |
-| each holds tensors that say which rank wrote them (DTensor, ShardedTensor), all differ, and so do the names in that number alone \
-| the files of the ranks that they say |
-| each holds the same entries, weights among them, and all that they hold is equal, but for what each rank has its own of \
+| each holds tensors that say which rank wrote them (DTensor, ShardedTensor), each says another rank, and the names differ only in \
+that number | the files of those ranks |
+| all hold the same entries, weights among them, and these are equal except for ranks' own entries \
 (:mod:`labkit.checkpoint.formats.own_entries`) and shares of numbered moments; and the names differ in one number, by which no \
 more ranks are missing than there are | the files of the ranks that this number says |
-| anything else: two numbers differ, an entry differs or is in some files only, no weights are in common | not decided: ask |
+| anything else: two numbers differ, an entry differs or is only in some files, no weights are in common | undecided: ask |
 
-Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights do not say that files are of one
-moment, since weights may be frozen: a count that differs, ``epoch`` or ``rank``, may be a rank's own or tell two checkpoints apart.
-Tensors are compared by length, torch's checksum and first bytes here, and bit for bit before anything is migrated. A numbered
-moment is a share, and no copy, where its length is another one in another file, or that of no weight.
+Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights do not prove that files are from
+one moment, since weights may be frozen: a count that differs, ``epoch`` or ``rank``, may be a rank's own or tell two checkpoints
+apart. Here tensors are compared by length, torch's checksum and first bytes; before anything is migrated, bit for bit. A numbered
+moment is a share and not a copy if its length differs between files, or is that of no weight.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankFile:
         tensors, values: Its entries by key.
         opaque: Names outside the allow-list that were left unread.
         records: Its storages as (start, length, CRC-32), by start.
-        writers: The ranks that wrote its tensors according to the tensors themselves; torch stores it in sharded tensors.
+        writers: The ranks that wrote its tensors according to the tensors themselves; torch stores them in sharded tensors.
         world_size: The least number of ranks that the tensors imply.
     """
 
@@ -85,7 +85,7 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
         root: The directory.
         told: File name to rank, if the caller gave it.
         together: Whether the caller said that the files belong to one checkpoint. Otherwise any number in which their names
-            differ may be that of a step.
+            differ may be a step.
 
     Returns:
         File name to rank; None if the files are parts of one state.
@@ -105,27 +105,27 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
     if all(len(file.writers) == 1 for file in files):
         return _by_content(files, root, together=together)
     if any(file.writers for file in files):
-        raise _undecided(files, root, "not each of them says of one rank that it wrote it")
+        raise _undecided(files, root, "not each of them says which one rank wrote it")
     return _by_equal_weights(files, root)
 
 
 def _refuse_contradiction(files: Sequence[RankFile], root: Path, told: Mapping[str, int]) -> None:
     said = {file.name: next(iter(file.writers)) for file in files if len(file.writers) == 1}
     wrong = [name for name, rank in said.items() if told[name] != rank]
-    if wrong and len(set(said.values())) == len(files):  # ranks of a group of replicas, which several files have, say nothing
+    if wrong and len(set(said.values())) == len(files):  # ranks within groups of replicas repeat in several files and prove nothing
         name = wrong[0]
-        raise _undecided(files, root, f"{name} says that rank {said[name]} wrote it, where the path gives it rank {told[name]}")
+        raise _undecided(files, root, f"{name} says that rank {said[name]} wrote it, but the path gives it rank {told[name]}")
 
 
 def missing_ranks(path: object, ranks: Collection[int], world_size: int = 0) -> tuple[int, ...]:
-    """Return the ranks that have no file, of those up to the last that has one, and of ``world_size``.
+    """Return the ranks without a file, up to the last one that has a file and below ``world_size``.
 
     Raises:
-        CheckpointFormatError: There would be too many for ranks.
+        CheckpointFormatError: There would be implausibly many ranks.
     """
     world_size = max(world_size, *(rank + 1 for rank in ranks))
     if world_size > MOST_RANKS:
-        raise CheckpointFormatError(path, f"by its names or by what it says there were {world_size:,} ranks. Name one file.")
+        raise CheckpointFormatError(path, f"its names or contents imply {world_size:,} ranks. Name one file.")
     return tuple(sorted(set(range(world_size)).difference(ranks)))
 
 
@@ -151,7 +151,7 @@ def _by_content(files: Sequence[RankFile], root: Path, *, together: bool) -> dic
         for place, column in enumerate(_columns(files)):
             if len(set(column)) > 1 and column != list(ranks.values()):
                 raise _undecided(
-                    files, root, f"their names differ in number {place + 1}, and that is not the rank that they say wrote them"
+                    files, root, f"their names differ in number {place + 1}, which is not the rank that they say wrote them"
                 )
     return ranks
 
@@ -179,7 +179,7 @@ def _columns(files: Sequence[RankFile]) -> list[list[int]]:
 
 
 def _different_moments(files: Sequence[RankFile], root: Path, numbers: Mapping[str, int]) -> str:
-    """Return why the files may be several checkpoints; an empty text if they are copies of one, but for what is each rank's own.
+    """Return why the files may be several checkpoints; an empty text if they are copies of one, except for ranks' own entries.
 
     Args:
         files: The files.
@@ -211,9 +211,9 @@ def _different_moments(files: Sequence[RankFile], root: Path, numbers: Mapping[s
             return f"{min(differing)} differs between {first.name} and {file.name}"
         dark = [key for key in keys.keys() & file.values.keys() if not _is_plain(file.values[key][1])]
         if dark:
-            return f"{min(dark)} is no plain data, so it is unknown whether it differs"
+            return f"{min(dark)} is not plain data, so it is unknown whether it differs"
     weights = any(entry.key in compared[0] for entry in contents[0].section("model"))
-    return "" if weights else "they have no weights in common by which to see that they are of one moment"
+    return "" if weights else "they have no weights in common to show that they are from one moment"
 
 
 def _classified(file: RankFile, root: Path) -> Checkpoint:
@@ -262,22 +262,22 @@ def _undecided(files: Sequence[RankFile], root: Path, why: str) -> AmbiguousChec
     patterns = [str(root / pattern) for pattern in _patterns(files)]
     said = [*(writer for file in files for writer in file.writers)]
     if not patterns and len(set(said)) == len(said) == len(files) and len({_NUMBER.sub("*", file.name) for file in files}) == 1:
-        patterns = [str(root / _NUMBER.sub("*", files[0].name))]  # a path without the rank leaves it to what the files say
-    way = f"say where the rank stands in their names: {listed([quoted(pattern) for pattern in patterns])}"
+        patterns = [str(root / _NUMBER.sub("*", files[0].name))]  # a path without {rank} takes the ranks from the files
+    way = f"say where the rank is in their names: {listed([quoted(pattern) for pattern in patterns])}"
     if not patterns:
-        way = "rename them, or link them in one folder, so that their names differ in the rank alone, as 'rank_0.pt' and so on"
+        way = "rename them, or link them in one folder, so that their names differ only in the rank, as 'rank_0.pt' and so on"
     elif "{" not in patterns[0]:
-        way = f"let them say which rank each is of: {quoted(patterns[0])}"
+        way = f"take the ranks from the files themselves: {quoted(patterns[0])}"
     return AmbiguousCheckpointError(
         root,
-        f"{len(files)} files may be {len(files)} checkpoints or those of the ranks of one, and {why}",
+        f"{len(files)} files may be {len(files)} checkpoints or the ranks' files of one, and {why}",
         [*(str(root / file.name) for file in files[:8]), *patterns],
         advice=f"Name one file; or, if they are the files of ranks, {way}.",
     )
 
 
 def _patterns(files: Sequence[RankFile]) -> list[str]:
-    """Return the patterns with the rank in the place of one number that cover several files and contradict none of them."""
+    """Return the patterns with the rank in place of one number that cover several files and contradict none of them."""
     covered: dict[str, list[tuple[RankFile, int]]] = {}
     for file in files:
         for match in _NUMBER.finditer(file.name):

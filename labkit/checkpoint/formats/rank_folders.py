@@ -1,7 +1,7 @@
-"""Find the patterns that name files of ranks in several folders, as nodes leave them: ``node*/ckpt_rank_{rank}.pt``.
+"""Search for patterns that name files of ranks in several folders, as nodes leave them: ``node*/ckpt_rank_{rank}.pt``.
 
-A pattern is offered only after it was tried. It matches these files and no others. With ``{rank}``, it gives each a rank of its
-own, and contradicts none that says which rank wrote it; without, each says another rank itself.
+A pattern is offered only if it matches these files and no others. With ``{rank}``, it gives each file a rank of its own, and
+contradicts no file that says which rank wrote it; without, each file says another rank itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_READ = 64
 
 
 def rank_folders(root: Path, folders: Mapping[str, Sequence[Sequence[str]]]) -> str:
-    """Return a sentence on how files of ranks in several folders are named together; nothing where none look like such files.
+    """Return a sentence on how to name files of ranks in several folders together; an empty text if no files look like that.
 
     Args:
         root: The directory of the folders.
@@ -66,7 +66,7 @@ def _patterns(root: Path, paths: Sequence[str], writers: Mapping[str, int | None
 
 
 def _with_stars(path: str, columns: Sequence[Sequence[int]], place: int = -1, text: str = "") -> str:
-    """Return a path with a text in the place of one of its numbers, and ``*`` for the others that differ."""
+    """Return a path with a text in place of one of its numbers, and ``*`` for the others that differ."""
     texts = [text if at == place else "*" if len(set(column)) > 1 else None for at, column in enumerate(columns)]
     pieces = re.split("([0-9]+)", path)
     return "".join(piece if at % 2 == 0 else texts[at // 2] or piece for at, piece in enumerate(pieces))

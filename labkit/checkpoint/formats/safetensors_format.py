@@ -64,7 +64,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
     Raises:
         IncompleteCheckpointError: The file ends inside the header, or before the end of its data.
-        CheckpointFormatError: It is no safetensors file.
+        CheckpointFormatError: It is not a safetensors file.
     """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -75,7 +75,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         if length > MAX_HEADER_BYTES or 8 + length > size:
             refuse_mistaken(path)
         if length > MAX_HEADER_BYTES:
-            raise CheckpointFormatError(path, f"its safetensors header claims {length} bytes; it is damaged or no safetensors file")
+            raise CheckpointFormatError(path, f"its header claims {length} bytes; it is damaged or not a safetensors file")
         if 8 + length > size:
             raise IncompleteCheckpointError(path, "it ends inside its safetensors header")
         refusal = _refusal(path)
@@ -101,12 +101,12 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
     try:
         header = parse_json(text)
     except ValueError as error:
-        raise CheckpointFormatError(path, f"its safetensors header is no JSON ({error})") from None
+        raise CheckpointFormatError(path, f"its safetensors header is not JSON ({error})") from None
     if not isinstance(header, dict):
-        raise CheckpointFormatError(path, "its safetensors header is no JSON object")
+        raise CheckpointFormatError(path, "its safetensors header is not a JSON object")
     metadata = header.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointFormatError(path, "its __metadata__ is no map of texts to texts")
+        raise CheckpointFormatError(path, "its __metadata__ is not a map of texts to texts")
     return header
 
 
@@ -116,7 +116,7 @@ def _check_entries(path: Path, header: Mapping[str, Any], data_bytes: int) -> No
             _, _, _, end = _described(path, key, described)
             if end > data_bytes:
                 raise IncompleteCheckpointError(
-                    path, f"it has {data_bytes} bytes of data and {key!r} ends at byte {end} of them. The file is cut off."
+                    path, f"it has {data_bytes} bytes of data, but {key!r} ends at byte {end} of them. The file is cut off."
                 )
 
 
@@ -130,7 +130,7 @@ def read_safetensors(path: Path, names: Sequence[str] | None = None, root: Path 
 
     Raises:
         IncompleteCheckpointError: A file that the index names is missing, or lacks a tensor that the index places in it.
-        CheckpointFormatError: A header is wrong, two files hold the same tensor, or a file is no safetensors file.
+        CheckpointFormatError: A header is wrong, two files hold the same tensor, or a file is not a safetensors file.
     """
     if names is not None:
         root, index_file, files = root or path, None, list(names)
@@ -156,7 +156,7 @@ def _weight_map(index_file: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointFormatError(index_file, f"it has no readable weight_map ({type(error).__name__}: {error})") from None
     if not isinstance(found, dict):
-        raise CheckpointFormatError(index_file, "its weight_map is no map of names to files")
+        raise CheckpointFormatError(index_file, "its weight_map is not a map of names to files")
     outside = [name for name in found.values() if not is_inside(name)]
     if outside:
         raise CheckpointFormatError(index_file, f"it points at {outside[0]!r}, outside its own directory")
@@ -168,7 +168,7 @@ def _read_file(checkpoint: Checkpoint, path: Path, name: str, parts: dict[str, l
         header, base = read_header(path)
         checkpoint.files[name] = path.stat().st_size
     except FileNotFoundError:
-        raise IncompleteCheckpointError(path, "the index names this file, and it is missing") from None
+        raise IncompleteCheckpointError(path, "the index names this file, but it is missing") from None
     metadata = header.pop("__metadata__", {})
     sharding = _sharding(metadata.pop(_SHARDING, None), path)
     checkpoint.metadata.update(metadata)
@@ -221,7 +221,7 @@ def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtyp
         raise CheckpointFormatError(
             checkpoint.root / found[1][0].file, f"{key!r} has another dtype or number of dims than in {first.file}"
         )
-    # A shard does not contain the size of the whole tensor: it is the furthest end of any shard.
+    # Shards do not record the size of the whole tensor; take the furthest end of any shard.
     shape = tuple(max(chunk.offsets[d] + chunk.sizes[d] for chunk, _ in found) for d in range(len(first.sizes)))
     unique = {(chunk.offsets, chunk.sizes): chunk for chunk, _ in found}
     if len(unique) < len(found) and not any(any(chunk.offsets) for chunk, _ in found):
@@ -231,7 +231,7 @@ def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtyp
 
 
 def _add_tied(checkpoint: Checkpoint) -> None:
-    # As written by safetensors.torch.save_model: the name that it left out, and the name that has the data.
+    # safetensors.torch.save_model writes these pairs: a name that it left out, and the name that has the data.
     for name, owner in checkpoint.metadata.items():
         entry = checkpoint.tensors.get(owner)
         if entry is not None and name not in checkpoint.tensors and name != "format":
@@ -244,6 +244,6 @@ def _check_index(checkpoint: Checkpoint, index_file: Path) -> None:
     for key, name in weight_map.items():
         entry = checkpoint.tensors.get(key)
         if entry is None or name not in entry.chunks.file_names():
-            raise IncompleteCheckpointError(index_file, f"it says that {key!r} is in {name}, and it is not")
+            raise IncompleteCheckpointError(index_file, f"it says that {key!r} is in {name}, but it is not")
     for key in {key for key, entry in checkpoint.tensors.items() if entry.tied_to is None} - weight_map.keys():
-        checkpoint.notes.append(f"{key} is in {checkpoint.tensors[key].chunks[0].file} and not in the index {index_file.name}")
+        checkpoint.notes.append(f"{key} is in {checkpoint.tensors[key].chunks[0].file} but not in the index {index_file.name}")

@@ -1,4 +1,4 @@
-"""Check that the files of a source do not change while they are read.
+"""Detection of changes to the files of a source while they are read.
 
 Device, inode, size and both times (of the content and of the inode) of each file are noted before the index is read. Every
 descriptor that reads data is compared with them when it is opened, and every file once more after the last read. Any difference is
@@ -51,6 +51,6 @@ def changed(path: Path) -> CheckpointFormatError:
     """Return the error for a file that changed while it was read."""
     return CheckpointFormatError(
         path,
-        "it was changed while it was read (its size, times or inode are others than before). Run the command again when nothing "
-        "writes there any more.",
+        "it was changed while it was read (its size, times or inode differ). Run the command again when nothing writes there any "
+        "more.",
     )

@@ -41,7 +41,7 @@ def read_torch(
     Raises:
         AmbiguousCheckpointError: The files may be one checkpoint or several.
         IncompleteCheckpointError: A file is cut off or missing.
-        CheckpointFormatError: A file is no torch.save archive, or is in the format from before torch 1.6.
+        CheckpointFormatError: A file is not a torch.save archive, or is in the format from before torch 1.6.
         UnsafeCheckpointError: A file names something outside the allow-list.
     """
     files = [_read_file(root, name, unknown) for name in names]
@@ -68,7 +68,7 @@ def read_torch(
     if checkpoint.conflicts:
         key, forms = next(iter(checkpoint.conflicts.items()))
         number = counted(len(checkpoint.conflicts), "tensor")
-        checkpoint.notes.append(f"of {number}, other ranks' files hold another form: {key} is {forms}")
+        checkpoint.notes.append(f"other ranks' files hold another form of {number}: {key} is {forms}")
     tie(checkpoint.tensors.values())
     return checkpoint
 
@@ -88,7 +88,7 @@ def indexed_files(index: Path) -> list[str]:
         if not is_inside(name):
             raise CheckpointFormatError(index, f"it points at {name!r}, outside its own directory")
         if not (index.parent / name).exists():
-            raise IncompleteCheckpointError(index.parent / name, "the index names this file, and it is missing")
+            raise IncompleteCheckpointError(index.parent / name, "the index names this file, but it is missing")
     return names
 
 
@@ -229,7 +229,7 @@ def _placement(record: Record, path: Path) -> ShardDim | None:
         return None
     if kind in ("Shard", "_StridedShard"):
         return ShardDim(int(record.state["dim"]), strided=kind == "_StridedShard")
-    raise UnsupportedTensorError(path, f"DTensor with the placement {kind}, which is no state to save (call redistribute first)")
+    raise UnsupportedTensorError(path, f"DTensor with the placement {kind}, which cannot be saved (call redistribute first)")
 
 
 def _check_order(spec: Mapping[str, Any], placements: Sequence[ShardDim | None], mesh_shape: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""Name the files of a directory that no reader of checkpoints takes: somebody may miss what is in them."""
+"""Notes on files of a directory that are not read as a checkpoint: somebody may miss their contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from labkit.checkpoint.wording import listed
 
-#: What describes a checkpoint or is made from others, so that nothing is lost without it; and files that other checks look at.
+#: Files that describe a checkpoint or are made from others, so that nothing is lost without them; and files of other checks.
 DECORATION = (
     "*config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.md",
     "LICENSE*", "manifest.json", "*.distcp", ".*",
@@ -17,11 +17,11 @@ _MOST = 4
 
 
 def unread_files(root: Path, taken: Collection[str]) -> list[str]:
-    """Return a note on the regular files of a directory that are neither taken nor decoration, or nothing where there are none.
+    """Return a note on the regular files of a directory that are neither taken nor decoration; an empty list if there are none.
 
     Args:
         root: The directory.
-        taken: Names of files that are read, or told already.
+        taken: Names of files that are read, or already reported.
     """
     found = sorted(
         child.name

@@ -23,7 +23,7 @@ class Held:
 
     Attributes:
         num_tensors, num_values: Number of tensors with elements in it, and number of values in it.
-        size_bytes: The tensors' bytes, without what the format adds.
+        size_bytes: The tensors' bytes, without the format's overhead.
         first: The names of the first tensors; if there are none, of the first values.
         end: The least number of bytes that the file must have.
     """
@@ -72,9 +72,9 @@ def missing_files(checkpoint: Checkpoint) -> dict[str, Held]:
 
 
 def also_in(root: Path, name: str) -> str:
-    """Return a sentence that names a file of the same name in a folder beside the checkpoint's; nothing where there is none.
+    """Return a sentence about a file of the same name in a folder beside the checkpoint's; an empty text if there is none.
 
-    Ranks that save to disks of their own leave such folders: each has its node's files, and one has the index.
+    If nodes save to disks of their own, each has a folder with its ranks' files, and one has the index.
 
     Args:
         root: The checkpoint's folder, in which the file is missing.
@@ -86,7 +86,7 @@ def also_in(root: Path, name: str) -> str:
         found = [folder for folder in folders if (folder / name).is_file()]
     except OSError:
         return ""
-    return f"A file of this name is in {quoted(found[0])}: if it is of the same save, copy it here" if found else ""
+    return f"A file of this name is in {quoted(found[0])}: if it is from the same save, copy it here" if found else ""
 
 
 class _Shares:

@@ -48,7 +48,7 @@ class Manifest:
 
     Attributes:
         files: File name to size and hash, for every file but the manifest.
-        step: The training step, or None for a checkpoint that is no step of a store.
+        step: The training step, or None for a checkpoint outside a store.
         world_size: The number of ranks that wrote it.
         about: Free-form facts: versions, the time, the source.
     """
@@ -116,7 +116,7 @@ def publish(directory: Path, manifest: Manifest) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file beside its final path, sync it to disk, and rename it to that path."""
-    # Where others may write, too, no name that could be known before is opened, and none that is there.
+    # Others may be able to write here too: the name cannot be guessed, and an existing file is not opened.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(16)}.tmp")
     with temporary.open("xb") as file:
         file.write(data)
@@ -140,7 +140,7 @@ def read(directory: Path) -> Manifest | None:
     """Return the manifest of a directory, or None if it has none.
 
     Raises:
-        CorruptCheckpointError: The manifest itself is damaged, or lists something that is no file of the directory.
+        CorruptCheckpointError: The manifest itself is damaged, or lists something outside the directory.
         CheckpointFormatError: Its version is not the one that this labkit reads.
     """
     path = directory / MANIFEST_FILE
@@ -170,7 +170,7 @@ def _check_form(path: Path, found: Manifest) -> None:
     # Its own hash does not prove who wrote it, because anyone can compute one.
     outside = [name for name in found.files if not is_inside(name) or name == MANIFEST_FILE]
     if outside:
-        raise CorruptCheckpointError(path, f"it lists {outside[0]!r}, which is no file of this directory. Use an earlier step.")
+        raise CorruptCheckpointError(path, f"it lists {outside[0]!r}, which is not a file of this directory. Use an earlier step.")
     numbers = [found.world_size, *([] if found.step is None else [found.step]), *(total.size for total in found.files.values())]
     texts = [total.hash for total in found.files.values()]
     if not (
@@ -196,7 +196,7 @@ def check_file(directory: Path, name: str, expected: FileSum, *, content: bool =
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise IncompleteCheckpointError(path, "the manifest lists this file, and it is missing", advice=_EARLIER) from None
+        raise IncompleteCheckpointError(path, "the manifest lists this file, but it is missing", advice=_EARLIER) from None
     if size != expected.size:
         raise IncompleteCheckpointError(path, f"it has {size} bytes, and {expected.size} were written", advice=_EARLIER)
     if content and hash_file(path, from_disk=from_disk).hash != expected.hash:

@@ -38,10 +38,10 @@ def writer_rank(file: str) -> int | None:
 
 @dataclass(frozen=True)
 class Gap:
-    """Files that are not there, or not read, as far as names tell.
+    """Files that are missing or not read, as file names suggest.
 
     Attributes:
-        severity: ``error`` where something is missing, ``warning`` where it may be.
+        severity: ``error`` if something is missing, ``warning`` if it may be.
         what: Which files, and what to do.
     """
 
@@ -231,7 +231,7 @@ def tie(entries: Iterable[TensorEntry]) -> None:
     """Set ``tied_to`` of the entries that have the same bytes as an earlier entry, in place."""
     seen: dict[Any, list[TensorEntry]] = {}
     for entry in entries:
-        # The step counts of moments are often one scalar shared by all parameters: that is intended, and no tie.
+        # The step counts of moments are often one scalar shared by all parameters: that is intended, not a tie.
         if not entry.shape or not entry.numel or not len(entry.chunks):
             continue
         first: Chunk = entry.chunks[0]
@@ -288,14 +288,15 @@ class Checkpoint:
         notes: Sentences about anything odd that was noticed during reading.
         opaque: Names outside the allow-list that were left unread because the caller chose not to refuse them.
         step: The step in a labkit store; None elsewhere.
-        ranks: File name to the rank that wrote it, where the files are those of ranks.
-        missing_ranks: The ranks whose files are not there, as far as the others tell.
-        index: The index file that lists its files; empty where none does.
-        gaps: What the names of its files say is missing, where no index lists them.
+        ranks: File name to the rank that wrote it, if each file belongs to a rank.
+        missing_ranks: The ranks whose files are missing, as the other files suggest.
+        index: The index file that lists its files; empty if there is none.
+        gaps: Missing files, as the names of the others suggest, if no index lists them.
         parts: The checkpoints that it was put together from.
         records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
-        conflicts: The tensors that have another form in another rank's file, and which; the entry has the first file's.
-        states: What each file has to be whenever it is read, by name; empty where nobody asked for that.
+        conflicts: The tensors that have another form in another rank's file, with both forms as text; the entry has the first
+            file's.
+        states: The state that each file must have whenever it is read, by name; empty if that is not checked.
     """
 
     path: Path

@@ -9,7 +9,7 @@ rules for it:
 2. Without a model, a leading ``module.`` is removed only if every name of the model begins with it, and the caller asks for it
    (:func:`canonical_names`).
 3. ``module`` inside a name stays.
-4. Without a model, a name that is there with and without a ``module`` part (:func:`twins`) may be one parameter or two. The user is
+4. Without a model, a name that occurs with and without a ``module`` part (:func:`twins`) may be one parameter or two. The user is
    asked.
 """
 
@@ -61,7 +61,7 @@ def fqn_of(module: nn.Module) -> Callable[[str], str]:
 def wrappers_in(names: Iterable[str]) -> dict[str, int]:
     """Count the names that contain each wrapper's part: ``{"_orig_mod": 12, "module": 12}``.
 
-    ``module`` is counted only if every name begins with it, because only then it is taken for DDP's.
+    ``module`` is counted only if every name begins with it, because only then is it taken for DDP's.
     """
     names = list(names)
     found: Counter[str] = Counter()
@@ -84,7 +84,7 @@ def canonical_names(names: Iterable[str], path: object) -> dict[str, str]:
 
 
 def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Return the canonical name of each of one model's names, as :func:`canonical_names` does, also where two become the same."""
+    """Return the canonical name of each of one model's names, as :func:`canonical_names` does, even if two become the same."""
     result = {name: canonical_fqn(name) for name in names}
     while _all_in_module(result.values()):
         result = {name: canonical.removeprefix(_DDP) for name, canonical in result.items()}
@@ -127,7 +127,7 @@ def match_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
 
 
 def twins(shapes: Mapping[str, object]) -> list[list[str]]:
-    """Return the names of one model that are equal but for ``module`` parts, where their shapes are equal too.
+    """Return groups of one model's names that differ only in ``module`` parts and have equal shapes.
 
     >>> twins({"weight": (2, 2), "module.weight": (2, 2), "bias": (2,)})
     [['weight', 'module.weight']]

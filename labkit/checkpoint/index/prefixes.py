@@ -1,4 +1,4 @@
-"""Find the one change of what names begin with that makes all of them fit: ``net.layers.0.weight`` and ``layers.0.weight``."""
+"""Search for the one change of prefix that makes all names fit: ``net.layers.0.weight`` and ``layers.0.weight``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.checkpoint.wording import quoted
 
 @dataclass(frozen=True)
 class PrefixChange:
-    """The beginning that names have and the one that they should have; either may be empty."""
+    """The prefix that names have and the one that they should have; either may be empty."""
 
     old: str
     new: str
@@ -27,17 +27,17 @@ class PrefixChange:
 
     @property
     def advice(self) -> str:
-        """Say what to do, for people."""
+        """Return a sentence on what to do."""
         return f"All names fit after one change: echo {quoted(self.rule)} > names.txt, and add --rename names.txt (rules=[...])."
 
 
 def prefix_change(names: Collection[str], wanted: Collection[str], fits: Callable[[list[str]], bool]) -> PrefixChange | None:
-    """Return the smallest change of what all names begin with, dot by dot, after which they fit; None where none does.
+    """Return the smallest change of a common prefix, in whole parts of names, after which all names fit; None if none does.
 
     Args:
         names: The names that do not fit.
         wanted: Those that they should become.
-        fits: Whether changed names fit.
+        fits: Returns whether changed names fit.
     """
     if not names or not wanted:
         return None
@@ -49,7 +49,7 @@ def prefix_change(names: Collection[str], wanted: Collection[str], fits: Callabl
 
 
 def _beginnings(names: Collection[str]) -> list[str]:
-    """Return what all names begin with up to a dot, from nothing to the longest."""
+    """Return the common prefixes of all names up to a dot, from the empty one to the longest."""
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
     same = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
     return ["".join(f"{part}." for part in same[:count]) for count in range(len(same) + 1)]

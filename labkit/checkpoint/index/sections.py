@@ -7,8 +7,8 @@ These are the rules, in this order. Names of keys do not matter, except for the 
    checkpoint, and its pieces have names that torch's optimizers use.
 2. The other tensors are in nests: the dicts under the top-level keys, and the top level itself. A nest with a floating-point tensor
    of at least one dim may be a model; all its tensors belong to the section ``model``. Random states, permutations and counters
-   are integers or single numbers, so their nests are ``other``, and so is every value that is no tensor. If no nest has such a
-   tensor, every nest may be a model. The exception are files of several ranks, which then hold per-rank values.
+   are integers or single numbers, so their nests are ``other``, and so is every value that is not a tensor. If no nest has such a
+   tensor, every nest may be a model, except in files of several ranks, which then hold per-rank values.
 3. If there are several such nests (averaged weights beside the weights, a teacher), all are ``model``. If one of them must be
    chosen, it is the one with the names of the given model or of the optimizer. If that does not decide, the user must choose.
 """
@@ -93,12 +93,12 @@ def parameters_of_group(value: object, where: object) -> list[str | int]:
         CheckpointFormatError: The value is something else.
     """
     if not isinstance(value, list | tuple) or not all(isinstance(item, str | int) for item in value):
-        raise CheckpointFormatError(where, "it is no list of an optimizer's parameters, which have names or numbers")
+        raise CheckpointFormatError(where, "it is not a list of an optimizer's parameters, which have names or numbers")
     return list(value)
 
 
 def is_moment_piece(entry: TensorEntry) -> bool:
-    """Return whether each rank's file may hold another stretch of a flattened moment: 1-D, of a parameter with only a number."""
+    """Return whether a tensor may be a rank's stretch of a flattened moment: 1-D, of a parameter with only a number."""
     keys = [str(part) for part in entry.path]
     return entry.section == "optimizer" and len(entry.shape) == 1 and any(key.isdigit() for key in keys[-2:-1])
 

@@ -64,7 +64,7 @@ RECORD_NAMES: frozenset[tuple[str, str]] = frozenset(
     # Values.
     | _in("argparse", "Namespace")
     | _in("builtins", "range", "slice")
-    | _in("collections", "defaultdict")  # with a factory that is called by nobody here; with a known one it is a dict
+    | _in("collections", "defaultdict")  # its factory is never called; with a known factory it becomes a dict
     | _in("datetime", "date", "datetime", "timedelta")
     | _in("numpy", "dtype", "ndarray")
     | _in("pathlib", "Path", "PosixPath", "PurePosixPath", "WindowsPath")

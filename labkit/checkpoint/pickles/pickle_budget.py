@@ -17,7 +17,7 @@ _OWN_HASH_BITS = 64  # up to this size only a handful of numbers share a hash
 _PLAIN_KEYS = frozenset({str, bytes, bool, type(None), float})
 
 
-class Budget:
+class PickleBudget:
     """The work that is left for a pickle: 16 units per byte, plus a million for small pickles.
 
     A copied item or byte costs one unit. An argument of a call, an item of a set, and a part of a nested key cost eight each. All

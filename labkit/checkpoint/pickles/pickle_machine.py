@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pickle import UnpicklingError
 from typing import Any
 
-from labkit.checkpoint.pickles.pickle_budget import Budget
+from labkit.checkpoint.pickles.pickle_budget import PickleBudget
 
 _LONGEST_NAME = 200
 _SIZED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
@@ -37,12 +37,12 @@ class PickleMachine:
     Attributes:
         memo: Memoized objects, in order. A list, or a subclass's object that also numbers runs that were taken out.
         stack: Objects pushed since the last mark.
-        budget: The cost that reading may still have.
+        budget: The work that is left for reading.
     """
 
     def __init__(self, data: bytes) -> None:
         self._data = data
-        self.budget = Budget(len(data))
+        self.budget = PickleBudget(len(data))
         self.memo: Any = []
         self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
@@ -144,7 +144,7 @@ class PickleMachine:
         if function is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
             return arguments[0]
         if type(arguments) is not tuple:
-            raise UnpicklingError("a call whose arguments are no tuple")
+            raise UnpicklingError("a call whose arguments are not a tuple")
         self.budget.charge_parts(len(arguments))
         self.budget.charge(sum(len(item) for item in arguments if type(item) in _SIZED))
         return self.call(function, arguments)
@@ -247,7 +247,7 @@ class PickleMachine:
 
     def _global(self, module: Any, name: Any) -> Any:
         if not (isinstance(module, str) and isinstance(name, str)):
-            raise UnpicklingError("a name that is no text")
+            raise UnpicklingError("a name that is not text")
         if len(module) + len(name) > _LONGEST_NAME:
             raise UnpicklingError(f"a name of {len(module) + len(name):,} characters")
         return self.find_class(module, name)

@@ -30,7 +30,7 @@ _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 def _shape(size: Any) -> tuple[int, ...]:
     shape = tuple(size) if isinstance(size, tuple | list) else (None,)
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
-        raise UnpicklingError("a tensor whose size is no row of numbers")
+        raise UnpicklingError("a tensor whose size is not a sequence of numbers")
     return shape
 
 
@@ -55,10 +55,10 @@ def _view(data: Any, dtype: Any, offset: Any, size: Any, stride: Any, metadata: 
         raise UnpicklingError("a tensor without a storage or a dtype")
     shape, strides, (start,) = _shape(size), _shape(stride), _shape((offset,))
     if len(shape) != len(strides):
-        raise UnpicklingError("a tensor with another number of strides than of dims")
+        raise UnpicklingError("a tensor with a different number of strides than of dims")
     flags = metadata or {}
     if not isinstance(flags, dict) or not all(value is True or value is False for value in flags.values()):
-        raise UnpicklingError("a tensor with metadata that are no flags")
+        raise UnpicklingError("a tensor with metadata that are not flags")
     if flags.keys() - {"conj", "neg"}:
         return UnsupportedTensor(f"tensor {sizes_text(shape)} {name_text(dtype)} with the flags {', '.join(map(str, flags))[:60]}")
     lazy = Lazy(flags.get("conj", False), flags.get("neg", False))
@@ -74,7 +74,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
     # torch._tensor._rebuild_from_type_v2: a subclass, or a tensor with attributes, which are dropped.
     if not (isinstance(function, Function) and isinstance(kind, Class) and isinstance(arguments, tuple)):
-        raise UnpicklingError("a tensor subclass that is rebuilt by something that is no function of torch")
+        raise UnpicklingError("a tensor subclass that is not rebuilt by a function of torch")
     built = function.call(*arguments)
     if isinstance(built, Record):
         built.set_state(state)
@@ -87,7 +87,7 @@ def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
 
 def _wrapper(kind: Any, dtype: Any, size: Any, *_: Any) -> Record:
     if not isinstance(kind, Class) or not isinstance(dtype, torch.dtype):
-        raise UnpicklingError("a tensor subclass that is no class")
+        raise UnpicklingError("a tensor subclass that is not a class")
     return Record(kind, (dtype, _shape(size)))
 
 

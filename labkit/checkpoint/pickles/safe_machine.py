@@ -26,7 +26,7 @@ _TYPES: dict[tuple[str, str], type] = {
 }
 
 
-# What a defaultdict makes for a key that is not there: classes that a pickle may name, and not call.
+# Factories of a defaultdict: classes that a pickle may name but not call.
 _FACTORIES = ("list", "dict", "int", "float", "str", "tuple", "bool", "long", "unicode")  # the last two: int and str in protocol 2
 
 
@@ -92,7 +92,7 @@ class SafeMachine(PickleMachine):
         return storage_kind(module, name) or self._class(*pair)
 
     def _defaultdict(self, kind: Class, arguments: tuple[Any, ...]) -> Any:
-        # A plain dict holds the same; the factory is only asked for keys that are not there.
+        # A plain dict holds the same; the factory would only be called for missing keys.
         factory = arguments[0] if arguments else None
         known = factory is None or factory is OrderedDict or isinstance(factory, Function) or factory in self._factories.values()
         return {} if known and len(arguments) < 2 else Record(kind, arguments)
@@ -109,7 +109,7 @@ class SafeMachine(PickleMachine):
         # Protocol 2 pickles a nested class, and Python 3.11 pickles an enum's member, as getattr(class, name). On any other class
         # this is a method, which torch would call.
         if not isinstance(kind, Class) or not isinstance(name, str) or len(name) > 100:
-            raise UnpicklingError("an attribute of something that is no class")
+            raise UnpicklingError("an attribute of something that is not a class")
         return kind if kind.opaque else self._class(kind.module, f"{kind.qualname}.{name}")
 
     def _set(self, items: Any) -> set[Any]:
@@ -135,12 +135,12 @@ class SafeMachine(PickleMachine):
             self.budget.charge_parts(len(arguments[0]) if arguments else 0)
             for pair in arguments[0] if arguments else ():
                 if type(pair) not in (tuple, list) or len(pair) != 2:
-                    raise UnpicklingError("an OrderedDict of something that is no row of pairs")
+                    raise UnpicklingError("an OrderedDict of something that is not a sequence of pairs")
                 self.set_items(made, list(pair))
             return made
         if function is tuple:
             return tuple(_size(*arguments))
-        raise UnpicklingError("a call of something that is no function")
+        raise UnpicklingError("a call of something that is not a function")
 
     def put_items(self, target: Any, items: list[Any]) -> None:
         if not isinstance(target, Record):
@@ -152,7 +152,7 @@ class SafeMachine(PickleMachine):
             self.budget.charge(sum(len(part) for part in state if isinstance(part, dict)) if isinstance(state, tuple) else 0)
             target.set_state(state)
         elif type(target) is OrderedDict:
-            # A module's state dict has the attribute _metadata. It is dropped, because it is none of the listed entries.
+            # A module's state dict has the attribute _metadata. It is dropped, because it is not one of the entries.
             if type(state) is not dict or any(not isinstance(key, str) or hasattr(OrderedDict, key) for key in state):
                 raise UnpicklingError("it replaces a method of an OrderedDict")
         else:
@@ -160,7 +160,7 @@ class SafeMachine(PickleMachine):
 
     def persistent_load(self, reference: Any) -> StorageRef:
         if not (self._storages and isinstance(reference, tuple) and len(reference) >= 5 and reference[0] == "storage"):
-            raise UnpicklingError("a persistent id that is no storage")
+            raise UnpicklingError("a persistent id that is not a storage")
         _, kind, key, _location, numel = reference[:5]
         return storage(kind, key, numel)
 

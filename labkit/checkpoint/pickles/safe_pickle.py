@@ -3,7 +3,7 @@
 A pickle is a small program: it may name any importable function and call it. Here no name is ever imported. Each name on the
 allow-list becomes an inert record that only stores its arguments. Any other name makes the reader refuse the file, or becomes an
 opaque record if the caller still wants to inspect the file. See the warning in :mod:`pickle`, and :func:`torch.load` with
-``weights_only=True`` for torch's own restricted reader. That one builds real tensors, and reads neither ``.metadata`` nor FSDP1's
+``weights_only=True`` for torch's own restricted reader. That one builds real tensors, but reads neither ``.metadata`` nor FSDP1's
 sharded tensors.
 
 The cost of reading is in proportion to the pickle's length. :mod:`labkit.checkpoint.pickles.pickle_machine` limits the reading
@@ -51,7 +51,7 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
 
     Raises:
         UnsafeCheckpointError: It names something outside the allow-list, and ``unknown`` is ``refuse`` or it cannot be read.
-        CheckpointFormatError: It is no pickle, is cut off or damaged, or needs work out of proportion to its length.
+        CheckpointFormatError: It is not a pickle, is cut off or damaged, or needs work out of proportion to its length.
 
     Ranks: local.
     """
@@ -63,12 +63,12 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
         if machine.unknown:
             raise UnsafeCheckpointError(path, list(machine.unknown)) from None
         reason = (
-            "it ends in the middle, or takes what is not there"
+            "it ends in the middle, or takes objects that are not there"
             if isinstance(error, IndexError)
             else f"{type(error).__name__}: {str(error)[:300]}"
         )
         raise CheckpointFormatError(
-            path, f"its pickle cannot be read ({reason}). The file is cut off, damaged or no checkpoint."
+            path, f"its pickle cannot be read ({reason}). The file is cut off, damaged or not a checkpoint."
         ) from None
     if machine.unknown and unknown == "refuse":
         raise UnsafeCheckpointError(path, list(machine.unknown))
@@ -77,7 +77,7 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
 
 @contextmanager
 def _collector_paused(pause: bool) -> Iterator[None]:
-    # With millions of objects that all stay, the collector scans them again and again, which is half of the time.
+    # With millions of objects that all stay, the collector scans them again and again, which takes half of the time.
     pause = pause and gc.isenabled()
     if pause:
         gc.disable()
@@ -170,7 +170,7 @@ class _Plain:
         state = record.state.get("state")
         order = state[1] if isinstance(state, tuple) and len(state) > 1 and state[1] in ("<", ">") else ""
         if code[:1] not in "biufc":
-            raise CheckpointFormatError(self._path, f"a numpy array of dtype {code[:20]!r}, which is no number")
+            raise CheckpointFormatError(self._path, f"a numpy array of dtype {code[:20]!r}, which is not a number")
         return np.dtype(order + code)
 
 

@@ -18,7 +18,7 @@ Only these exact classes are accepted. A subclass (an Enum of ints, a namedtuple
 a different class, and is refused. So are defaultdict, deque, paths, dates, namespaces, ranges, arrays of text, dates or objects,
 tensors that are sparse, quantized, jagged or on meta, sharded tensors inside a value, and nesting beyond 50 levels, which also
 covers a value that contains itself. An attribute set on an OrderedDict is refused, except ``_metadata``, which torch sets and which
-is not kept. It is not kept either whether two places held the same object or two equal ones.
+is not kept. Two places that held the same object get two equal ones.
 
 Two values agree if they are equal, of the same types and identical to the last bit. The order of a dict, a Counter or a set does
 not matter, that of an OrderedDict does.
@@ -65,7 +65,7 @@ _NUMBERS = frozenset(
 )
 _LONG = 32
 
-# The advice for a refused value is that of the first class in this order that the value is an instance of.
+# A refused value gets the advice of the first class here that it is an instance of.
 _WAYS_OUT = {
     "labkit.checkpoint.state.state.PerRank": "PerRank has to be the value of a key, in a dict of the state with str or int keys",
     "torch.nn.modules.module.Module": "give it a key of its own, in a dict of the state with str or int keys",

@@ -57,14 +57,14 @@ def not_handed_back(module: nn.Module, state: Mapping[str, Any]) -> dict[str, st
             if is_sharded(value):
                 reasons[name] = "is a sharded tensor, which set_extra_state would get whole; make it a buffer"
         elif not is_tensor(value):
-            reasons[name] = f"is of type {type(value).__name__}, which only get_extra_state can give out and a load hand back"
+            reasons[name] = f"is of type {type(value).__name__}, which a load can restore only if get_extra_state returns it"
         elif _memory(value) not in live:
-            reasons[name] = "is no parameter or buffer of the module but a copy, which no load can put back; see get_extra_state"
+            reasons[name] = "is not a parameter or buffer of the module but a copy, which no load can restore; see get_extra_state"
     return reasons
 
 
 def _memory(tensor: Any) -> int:
-    """Return the address of a tensor's data in memory; 0 if the data are not in memory of its own."""
+    """Return the address of a tensor's data in memory; 0 if the tensor has no memory of its own."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     plain = not isinstance(local, ShardedTensor) and local.layout is torch.strided and not is_wrapper(local)
     return local.untyped_storage().data_ptr() if plain else 0

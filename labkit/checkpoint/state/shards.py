@@ -74,7 +74,7 @@ def _of_dtensor(tensor: DTensor) -> LocalTensor:
     offsets, sizes = box_of(tensor)
     if sizes != tuple(local.shape):
         what = f"is a DTensor of shape {shape} with placements {tensor.placements} on a mesh of {tuple(mesh.shape)}, should hold"
-        raise unsavable(f"{what} {sizes} on this rank, and holds {tuple(local.shape)}")
+        raise unsavable(f"{what} {sizes} on this rank, but holds {tuple(local.shape)}")
     shard = LocalShard(offsets, sizes, local)
     label = None
     if any(isinstance(placement, Replicate) for placement in tensor.placements):
@@ -100,7 +100,7 @@ def placement_of(placement: Any) -> Placement:
 
 
 def box_of(tensor: DTensor) -> Box:
-    """Return this rank's box of a tensor whose mesh it is in. The box need not have the size of the local tensor.
+    """Return this rank's box of a tensor; the rank must be in its mesh. The box need not have the size of the local tensor.
 
     torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes split unevenly: with 7
     rows over ``(dp=3, tp=2)`` a rank gets a row that does not exist, and boxes of 13 rows overlap. So the layouts of fully_shard

@@ -127,7 +127,7 @@ def capture(state: Mapping[str, Any], rank: int, *, saving: bool = True) -> Capt
         saving: Whether to read and check the contents of optimizers, objects and values, or only note what a load can fill.
 
     Raises:
-        FQNMismatchError: Two leaves get the same name; or an optimizer holds tensors that are no parameter of any module in
+        FQNMismatchError: Two leaves get the same name; or an optimizer holds tensors that are not parameters of a module in
             the state (it was built before ``fully_shard`` replaced them, and its steps change nothing).
         UnsavableStateError: A value or a tensor would not be restored unchanged; all of them are named.
         CheckpointMismatchError: A tensor cannot be filled; or FSDP1 is combined with tensor parallelism, whose optimizer state
@@ -182,7 +182,7 @@ def _below(path: Path_, key: Any, found: Captured) -> Path_:
         str(key).encode()
     except UnicodeEncodeError:
         where = f"{flat_key(path)}: " if path else ""
-        found.problems.append(f"{where}{key!r} is no name: it has a lone surrogate")
+        found.problems.append(f"{where}{key!r} is not a name: it has a lone surrogate")
     if len(path) > MAX_DEPTH:
         raise UnsavableStateError(STATE, [f"{flat_key(path):.80} is nested deeper than {MAX_DEPTH} levels, or contains itself"])
     return (*path, str(key))

@@ -58,7 +58,7 @@ def _refuse_gaps(leaves: Mapping[Path_, Any], source: object) -> None:
             if type(step) is int:
                 positions.setdefault(path[:index], set()).add(step)
     problems = [
-        f"{flat_key(path) or 'the state'} is numbered {', '.join(map(str, sorted(found)[:4]))}, which is no list"
+        f"{flat_key(path) or 'the state'} is numbered {', '.join(map(str, sorted(found)[:4]))}, which is not a list"
         for path, found in positions.items()
         if found != set(range(len(found)))
     ]
@@ -119,7 +119,7 @@ class OptimizerTarget:
         optimizer: The optimizer.
         tensors: Flat key to the tensor that receives the piece, sharded like its parameter.
         keys: All keys of the checkpoint that belong to the optimizer.
-        states: FQN to its state, with those tensors and with values that are no tensors.
+        states: FQN to its state, with those tensors and with values that are not tensors.
         groups: The saved options for each of the optimizer's groups, in its order.
         parameters: FQN to parameter.
     """

@@ -1,4 +1,4 @@
-"""Detection of values that should be equal on several ranks and differ, before one is saved and the others are lost."""
+"""Detection of values that should be equal on several ranks but differ, before one is saved and the others are lost."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from labkit.checkpoint.index.model import Path_
 from labkit.checkpoint.index.names import flat_key, fqn_of
 from labkit.checkpoint.pickles.values import digest
 from labkit.checkpoint.state.state import Captured
-from labkit.checkpoint.store.ranks import Comm
+from labkit.checkpoint.store.comm import Comm
 
 # Maps a key to its nested keys and a text with its shape and dtype (or "a value"), for everything but per-rank values.
 _Forms = dict[str, tuple[Path_, str]]
 _ADVICE = {
-    "else": "Wrap what each rank has its own of in PerRank(...).",
+    "else": "Wrap each rank's own values in PerRank(...).",
     "parameter": "Replicated weights that differ were initialised with different seeds, or not stepped together.",
     "buffer": "Buffers that each rank counts by itself, such as BatchNorm's, belong to their module: PerRank cannot hold them. "
-    "Make them equal before the save: torch.nn.SyncBatchNorm keeps them so, or broadcast them, for buffer in model.buffers(): "
-    "dist.broadcast(buffer, 0). DDP's broadcast_buffers does that only as a forward pass begins. To keep each rank's own beside, "
-    "take PerRank({name: buffer.clone() for name, buffer in model.named_buffers()}) before the broadcast.",
+    "Make them equal before the save: torch.nn.SyncBatchNorm keeps them equal, or broadcast them, for buffer in model.buffers(): "
+    "dist.broadcast(buffer, 0). DDP's broadcast_buffers does that only as a forward pass begins. To keep each rank's own as well, "
+    "save PerRank({name: buffer.clone() for name, buffer in model.named_buffers()}), made before the broadcast.",
 }
 
 
 def refuse_divergence(captured: Captured, comm: Comm) -> None:
-    """Compare, across the ranks, all keys and everything that several ranks hold a copy of.
+    """Compare, across the ranks, all keys and all values that several ranks hold copies of.
 
-    The ranks first exchange digests; only if these differ are single keys compared. A key may be on some ranks only (a pipeline's
-    stages). A value that rank 0 lacks is marked to be written by the lowest rank that has it: DCP would drop it.
+    The ranks first exchange digests; only if these differ are single keys compared. A key may be only on some ranks (a pipeline's
+    stages). A value that rank 0 lacks is marked to be written by the lowest rank that has it, because DCP would drop it.
 
     Raises:
         RankDivergenceError: Keys differ; it names each key and the groups of ranks that agree.
@@ -84,7 +84,7 @@ def _name_them(captured: Captured, digests: Mapping[str, tuple[str, bytes]], for
 def _of_names(forms: Sequence[_Forms], objects: Sequence[list[Path_]]) -> dict[str, str]:
     """Return the problem of each key whose form or nesting differs between ranks.
 
-    A name may be on some ranks only. But the entries of one object must have the same names on all ranks that have the object,
+    A name may be only on some ranks. But the entries of one object must have the same names on all ranks that have the object,
     because a load gives each of these ranks all of the names.
     """
     problems: dict[str, str] = {}
@@ -102,10 +102,10 @@ def _of_names(forms: Sequence[_Forms], objects: Sequence[list[Path_]]) -> dict[s
         path = next(iter(camps))[0]
         for length in range(1, len(path)):
             if path[:length] in paths:
-                problems[key] = f"{key} is on {name_ranks(found)}, and {paths[path[:length]]} is a value on other ranks"
+                problems[key] = f"{key} is on {name_ranks(found)}, but {paths[path[:length]]} is a value on other ranks"
             having = [rank for rank, theirs in enumerate(objects) if path[:length] in theirs]
             if not set(having) <= set(found):
-                problems[key] = f"{key} is on {name_ranks(found)} only, and {name_ranks(having)} have the object that it is of"
+                problems[key] = f"{key} is only on {name_ranks(found)}, but {name_ranks(having)} have the object that it belongs to"
     return problems
 
 

@@ -18,7 +18,7 @@ _ALIGNMENT = 512
 
 
 class HostMemory:
-    """Blocks of memory that each save uses anew.
+    """Blocks of memory that each save reuses.
 
     Args:
         allocate: Allocates a block of so many bytes.
@@ -36,7 +36,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._blocks)
 
     def begin(self) -> None:
-        """Begin a save: reuse what the last save was given, and free what it did not need."""
+        """Begin a save: reuse the blocks that the last save filled, and free the others."""
         del self._blocks[self._block + (self._offset > 0) :]
         self._block = self._offset = 0
 

@@ -23,7 +23,7 @@ from labkit.checkpoint.state.modules import is_extra_state, load_module_state, m
 from labkit.checkpoint.state.shards import is_tensor, local_tensor
 from labkit.checkpoint.state.state import Captured, PerRank, capture
 from labkit.checkpoint.state.state_load import OptimizerTarget, key_of, keys_below, nest, optimizer_targets, put_value
-from labkit.checkpoint.store.ranks import Comm
+from labkit.checkpoint.store.comm import Comm
 
 
 @dataclass
@@ -156,7 +156,7 @@ class LoadPlan:
     def _per_rank_text(self, key: str, path: Path_) -> str:
         for per_rank in self.captured.per_rank:
             if path[: len(per_rank)] == per_rank:
-                return f"{key} (saved per rank, and not by a rank {self.comm.rank})"
+                return f"{key} (saved per rank, but not by rank {self.comm.rank})"
         return key
 
     def _plan_rest(self, taken: set[str]) -> None:
@@ -231,7 +231,7 @@ class LoadPlan:
 
 
 def find(state: Any, path: Path_, rank: int) -> Any:
-    """Return the value at nested keys of a state, also inside a :class:`PerRank`; None in the part of another rank."""
+    """Return the value at nested keys of a state, also inside a :class:`PerRank`; None in another rank's part."""
     value = state
     for step in path:
         if isinstance(value, PerRank):

@@ -24,8 +24,8 @@ from labkit.checkpoint.errors import (
     IncompleteCheckpointError,
 )
 from labkit.checkpoint.index import manifest
+from labkit.checkpoint.store.comm import Comm
 from labkit.checkpoint.store.load_plan import LoadPlan, Problems
-from labkit.checkpoint.store.ranks import Comm
 
 Check = Literal["full", "size", "none"]
 
@@ -77,7 +77,7 @@ def load(
             ``none`` does neither, and does not look for errors as :func:`labkit.checkpoint.verify` does.
         narrowing: Allow conversions to a dtype that cannot hold every value of the saved one. Values that overflow are
             still refused.
-        despite: Codes of errors of ``verify`` to load in spite of (:data:`labkit.checkpoint.checks.findings.CODES`). Rank 0 checks
+        despite: Codes of errors of ``verify`` to accept (:data:`labkit.checkpoint.checks.findings.CODES`). Rank 0 checks
             the index, the moments and the lists of parameters of everything loaded; it does not check for NaN, nor single values.
             ``unsafe`` has no effect here: pickles that ask for code are never read.
         group: The ranks that load; None for all ranks.
@@ -124,7 +124,7 @@ def _resolve(path: Path, step: int | None) -> Path:
         raise CheckpointNotFoundError(path, "there is no such file or directory")
     if not (path.is_dir() and manifest.is_store(path)):
         if step is not None:
-            raise CheckpointNotFoundError(path, f"it is no store of steps, so it has no step {step}")
+            raise CheckpointNotFoundError(path, f"it is not a store of steps, so it has no step {step}")
         return path
     if step is None:
         return manifest.latest(path)

@@ -64,7 +64,7 @@ def _unlock(start: int) -> None:
 
 
 def _forget_error() -> None:
-    """Clear the driver's last error, which torch would report once, for its next kernel."""
+    """Clear the driver's last error, which torch would otherwise report for its next kernel."""
     try:
         torch.zeros(1, device="cuda")
     except RuntimeError:

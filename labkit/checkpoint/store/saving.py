@@ -29,9 +29,9 @@ from labkit.checkpoint.index import manifest
 from labkit.checkpoint.index.manifest import FileSum, Manifest
 from labkit.checkpoint.pickles.values import snapshot
 from labkit.checkpoint.state.state import Captured, capture
+from labkit.checkpoint.store.comm import Comm
 from labkit.checkpoint.store.divergence import refuse_divergence
 from labkit.checkpoint.store.host_memory import HostMemory
-from labkit.checkpoint.store.ranks import Comm
 from labkit.checkpoint.store.store_folder import StoreFolder
 from labkit.checkpoint.write.dcp_writer import DirectoryWriter, Leaf, LeafPlanner
 
@@ -55,8 +55,8 @@ def save(
     Args:
         store: A directory that all ranks see; created if needed.
         state: Nested dicts of modules, optimizers, objects with ``state_dict``, tensors, DTensors, plain values, and
-            :class:`labkit.checkpoint.PerRank` for what each rank has its own of. Optimizer state goes by FQN, so the module
-            that an optimizer trains belongs into the state too. Schedulers and counters need entries of their own.
+            :class:`labkit.checkpoint.PerRank` for each rank's own values. Optimizer state is saved by FQN, so the module that an
+            optimizer trains must be in the state too. Schedulers and counters need entries of their own.
         step: The training step; it names the directory ``step_00000010``.
         keep: After publishing, remove complete steps beyond the newest ``keep``, and what unfinished saves of earlier steps
             left. Steps that are links or another user's stay, and do not count. None removes nothing.
@@ -67,10 +67,9 @@ def save(
         The step's directory. It is a DCP checkpoint with a manifest.
 
     Raises:
-        CheckpointExistsError: The step is there already, complete; or what is in its place was left by nobody's save, or another
-            user's.
+        CheckpointExistsError: The step is already complete; or what is in its place is another user's, or not a directory.
         RankDivergenceError: Ranks hold different values under one key that is not per rank.
-        UnsavableStateError: A value or a tensor would not come back as it is; the message names all of them, each with a way out.
+        UnsavableStateError: A value or a tensor would not be restored unchanged; the message names all of them, each with advice.
         FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
         CheckpointWriteError: A rank could not write, or its files do not read back. All ranks raise it, and the step is not
             published.
@@ -215,8 +214,8 @@ class _Save:
         try:
             self._write_and_publish()
         except CheckpointError:
-            # Every rank is here with the same error, so nobody writes any more. What is there never counted; on a full
-            # disk it is in the way of everything else.
+            # Every rank raises the same error here, so none is still writing. The unfinished step never counted, and on a full disk
+            # its space is needed.
             if self.folder is not None:
                 self.folder.remove(self.directory.name, only_unfinished=True)
             raise
@@ -236,7 +235,7 @@ class _Save:
     def _prepare(self) -> None:
         if (self.directory / manifest.MANIFEST_FILE).exists():
             raise CheckpointExistsError(
-                self.directory, f"step {self.step} is there already, complete. Save another step, or remove this one."
+                self.directory, f"step {self.step} already exists and is complete. Save another step, or remove this one."
             )
         self.folder = StoreFolder(self.store)
         self.folder.make_step(self.directory.name)
@@ -256,7 +255,9 @@ class _Save:
         except CheckpointException as error:  # derives from BaseException, so "except Exception" misses it
             missing = [rank for rank, failure in error.failures.items() if isinstance(failure[0], FileNotFoundError)]
             unseen = [] if 0 in missing else missing
-            where = f" Rank 0 has made it and {name_ranks(unseen)} cannot see it: all need one directory, shared by their machines."
+            where = (
+                f" Rank 0 has made it, but {name_ranks(unseen)} cannot see it: all need one directory that their machines share."
+            )
             raise CheckpointWriteError(
                 self.directory,
                 f"{_causes(error)}.{where if unseen else ''} The step is not published; earlier steps are untouched.",

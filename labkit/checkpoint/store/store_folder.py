@@ -1,11 +1,11 @@
-"""The folder of a store, held open while a step is saved: what a save makes and removes in it.
+"""The folder of a store, held open while a step is saved: a save makes and removes steps in it.
 
-A store may lie where others can write. A step that is a link, or another user's, is not this user's to remove: it is passed over
-and does not count among the steps to keep. The rule is that of :mod:`labkit.base.places`; whose a step is, is told by comparing it
-with a directory that was just made, since some file systems give all files to one user. What is removed is removed through open
-directories, so that names exchanged meanwhile lead nowhere.
+Others may be able to write to a store. A step that is a link or belongs to another user is never removed, and does not count among
+the steps to keep. The rule is that of :mod:`labkit.base.places`, but a step's owner is compared with that of a directory that was
+just made, since some file systems give all files to one user. Steps are removed through open directories, so that exchanging names
+meanwhile has no effect.
 
-Where this ends: the data of a step are written by path, from every rank. Whoever may rename entries of the store can exchange the
+There is one limit: every rank writes the data of a step by path, so a user who may rename entries of the store can exchange the
 step's directory meanwhile. A sticky bit on the store, as ``/tmp`` has it, prevents that.
 """
 
@@ -48,11 +48,11 @@ class StoreFolder:
         self._owner = os.geteuid()
 
     def close(self) -> None:
-        """Close it."""
+        """Close the store."""
         os.close(self._fd)
 
     def make_step(self, name: str) -> None:
-        """Make the directory of a step, in the place of what an unfinished save of this user has left.
+        """Make the directory of a step; first remove what an unfinished save of this user has left there.
 
         Raises:
             CheckpointExistsError: Something else is there.
@@ -74,7 +74,7 @@ class StoreFolder:
         return CheckpointExistsError(self._store / name, f"{what}, and was left as it is. Save another step, or move it away.")
 
     def _owner_of_new(self) -> int:
-        """Return whose a directory is that this process makes here."""
+        """Return the owner of a directory that this process makes here."""
         name = f".labkit-{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=self._fd)
         try:
@@ -86,8 +86,8 @@ class StoreFolder:
         """Remove a step, its manifest first: a crash in the middle leaves an unfinished step and never a damaged complete one.
 
         Args:
-            name: The step's directory. A link, and a directory of another user's, stay.
-            only_unfinished: Let it stay if it has a manifest.
+            name: The step's directory. A link or another user's directory stays.
+            only_unfinished: Whether to keep it if it has a manifest.
 
         Returns:
             Whether it is gone.
@@ -101,7 +101,7 @@ class StoreFolder:
                 os.fsync(fd)
                 for entry in os.listdir(fd):
                     if stat.S_ISDIR(os.stat(entry, dir_fd=fd, follow_symlinks=False).st_mode):
-                        shutil.rmtree(entry, ignore_errors=True, dir_fd=fd)  # which follows no link
+                        shutil.rmtree(entry, ignore_errors=True, dir_fd=fd)  # follows no link
                     else:
                         os.unlink(entry, dir_fd=fd)
                 os.rmdir(name, dir_fd=self._fd)
@@ -128,7 +128,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[int | None]:
-        """Open a step's directory; None for what is none of this user's."""
+        """Open a step's directory; yield None if it is not a directory of this user."""
         try:
             fd = os.open(name, _FOLDER, dir_fd=self._fd)
         except OSError:

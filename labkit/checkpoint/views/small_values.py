@@ -1,4 +1,4 @@
-"""Short descriptions of values that are no tensors: small values are read, and unreadable ones are named."""
+"""Short descriptions of values that are not tensors: small values are read, and unreadable ones are named."""
 
 from __future__ import annotations
 

@@ -44,9 +44,9 @@ class Leaf:
     Attributes:
         key: The flat name.
         path: The nested keys.
-        shape, dtype: Those of the full tensor; None for a value that is no tensor.
+        shape, dtype: Those of the full tensor; None for a value that is not a tensor.
         shards: Offsets, sizes and data of the part of a tensor that this rank holds.
-        value: The value, if it is no tensor.
+        value: The value, if it is not a tensor.
         own: True if only this rank has the key (per-rank values); otherwise every rank has it and one of them writes it.
     """
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint to write, what goes into each, and what a format's writer has to offer."""
+"""The files of a checkpoint to write, their contents, and the interface of a format's writer."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class StagingArea:
         data: An empty directory to write into.
 
     Raises:
-        CheckpointExistsError: What lies where the folder is needed was not left by a killed run for this destination.
+        CheckpointExistsError: Something is in the folder's place that was not left by a killed run for this destination.
         CheckpointWriteError: Another process is writing to this destination, or a link that another user has made leads there.
         OSError: The folder cannot be made.
     """

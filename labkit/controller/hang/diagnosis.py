@@ -11,7 +11,7 @@ import html
 from dataclasses import dataclass, field
 from typing import Literal
 
-from labkit.wire.messages import Collective, RankReport
+from labkit.wire.messages import RankReport, RecordedCollective
 
 State = Literal["idle", "finished", "failed", "waiting", "working", "native", "silent", "dead"]
 Kind = Literal[
@@ -64,7 +64,7 @@ class RankState:
     rank: int
     state: State
     report: RankReport | None = None
-    collective: Collective | None = None
+    collective: RecordedCollective | None = None
     stalled: bool = False
 
     @property
@@ -116,7 +116,7 @@ def recorded(name: str) -> str:
     return _SAME_IN_RECORD.get(name, name)
 
 
-def _public_name(name: str, collective: Collective | None) -> str:
+def _public_name(name: str, collective: RecordedCollective | None) -> str:
     if name in ("wait", *_FOR_THE_DEVICE) and collective is not None:
         return recorded(collective.name)
     return {"all_gather_single": "all_gather_into_tensor", "reduce_scatter_single": "reduce_scatter_tensor"}.get(name, name)
@@ -170,6 +170,6 @@ def _cells(state: RankState) -> tuple[str, str, str, str]:
     return state.state, where, waits, code
 
 
-def sizes_of(collective: Collective) -> str:
+def sizes_of(collective: RecordedCollective) -> str:
     """Return the shapes that a rank passes to a collective."""
     return ", ".join(str(list(shape)) for shape in collective.sizes)

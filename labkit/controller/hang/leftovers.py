@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from labkit.base.plain_text import name_ranks
 from labkit.controller.hang.verdict import DEFAULT_GROUP
 from labkit.errors import LeftOpen
-from labkit.wire.messages import Begun, Collective, RankReport
+from labkit.wire.messages import Begun, RankReport, RecordedCollective
 
 
 def may_be_open(begun: Mapping[int, Begun | None], all_ranks: Sequence[int]) -> bool:
@@ -51,7 +51,7 @@ def find_open(reports: Mapping[int, RankReport]) -> tuple[LeftOpen, ...]:
 
 
 def _find_in_group(reports: Mapping[int, RankReport], name: str, ranks: tuple[int, ...]) -> Iterator[LeftOpen]:
-    calls: dict[str, dict[int, Collective]] = {}  # the last one of each rank, by backend
+    calls: dict[str, dict[int, RecordedCollective]] = {}  # the last one of each rank, by backend
     for rank in ranks:
         report = reports.get(rank)
         if report is None or report.groups.get(name) != ranks:

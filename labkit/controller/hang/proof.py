@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from labkit.controller.hang.diagnosis import RankState
-from labkit.wire.messages import Collective
+from labkit.wire.messages import RecordedCollective
 
 
 def needs(victim: RankState, other: RankState) -> bool:
@@ -23,7 +23,7 @@ def needs(victim: RankState, other: RankState) -> bool:
     return not begun and (begun is False or proven)
 
 
-def _is_member(victim: RankState, other: RankState, mine: Collective) -> bool:
+def _is_member(victim: RankState, other: RankState, mine: RecordedCollective) -> bool:
     ranks = victim.report.groups.get(mine.group) if victim.report is not None else None
     return ranks is None or other.rank in ranks
 
@@ -34,13 +34,13 @@ def members(states: tuple[RankState, ...], victim: RankState) -> list[RankState]
     return [state for state in states if mine is None or _is_member(victim, state, mine)]
 
 
-def is_in(state: RankState, mine: Collective) -> bool:
+def is_in(state: RankState, mine: RecordedCollective) -> bool:
     """Return whether a rank waits in this call too."""
     found = state.collective
     return found is not None and (found.group, found.sequence, found.backend) == (mine.group, mine.sequence, mine.backend)
 
 
-def _record(state: RankState, victim: RankState, mine: Collective) -> list[Collective] | None:
+def _record(state: RankState, victim: RankState, mine: RecordedCollective) -> list[RecordedCollective] | None:
     """Return a rank's record of the group in which another one waits; None if nothing is known about it."""
     if state.state == "dead" or state.report is None or victim.report is None:
         return None
@@ -50,7 +50,7 @@ def _record(state: RankState, victim: RankState, mine: Collective) -> list[Colle
     return [one for one in own if not is_point_to_point(one)]
 
 
-def _has_begun(state: RankState, victim: RankState, mine: Collective) -> bool | None:
+def _has_begun(state: RankState, victim: RankState, mine: RecordedCollective) -> bool | None:
     """Return whether a rank has made the call in which another one waits, or a later one; None if that is not known."""
     record = _record(state, victim, mine)
     if record:
@@ -59,12 +59,12 @@ def _has_begun(state: RankState, victim: RankState, mine: Collective) -> bool | 
     return False if record is not None and begun == 0 else None
 
 
-def same_number(state: RankState, victim: RankState, mine: Collective) -> Collective | None:
+def same_number(state: RankState, victim: RankState, mine: RecordedCollective) -> RecordedCollective | None:
     """Return the collective that a rank called under the number of ``mine`` in the same group, as far as it is known."""
     record = _record(state, victim, mine) or ()
     return next((one for one in record if one.sequence == mine.sequence), None)
 
 
-def is_point_to_point(collective: Collective) -> bool:
+def is_point_to_point(collective: RecordedCollective) -> bool:
     """Return whether this is a message between two ranks, whose number other ranks do not share."""
     return collective.name.startswith(("send", "recv"))

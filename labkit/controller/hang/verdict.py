@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from labkit.base.plain_text import name_ranks
 from labkit.controller.hang.diagnosis import Diagnosis, Kind, RankState, State, recorded, sizes_of
 from labkit.controller.hang.proof import is_in, is_point_to_point, members, needs, same_number
-from labkit.wire.messages import Collective, RankReport
+from labkit.wire.messages import RankReport, RecordedCollective
 
 # A rank that used a smaller share of the time between two reports is waiting; gloo's waiting threads use almost nothing.
 WORKING_SHARE = 0.05
@@ -91,7 +91,7 @@ def _state(rank: int, before: RankReport | None, now: RankReport | None, apart_s
     return RankState(rank, "native" if rests else "working", now)
 
 
-def _stuck(open_ones: Sequence[Collective]) -> Collective | None:
+def _stuck(open_ones: Sequence[RecordedCollective]) -> RecordedCollective | None:
     """Return the collective that blocks a rank, among those that have not ended.
 
     On a GPU this is the first one: the others are queued behind it. With gloo it is the last one, the one the rank has called.
@@ -194,7 +194,7 @@ def _mismatch(states: tuple[RankState, ...], waiting: list[RankState]) -> tuple[
     return None
 
 
-def _num_elements(collective: Collective) -> int:
+def _num_elements(collective: RecordedCollective) -> int:
     return sum(math.prod(shape) for shape in collective.sizes)
 
 

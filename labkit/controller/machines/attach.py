@@ -16,7 +16,8 @@ from labkit.controller.machines.nodes import Nodes
 from labkit.controller.machines.nodes_world import NodesWorld
 from labkit.controller.machines.tables import arrival_html, arrival_text
 from labkit.controller.output import present_screen
-from labkit.controller.start.plan import PoolPlan
+from labkit.controller.start import pool_plan
+from labkit.controller.start.pool_plan import PoolPlan
 from labkit.errors import InvalidPoolError
 from labkit.wire.key_file import KeyFile, read_private, remove_private, write_private
 from labkit.wire.transport import Keys
@@ -93,6 +94,18 @@ class AttachedSite:
         self.outlives_notebook = outlives_notebook
         self._nodes: Nodes | None = None
         self._written: dict[Path, dict[str, Any]] = {}
+        self._plan: PoolPlan | None = None
+
+    @property
+    def plan(self) -> PoolPlan:
+        """The ranks to start, once :meth:`make_plan` has been called."""
+        assert self._plan is not None
+        return self._plan
+
+    @property
+    def has_ranks(self) -> bool:
+        """True if ranks of an earlier notebook wait there."""
+        return self._keys is not None
 
     @property
     def nodes(self) -> Nodes:
@@ -145,18 +158,27 @@ class AttachedSite:
             self.leave()
             raise
 
-    def settle(self, workers_per_node: int) -> None:
-        """Set the number of ranks on each machine, once it is known."""
-        self.meeting = replace(self.meeting, workers_per_node=workers_per_node)
-        self.nodes.workers_per_node = workers_per_node
+    def make_plan(self) -> None:
+        """Choose the ranks to start, once the machines are there: it depends on their GPUs.
 
-    def open_world(self, plan: PoolPlan) -> NodesWorld:
+        Raises:
+            InvalidPoolError: The machines lack GPUs.
+        """
+        meeting, nodes = self.meeting, self.nodes
+        if meeting.num_nodes > 1 or self.has_ranks:
+            self._plan = pool_plan.attached_plan(meeting.num_nodes, meeting.workers_per_node, meeting.device, nodes.num_gpus)
+            return
+        self._plan = pool_plan.make_plan(meeting.workers_per_node or None, meeting.device, lambda: nodes.num_gpus)
+        self.meeting = replace(meeting, workers_per_node=self._plan.world_size)
+        nodes.workers_per_node = self._plan.world_size
+
+    def open_world(self) -> NodesWorld:
         """Prepare every machine for a new world; see :class:`labkit.controller.start.world.Site`."""
-        return self.world(plan, self.nodes.open_world())
+        return self.world(self.nodes.open_world())
 
-    def world(self, plan: PoolPlan, name: str) -> NodesWorld:
+    def world(self, name: str) -> NodesWorld:
         """Return the world of that name on these machines."""
-        return NodesWorld(plan, self.nodes, name, on_one_machine=self.meeting.on_one_machine)
+        return NodesWorld(self.plan, self.nodes, name, on_one_machine=self.meeting.on_one_machine)
 
     @property
     def gone(self) -> bool:

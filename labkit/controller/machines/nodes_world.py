@@ -6,7 +6,7 @@ import time
 
 from labkit.controller.machines.nodes import Nodes
 from labkit.controller.start.launchers.launcher import OnExit
-from labkit.controller.start.plan import PoolPlan
+from labkit.controller.start.pool_plan import PoolPlan
 from labkit.controller.start.world import ENVIRONMENT
 from labkit.errors import PoolStateError
 from labkit.wire.messages import GroupSpec

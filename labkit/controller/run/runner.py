@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
@@ -18,21 +17,12 @@ from labkit.controller.output import Screen, present_screen
 from labkit.controller.run.interrupts import caught_sigint
 from labkit.controller.run.members import Members
 from labkit.controller.run.rank_output import RankOutput
+from labkit.controller.run.repair import Repair
 from labkit.controller.run.reports import raise_for
 from labkit.controller.run.run import Run, RunWait
-from labkit.controller.start.deaths import LOST
 from labkit.errors import PoolStateError, WireError
-from labkit.wire.messages import Execute, Failed, Output, RankReport, Release, Result
+from labkit.wire.messages import Execute, Output, RankReport, Release, Result
 from labkit.wire.payload import Packed, unpack
-
-# Making new groups takes about 0.03 s on gloo and 1.3 s on NCCL.
-REBUILD_LIMIT_S = 60.0
-# A user who holds Ctrl-C down means the run and not the repair, unless the repair takes long.
-REBUILD_DEAF_S = 10.0
-# An interrupted or failed repair can be repeated.
-REBUILD_ATTEMPTS = 3
-# An idle rank answers within milliseconds.
-ASK_S = 2.0
 
 
 class Runner:
@@ -41,16 +31,19 @@ class Runner:
     Args:
         members: The living ranks.
         world_size: Number of ranks in the pool.
+
+    Attributes:
+        members: The living ranks.
     """
 
     def __init__(self, members: Members, world_size: int) -> None:
-        self._members, self._world_size = members, world_size
+        self.members, self._world_size = members, world_size
         self._busy = threading.Lock()
         self._count = 0
         self._waiting: RunWait | None = None
         self._sigint = False
         self._to_release: list[tuple[int, int]] = []
-        self._obstacle = ""  # why a rank cannot be replaced alone
+        self._repair = Repair(members, world_size, self._begin, self.values)
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -70,15 +63,15 @@ class Runner:
     def dead_ranks(self) -> tuple[int, ...]:
         """Ranks whose process has ended. While a run is in progress: those whose end the run knows."""
         # A death is reported once, and a run in progress must be the one that gets the report.
-        if self._members.has_exits:  # otherwise this, in another thread, could block a run that begins
+        if self.members.has_exits:  # otherwise this, in another thread, could block a run that begins
             with contextlib.suppress(PoolStateError), self.alone():
-                self._members.note_deaths()
-        return self._members.dead_ranks
+                self.members.note_deaths()
+        return self.members.dead_ranks
 
     def look_around(self) -> None:
         """Record what has happened while no run was in progress. Do nothing while one is."""
         with contextlib.suppress(PoolStateError), self.alone():
-            self._members.look()
+            self.members.look()
 
     def refuse_dead(self, ranks: Sequence[int]) -> None:
         """Refuse work for a rank that is dead.
@@ -92,15 +85,16 @@ class Runner:
         dead = self.dead_ranks
         if not set(dead).isdisjoint(ranks):
             are = "is" if len(dead) == 1 else "are"
-            cause = self._members.deaths[dead[0]].message
+            cause = self.members.deaths[dead[0]].message
             living = tuple(rank for rank in range(self._world_size) if rank not in dead)
-            self._ask_for_obstacle()
+            with contextlib.suppress(PoolStateError), self.alone():
+                self._repair.find_obstacle()
             look = ""
             if living:
                 verb, their = ("is", "its") if len(living) == 1 else ("are", "their")
                 first = f"read {their} variables first with %%spmd --ranks {format_ranks(living).replace(' ', '')}"
                 look = f" {name_ranks(living).capitalize()} {verb} alive; {first}."
-            raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). {self._ways_back(dead)}{look}")
+            raise PoolStateError(f"{name_ranks(dead)} {are} dead ({cause}). {self._repair.ways_back(dead)}{look}")
 
     def execute(
         self,
@@ -134,25 +128,29 @@ class Runner:
             # An interrupt from here to the end of the repair would leave ranks at work or groups broken.
             with self.alone(), self._sigint_stops_the_run():
                 self._send_releases()
-                self._count += 1
-                run = Run(self._count, ranks)
+                run = self._begin(ranks)
                 message = Execute(run.run_id, ranks, kind, payload=packed.payload if packed is not None else None, **fields)
-                self._members.begin(run)
 
                 def send() -> None:
-                    self._members.send_work(ranks, message, packed.frames if packed is not None else ())
+                    self.members.send_work(ranks, message, packed.frames if packed is not None else ())
 
-                self._wait(run, timeout_s, send, screen or present_screen(self._members.places))
-                self._mend(run)
+                self._wait(run, timeout_s, send, screen or present_screen(self.members.places))
+                self._repair.mend(run)
         finally:
             if packed is not None:
                 packed.close()
         if run.failures or run.left_open or self._sigint:
             for rank, (result, _) in run.results.items():
                 self._release(rank, result)  # nothing will read it
-        raise_for(run, timeout_s, self._ways_back(self._members.dead_ranks))
+        raise_for(run, timeout_s, self._repair.ways_back(self.members.dead_ranks))
         if self._sigint:
             raise KeyboardInterrupt
+        return run
+
+    def _begin(self, ranks: tuple[int, ...]) -> Run:
+        self._count += 1
+        run = Run(self._count, ranks)
+        self.members.begin(run)
         return run
 
     def resume(self, run_id: int, ranks: tuple[int, ...]) -> None:
@@ -170,10 +168,10 @@ class Runner:
             return
         with self.alone(), self._sigint_stops_the_run():
             run = Run(run_id, ranks)
-            self._members.begin(run)
-            self._wait(run, None, lambda: None, present_screen(self._members.places))
-            self._mend(run)
-        raise_for(run, None, self._ways_back(self._members.dead_ranks))
+            self.members.begin(run)
+            self._wait(run, None, lambda: None, present_screen(self.members.places))
+            self._repair.mend(run)
+        raise_for(run, None, self._repair.ways_back(self.members.dead_ranks))
 
     def _wait(self, run: Run, timeout_s: float | None, send: Callable[[], None], screen: Screen) -> None:
         output = RankOutput(screen, run.run_id, label=self._world_size > 1)
@@ -184,7 +182,7 @@ class Runner:
         def show_hang(diagnosis: Diagnosis) -> None:
             screen.display({"text/plain": str(diagnosis), "text/html": diagnosis._repr_html_()}, {}, None, False)
 
-        self._waiting = waiting = RunWait(run, self._members, timeout_s, show, output.tick, show_hang)
+        self._waiting = waiting = RunWait(run, self.members, timeout_s, show, output.tick, show_hang)
         try:
             if self._sigint:
                 self._sigint = False
@@ -201,130 +199,23 @@ class Runner:
 
     def _look_for_leftovers(self, waiting: RunWait) -> None:
         """Find what a run that ended well on all ranks has left open between them."""
-        run, all_ranks = waiting.run, self._members.all_ranks
+        run, all_ranks = waiting.run, self.members.all_ranks
         begun = {rank: result.begun for rank, (result, _) in run.results.items()}
-        if run.failures or run.group_lost or self._members.deaths or not leftovers.may_be_open(begun, all_ranks):
+        if run.failures or run.group_lost or self.members.deaths or not leftovers.may_be_open(begun, all_ranks):
             return
         reports = waiting.ask()
         if set(reports) == set(all_ranks):
             run.left_open = leftovers.find_open(reports)
             run.uneven = leftovers.describe_counters(reports)
 
-    def _mend(self, run: Run) -> None:
-        """Repair what the run has broken, if every rank still lives: process groups, then the objects that use them."""
-        if self._members.deaths:
-            self._find_obstacle()
-            return
-        if not (run.failures or run.group_lost or run.left_open or run.uneven):
-            return
-        began = time.monotonic()
-        for _ in range(REBUILD_ATTEMPTS):
-            rebuild = self._rebuild()
-            if not rebuild.failures or self._members.deaths:
-                break
-        if rebuild.failures:
-            first = next(iter(rebuild.failures.values()))
-            self._obstacle = first.headline()
-            run.steps.append(f"The process groups could not be rebuilt ({self._obstacle}); pool.restart() gives fresh ranks.")
-            return
-        mended = self.values(rebuild)
-        if any(item["renewed"] for item in mended.values()):
-            freed = f"labkit released {name_ranks(run.released)} and" if run.released else "labkit"
-            took = time.monotonic() - began
-            run.steps.append(f"{freed} rebuilt the process groups in {took:.1f} s. Every rank keeps its variables.")
-        elif run.stopped is not None:
-            run.steps.append("Every rank keeps its variables.")
-        notes: dict[str, list[int]] = {}
-        for rank, item in mended.items():
-            for note in item["notes"]:
-                notes.setdefault(note, []).append(rank)
-        run.steps += [note if len(ranks) == len(mended) else f"{name_ranks(tuple(ranks))}: {note}" for note, ranks in notes.items()]
-
-    def _rebuild(self, replaced: tuple[int, ...] = ()) -> Run:
-        """Make the ranks form new groups, with new processes in place of those that are replaced."""
-        group = self._members.next_group()
-        stay = tuple(rank for rank in self._members.all_ranks if rank not in replaced)
-        if replaced:
-            self._members.start_again(replaced, group)
-        self._count += 1
-        rebuild = Run(self._count, stay)
-        self._members.begin(rebuild)
-        self._members.send_work(stay, Execute(rebuild.run_id, stay, "rebuild", group=group))
-        wait = RunWait(rebuild, self._members, REBUILD_LIMIT_S, lambda output: None, deaf_s=REBUILD_DEAF_S)
-        with caught_sigint(wait.on_sigint):
-            return wait.wait()
-
-    def _find_obstacle(self, replaced: tuple[int, ...] = ()) -> str:
-        """Ask the ranks that stay what keeps new ones from joining them; empty if nothing does. Later errors repeat it.
-
-        Blocks for ASK_S at most. A rank that does not answer is ignored here; the next run will notice it.
-        """
-        self._count += 1
-        run = Run(self._count, tuple(rank for rank in self._members.all_ranks if rank not in replaced))
-        self._members.begin(run)
-        self._members.send_work(run.ranks, Execute(run.run_id, run.ranks, "ask"))
-        deadline = time.monotonic() + ASK_S
-        while run.pending and time.monotonic() < deadline:
-            for message, frames in self._members.receive(0.1):
-                if isinstance(message, Result) and message.run_id == run.run_id:
-                    run.results[message.rank] = message, frames
-                elif isinstance(message, Failed) and message.run_id == run.run_id:
-                    run.failures[message.rank] = message.failure
-        found: dict[str, list[int]] = {}
-        for rank, what in self.values(run).items():
-            if what:
-                found.setdefault(what, []).append(rank)
-        parts = [f"the default process group was {what} on {name_ranks(ranks)}" for what, ranks in found.items()]
-        self._obstacle = " and ".join(parts) or self._obstacle  # or the error of an earlier attempt
-        return " and ".join(parts)
-
-    def _ask_for_obstacle(self) -> None:
-        with contextlib.suppress(PoolStateError), self.alone():
-            self._find_obstacle()
-
     def replace(self, ranks: tuple[int, ...], timeout_s: float) -> tuple[str, ...]:
-        """Replace the processes of some ranks by new ones; the other ranks keep their variables.
-
-        Args:
-            ranks: The ranks to replace. They include all dead ones, and at least one rank stays.
-            timeout_s: The longest time to wait for the new processes.
-
-        Returns:
-            Notes for the ranks that stay, a sentence each.
+        """Replace the processes of some ranks by new ones; see :meth:`Repair.replace`.
 
         Raises:
-            WorkerStartError: A new process did not start.
-            PoolStateError: A run is in progress, or the ranks could not form their groups.
+            PoolStateError: Also: a run is in progress.
         """
         with self.alone():
-            if obstacle := self._find_obstacle(ranks):
-                raise PoolStateError(
-                    f"{name_ranks(ranks)} cannot be replaced: {obstacle}, and new ranks join the one that labkit made. "
-                    "Nothing was changed; pool.restart() gives fresh ranks and groups."
-                )
-            rebuild = self._rebuild(ranks)
-            if rebuild.failures:
-                # The joining rank dies because of the error that the others report.
-                first = min(rebuild.failures.values(), key=lambda failure: failure.kind == "died")
-                self._obstacle = first.headline()
-                self._members.give_up(ranks, f"labkit ended its new process: no groups could be formed ({first.message})")
-                raise PoolStateError(
-                    f"the ranks could not form their groups ({first.message}). "
-                    f"{name_ranks(rebuild.ranks)} {'keeps its' if len(rebuild.ranks) == 1 else 'keep their'} variables; "
-                    "pool.restart() gives fresh ranks."
-                )
-            self._members.await_ready(timeout_s)
-            self._obstacle = ""
-            notes = dict.fromkeys(note for item in self.values(rebuild).values() for note in item["notes"])
-        return tuple(notes)
-
-    def _ways_back(self, dead: Sequence[int]) -> str:
-        """Return advice for the case that ranks have died."""
-        lost = any(self._members.deaths[rank].type_name == LOST for rank in dead)
-        when, fresh = "When the machine is back: " if lost else "", "pool.restart() gives fresh ranks."
-        if len(dead) == self._world_size or self._obstacle:
-            return when + fresh + (f" The dead alone cannot be replaced: {self._obstacle}." if self._obstacle else "")
-        return f"{when}pool.restart({list(dead)}) replaces {name_ranks(dead)}, the others keep their variables; {fresh}"
+            return self._repair.replace(ranks, timeout_s)
 
     def values(self, run: Run) -> RankResults[Any]:
         """Return the values that a finished run returned.
@@ -357,7 +248,7 @@ class Runner:
     def _send_releases(self) -> None:
         while self._to_release:
             rank, run_id = self._to_release.pop()
-            self._members.send_control(rank, Release(run_id))
+            self.members.send_control(rank, Release(run_id))
 
     @contextlib.contextmanager
     def _sigint_stops_the_run(self) -> Iterator[None]:
@@ -379,7 +270,7 @@ class Runner:
         if waiting is not None and (found := self._ask(waiting, 2.0)) is not None:
             return found
         dead = self.dead_ranks
-        idle = {rank: RankReport(None) for rank in self._members.all_ranks}
+        idle = {rank: RankReport(None) for rank in self.members.all_ranks}
         return judge((), range(self._world_size), (), (), dead, {}, idle, 0.0)
 
     def look(self) -> Diagnosis | None:

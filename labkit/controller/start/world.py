@@ -10,10 +10,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from labkit.base import places, torch_caches
-from labkit.controller.start import plan as plan_module
+from labkit.controller.start import pool_plan
 from labkit.controller.start.launchers.fork_server import ForkServer
 from labkit.controller.start.launchers.launcher import Launcher, OnExit
-from labkit.controller.start.plan import PoolPlan
+from labkit.controller.start.pool_plan import PoolPlan
 from labkit.wire.messages import FromWorker, GroupSpec, ToControl, ToMain
 from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import Channel, ControllerWire, Keys
@@ -73,7 +73,11 @@ class Site(Protocol):
             WorkerStartError: Ranks cannot be started.
         """
 
-    def open_world(self, plan: PoolPlan) -> World:
+    @property
+    def plan(self) -> PoolPlan:
+        """The ranks to start."""
+
+    def open_world(self) -> World:
         """Prepare for new ranks."""
 
     @property
@@ -96,18 +100,25 @@ ENVIRONMENT = {
 
 
 class LocalSite:
-    """This machine, and the launcher that starts processes on it."""
+    """This machine, and the launcher that starts processes on it.
+
+    Args:
+        plan: The ranks to start.
+    """
 
     gone = False  # a fork server that has ended is replaced automatically
 
+    def __init__(self, plan: PoolPlan) -> None:
+        self.plan = plan
+
     def prepare(self, timeout_s: float, stop_if_asked: Callable[[], None]) -> None:
         """Wait until the fork server has imported torch; see :class:`Site`."""
-        self._launcher = plan_module.launcher()  # each time: the fork server of the last start may have died
+        self._launcher = pool_plan.launcher()  # each time: the fork server of the last start may have died
         self._launcher.warm_up()
 
-    def open_world(self, plan: PoolPlan) -> World:
+    def open_world(self) -> World:
         """Make a directory and a wire; see :class:`Site`."""
-        return LocalWorld(plan, self._launcher)
+        return LocalWorld(self.plan, self._launcher)
 
     def leave(self) -> None:
         """Do nothing: the fork server stays for the next pool; see :class:`Site`."""

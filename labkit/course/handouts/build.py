@@ -11,8 +11,8 @@ from nbformat import NotebookNode
 
 from labkit.base import machine
 from labkit.course.files import papermill_of, read_notebook, shown
-from labkit.course.handouts.bundle import INDEX, Entry, about, write_index, write_zip
-from labkit.course.handouts.copies.cells import has_results, is_executed, left_out_of_run, title, without_dead_links
+from labkit.course.handouts.bundle import INDEX, Entry, write_index, write_zip
+from labkit.course.handouts.copies.cells import about, has_results, is_executed, left_out_of_run, title, without_dead_links
 from labkit.course.handouts.copies.instructor import instructor_copy
 from labkit.course.handouts.copies.solutions import Secrets, require_paired_markers
 from labkit.course.handouts.copies.student import student_copy
@@ -24,7 +24,7 @@ from labkit.course.running.runner import OnCell, OnResult, run_notebooks
 
 AUDIENCES: tuple[Audience, ...] = ("student", "instructor")
 RUN_TIMEOUT_S = 600.0
-# This has solutions and outputs, so it is not beside the students' folder, which may be published with everything beside it.
+# These copies have solutions, so they are not beside the students' folder: somebody may publish it with everything beside it.
 EXECUTED = "instructor/executed"
 _MOST_NAMED = 5
 
@@ -58,27 +58,27 @@ def make_handouts(
 ) -> Handouts:
     """Make the students' and the instructor's set: notebooks, pages, PDFs, an index page and a zip for each.
 
-    A notebook that has not been run is run first; its executed copy goes to ``out/instructor/executed``, and into no zip. A link to
+    A notebook that has not been run is run first; its executed copy goes to ``out/instructor/executed``, not into a zip. A link to
     a notebook that is not in the set becomes plain text. PDFs need Chromium and are left out without it.
 
-    Handouts of other notebooks that an earlier run made in the same folder stay, and the index and the zips hold them too. All is
-    built elsewhere first: an error or an interrupt leaves ``out`` as it was.
+    Handouts of other notebooks from earlier runs into the same folder stay, and the index and the zips include them. Everything is
+    built elsewhere first, so an error or an interrupt leaves ``out`` as it was.
 
     Args:
         notebooks: Notebooks with their solutions, executed or not. They are only read.
         out: The folder for the handouts. A file is replaced only if an earlier run wrote it and it is unchanged.
-        timeout_s: Seconds that a run of one notebook may take.
+        timeout_s: Time limit for running one notebook, in seconds.
         chromium: Chromium's path; None searches for it.
         on_page: Called with a notebook's name and an audience before their copy is made.
         on_cell: See `labkit.course.running.runner.run_notebooks`, for notebooks that are run first.
         on_result: The same.
 
     Raises:
-        HandoutError: A notebook has been run in part only, fails when it runs, or cannot be made into a page; or something in
+        HandoutError: A notebook has been run only in part, fails when it runs, or cannot be made into a page; or something in
             ``out`` is in the way.
-        PlaceError: Handouts would be written through a link, or into a folder of another user's.
+        PlaceError: Handouts would be written through a link, or into another user's folder.
         SolutionLeakError: A student's file would hold a line of a solution.
-        NotebookError: A file is no notebook.
+        NotebookError: A file is not a notebook.
         ValueError: Two notebooks have the same name.
 
     Blocks for at most ``timeout_s`` plus 30 s per notebook to be run, and about 10 s per notebook and audience after that.
@@ -118,9 +118,9 @@ def _require_names(stems: Sequence[str]) -> None:
     if twice := sorted({shown(stem) for stem in stems if folded.count(stem.casefold()) > 1}):
         raise ValueError(f"there are several notebooks named {', '.join(twice)}; the handouts would overwrite each other.")
     if Path(INDEX).stem in folded:
-        raise ValueError(f"a notebook named {Path(INDEX).stem} would become {INDEX}, the page that leads to all. Rename it.")
+        raise ValueError(f"a notebook named {Path(INDEX).stem} would become {INDEX}, the index page. Rename it.")
     if odd := [stem for stem in stems if not stem.isprintable()]:
-        raise HandoutError(f"{shown(odd[0])}: no page can link to a file with control characters in its name. Rename it.")
+        raise HandoutError(f"{shown(odd[0])}: pages cannot link to a file with control characters in its name. Rename it.")
 
 
 def _zip_name(audience: Audience) -> str:
@@ -133,7 +133,7 @@ def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
         require_paired_markers(notebook, str(path))
         if papermill_of(notebook).get("exception"):
             raise HandoutError(
-                f"{shown(path)} is the copy of a run that failed. Run the notebook again, or give the notebook itself."
+                f"{shown(path)} is the copy of a run that failed. Run the notebook again, or pass the notebook itself."
             )
         # Whoever sees results does not expect it to be run, and may have it from somebody else.
         if has_results(notebook) and (left := left_out_of_run(notebook)):

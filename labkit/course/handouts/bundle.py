@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import quote
 
-from nbformat import NotebookNode
-
 from labkit.course.handouts.pages.page import KINDS, Audience, embed_fonts, style
 from labkit.course.handouts.pages.safe import POLICY
 
 INDEX = "index.html"
-# The oldest date that a zip can hold, so that the same handouts give the same zip.
+# A fixed date, the oldest that a zip can hold, so that the same handouts give the same zip.
 _DATE = (1980, 1, 1, 0, 0, 0)
 _FORMS = ((".html", "read"), (".pdf", "print"), (".ipynb", "run"))
 
@@ -34,14 +32,6 @@ class Entry:
     stem: str
     title: str
     about: str
-
-
-def about(notebook: NotebookNode) -> str:
-    """Return the first paragraph after the title, without markup; empty if it is a table or a heading."""
-    source = str(notebook.cells[0].source) if notebook.cells else ""
-    paragraphs = [part.strip() for part in re.sub(r"^# .*$", "", source, flags=re.MULTILINE).split("\n\n") if part.strip()]
-    first = paragraphs[0] if paragraphs else ""
-    return "" if first.startswith(("|", "#")) else re.sub(r"[*`]|\]\([^)]*\)|\[", "", first)
 
 
 def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> Path:

@@ -28,19 +28,19 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     printing, an index page, and a zip beside the two folders. Notebooks that have not been run are run first; their executed
     copies, with solutions, go to OUT/instructor/executed. One of which some cells have been run is refused. PDFs need Chromium.
 
-    What stands between "### BEGIN SOLUTION" and "### END SOLUTION" is a hole for students; a cell tagged "instructor" or
-    "solution" is in the instructor's set only.
+    Students get a hole in place of the code between "### BEGIN SOLUTION" and "### END SOLUTION". Cells tagged "instructor" or
+    "solution" are in the instructor's set only.
 
-    A second call with other notebooks adds them to the set in OUT; one of the same name replaces its handouts. Files that no call
-    wrote, or that have been changed since (OUT/handouts.json lists them), are never replaced: the command names them and stops.
-    It also stops where the list, OUT/student or OUT/instructor is a link or another user's. Until everything is built, OUT stays as
-    it was.
+    A second call with other notebooks adds them to the set in OUT; a notebook of the same name replaces its handouts. Files that no
+    call wrote, or that have been changed since (OUT/handouts.json lists them), are never replaced: the command names them and
+    stops. It also stops if the list, OUT/student or OUT/instructor is a link or another user's. OUT stays as it was until
+    everything is built.
 
-    The exit code is 0 when everything was made, 1 when not, 130 after Ctrl-C.
+    The exit code is 0 if everything was made, 1 if not, 130 after Ctrl-C.
     """
     try:
         from labkit.course.handouts.build import make_handouts
-        from labkit.course.running.progress import Progress
+        from labkit.course.running.progress import ProgressBars
     except ModuleNotFoundError as error:
         raise click.ClickException(f"{error}. Handouts need the lab extra: pip install 'torch-labkit[lab]'") from None
 
@@ -51,7 +51,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     chromium = machine.find_chromium()
     try:
-        with Progress() as progress:
+        with ProgressBars() as progress:
             made = make_handouts(
                 chosen,
                 out,
@@ -64,9 +64,9 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     except (LabkitError, ValueError) as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:
-        raise click.ClickException(f"{error.filename or out}: {error.strerror}. What was in {out} is as it was.") from None
+        raise click.ClickException(f"{error.filename or out}: {error.strerror}. {out} is unchanged.") from None
     except KeyboardInterrupt:
-        click.echo(f"No handouts were made. What was in {printable(str(out))} is as it was.", err=True)
+        click.echo(f"No handouts were made. {printable(str(out))} is unchanged.", err=True)
         raise
     for path in made.files:
         click.echo(f"made {printable(str(path))}")

@@ -1,9 +1,9 @@
 """The folder of the handouts: files that an earlier run wrote there may be replaced, other files may not.
 
-A new set is built in a folder of its own and put in the place of the old one at the end. `handouts.json` in the folder lists what
-was written, each file with its hash: a file that is not listed, or that has been changed since, is somebody's own work. Others may
-be able to write to the folder, so the list and what it lists count only as far as they are the caller's
-(:mod:`labkit.base.places`), and each file is looked at once more, in folders that are held open, before it is replaced or deleted.
+A new set is built in a folder of its own and replaces the old one at the end. `handouts.json` in the folder lists the files, each
+with its hash: a file that is not listed, or has been changed since, is somebody's own work. Others may be able to write to the
+folder, so the list and its files count only if they are the caller's (:mod:`labkit.base.places`), and each file is checked once
+more, in folders that are held open, before it is replaced or deleted.
 """
 
 from __future__ import annotations
@@ -98,9 +98,9 @@ class HandoutFolder:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Path]:
-        """Make an empty folder in which a set can be built, where nobody else can write; it is gone afterwards."""
+        """Make an empty folder in which to build a set, where nobody else can write. It is deleted afterwards."""
         with places.opened(self.out, make=True) as self._fd:
-            # Files come here before they are renamed: at the end nothing fails for want of room, or of the right to write.
+            # Files are written here before they are renamed, so the last step cannot fail for lack of space or permission.
             draft = f".building-{secrets.token_hex(8)}"
             try:
                 os.mkdir(draft, 0o700, dir_fd=self._fd)
@@ -118,9 +118,9 @@ class HandoutFolder:
     def take(self, built: Path, names: Sequence[str], stale: Iterable[str]) -> None:
         """Move the built files to their place, delete the files they replace, and rewrite the list.
 
-        An interrupt in these moments comes too late: there is no half of a set. Everything is looked at, and every new file and the
-        list are written beside their places, before the first is renamed; files are deleted when the new list is in its place. What
-        can still fail then is a rename over a folder that somebody has made in the same moment.
+        Signals are ignored meanwhile, so that no partial set is left. Before the first rename, everything is checked, and the
+        files and their list are written beside their places. Old files are deleted once the list is in place. After the first
+        rename, only a rename over a folder that somebody makes at the same moment can fail.
 
         Args:
             built: The folder with the new files.
@@ -128,8 +128,8 @@ class HandoutFolder:
             stale: Files of earlier runs that the new set no longer has.
 
         Raises:
-            HandoutError: Something is in the way, see `require_free`. Nothing has been moved then.
-            PlaceError: A folder in the place is a link, or another user's. Nothing has been moved then.
+            HandoutError: Something is in the way, see `require_free`. Nothing has been moved.
+            PlaceError: A folder there is a link, or another user's. Nothing has been moved.
         """
         gone = [name for name in stale if name not in names]
         with _undisturbed(), contextlib.ExitStack() as stack:
@@ -166,7 +166,7 @@ class HandoutFolder:
         places.write_new(drafts[name], data, self._draft_fd)
 
     def _read_list(self, fd: int) -> dict[str, str]:
-        """Return what a list says that may be believed: it and the files in it are the caller's, and lie in this folder."""
+        """Return the entries of the list that can be trusted: files of the caller's in this folder. The list must be theirs too."""
         try:
             with places.open_regular(LIST, dir_fd=fd, own=True) as file:
                 listed = json.load(file)["files"]
@@ -176,17 +176,17 @@ class HandoutFolder:
         except PlaceError as error:
             raise HandoutError(f"{self.out / LIST} {error.reason}. Move it away, or choose another folder with --out.") from None
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            raise HandoutError(f"{self.out / LIST} is no list of handouts. Choose another folder.") from None
+            raise HandoutError(f"{self.out / LIST} is not a list of handouts. Choose another folder.") from None
 
     def _is_there(self, fd: int, name: str) -> bool:
-        """Return whether a listed name is a file of this folder: a list may come from elsewhere, and a link may lead there."""
+        """Return whether a listed name is a file in this folder: a foreign list, or a link, may lead elsewhere."""
         parts = PurePosixPath(name).parts
         if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
             return False
         try:
             with self._folder_of(fd, name) as folder, self._open(folder, name):
                 return True
-        except (OSError, ValueError):  # of which PlaceError is one
+        except (OSError, ValueError):  # PlaceError is a ValueError
             return False
 
     def _folder_of(self, out_fd: int, name: str) -> AbstractContextManager[int]:

@@ -1,7 +1,7 @@
 """Conversion of notebooks into assignments that nbgrader releases, collects and grades: ``labkit nbgrader``.
 
-nbgrader stores the kind of a cell in its metadata; the notebooks store it in tags. Exercises hold solutions between the markers
-that nbgrader recognizes, and each check raises if it is not met, which is how nbgrader takes points away.
+nbgrader stores the kind of a cell in its metadata; the notebooks store it in tags. Exercises have solutions between the markers
+that nbgrader recognizes. A failed check raises, which nbgrader counts as points lost.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
     """Write notebooks as assignments of nbgrader.
 
     Each of NOTEBOOKS goes to OUT/source/NAME/NAME.ipynb. In OUT, `nbgrader generate_assignment NAME --create` makes the release
-    without solutions, and `nbgrader autograde NAME` grades what came back. A check gives as many points as its exercise has
-    stars. All notebooks are read before the first is written. An assignment of an earlier call is replaced where nobody has changed
-    it since, and no other file is. Folders in OUT that are links, or another user's, are refused.
+    without solutions, and `nbgrader autograde NAME` grades submissions. A check gives as many points as its exercise has stars. All
+    notebooks are read before the first is written. The only files replaced are assignments of an earlier call that nobody has
+    changed since. Folders in OUT that are links, or another user's, are refused.
     """
     made: dict[Path, str] = {}
     try:

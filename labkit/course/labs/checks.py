@@ -1,4 +1,4 @@
-"""Tools for checks of exercises: run the learner's code, measure, compare with the target, and say by how much it misses.
+"""Tools for checks of exercises: run the learner's code, measure, compare with the target, and report the difference.
 
 A check returns one line with the number it measured, or raises `ExerciseError` with three things: the measurement, the target, and
 a hint that fits the mistake. Solutions are judged by what they do and never by how they are written.
@@ -7,8 +7,8 @@ Exercise code that runs on the ranks is in a ``%%spmd`` cell, so it is in the na
 (`run_on_ranks`) that takes the learner's code from the namespace (`from_cell`), tries it, and returns its observations as plain
 values.
 
-No answer ends in a traceback of this package: a check calls the learner's function by `ask`, also on a rank. It puts what depends
-on the form of an answer inside `trying`, and refuses an answer that does not come back by `refuse_hang`.
+No answer may end in a traceback of this package. So a check calls the learner's function through `ask`, also on a rank, puts code
+that depends on the form of an answer inside `trying`, and refuses an answer that does not come back with `refuse_hang`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 from labkit.base.plain_text import format_ranks
 from labkit.base.ranks import RankResults
 from labkit.base.tracebacks import is_library
-from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
+from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError, UnsolvedError
 
 T = TypeVar("T")
 MeasuredT = TypeVar("MeasuredT")
@@ -31,7 +31,7 @@ MeasuredT = TypeVar("MeasuredT")
 _FILL_IN = "Fill in the exercise's cell and run it again."
 _SENT = "Its first line has to be %%spmd, or the ranks keep what they have."
 _SLOW = (
-    "This may be a slow machine and no hang: the ranks still compute, or are all in the same call. Then a longer timeout_s helps."
+    "This may be a slow machine, not a hang: the ranks still compute, or are all in the same call. Then a longer timeout_s helps."
 )
 
 
@@ -72,8 +72,8 @@ def refuse_hang(name: str, error: RunTimeoutError, target: str, hint: str = "") 
         name: The learner's function.
         error: The pool's error.
         target: What the function should do.
-        hint: The possible mistake if ranks wait for one that does something else. Ranks that are all at work, or all in the same
-            call, get another hint: they may only be slow.
+        hint: The possible mistake if some ranks wait for one that does something else. If all are computing, or all are in the same
+            call, the hint is instead that they may only be slow.
 
     Raises:
         ExerciseError: Always.
@@ -89,11 +89,11 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     Args:
         function: The learner's function.
         *args: Its arguments.
-        case: A description of the case, if the arguments say less.
+        case: A description of the case, if it says more than the arguments.
 
     Raises:
-        ExerciseError: The function is still unsolved, or it raised. In the second case the message names the case, and the cause is
-            the original error.
+        UnsolvedError: The function is not solved yet.
+        ExerciseError: It raised; the message names the case, and the cause is the original error.
 
     Ranks: controller or local.
     """
@@ -101,18 +101,28 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     try:
         return function(*args)
     except Exception as error:  # any error of a learner's code is shown to them
-        # An error with a text is torch's own: DTensor raises it for operators that it does not know.
+        # An error with a text is torch's own: DTensor raises it for operators that it does not support.
         if isinstance(error, NotImplementedError) and not error.args:
-            raise ExerciseError(f"{name} is not solved yet. {_FILL_IN}") from None
+            raise UnsolvedError(f"{name} is not solved yet. {_FILL_IN}") from None
         asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
         line = _own_line(error)
         place = f", in the line {line!r}" if line else ""
         raise ExerciseError(f"{asked} raised {_raised(error)}{place}. Call it for this case to see where it fails.") from error
 
 
+def require_answers(**answers: Any) -> None:
+    """Make sure that an exercise's variables are set: its cell sets them to ``...`` before the learner's code.
+
+    Raises:
+        UnsolvedError: One is still ``...``; the message names those that are.
+    """
+    if unset := [name for name, answer in answers.items() if answer is ...]:
+        raise UnsolvedError(f"{' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set yet. {_FILL_IN}")
+
+
 @contextlib.contextmanager
 def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
-    """Take a learner's answer apart or use it. An error inside the block is the answer's fault and refuses it.
+    """Use a learner's answer inside the block, and refuse the answer if that raises an error.
 
     Args:
         answer: A description of what is tried, such as ``your result``.
@@ -162,14 +172,14 @@ def require_on_ranks(pool: Pool, name: str) -> None:
     """Make sure that an exercise's cell has run.
 
     Raises:
-        ExerciseError: A rank does not know the name; the message names the ranks.
+        UnsolvedError: A rank does not have the name; the message names the ranks.
 
     Ranks: controller.
     """
     missing = [rank for rank, known in pool.run(_is_known, name).items() if not known]
     if missing:
         ranks = f"rank{'s' if len(missing) > 1 else ''} {format_ranks(missing)}"
-        raise ExerciseError(f"there is no {name} on {ranks} yet. Run the exercise's cell first; it starts with %%spmd.")
+        raise UnsolvedError(f"there is no {name} on {ranks} yet. Run the exercise's cell first; it starts with %%spmd.")
 
 
 def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> RankResults[T]:
@@ -185,12 +195,15 @@ def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: 
         return pool.run(function, *args, timeout_s=timeout_s)
     except RankFailedError as error:
         raised = [failure for failure in error.failures if failure.kind == "exception"]
-        if {failure.type_name.rpartition(".")[2] for failure in raised} != {ExerciseError.__name__}:
+        kinds = {failure.type_name.rpartition(".")[2] for failure in raised}
+        if not kinds or not kinds <= {ExerciseError.__name__, UnsolvedError.__name__}:
             raise
         same = len(raised) == len(error.failures) and len({failure.message for failure in raised}) == 1
         where = "" if same else f"rank {raised[0].rank}: "
         sent = f" {_SENT}" if raised[0].message.endswith(_FILL_IN) else ""
-        raise ExerciseError(f"{where}{raised[0].message}{sent}") from error
+        if sent:
+            raise UnsolvedError(f"{where}{raised[0].message}{sent}") from None
+        raise ExerciseError(f"{where}{raised[0].message}") from error
 
 
 def from_cell(name: str) -> Any:

@@ -33,8 +33,8 @@ class Channel:
                 line = line[os.write(self._fd, line) :]
 
 
-class Copy(NotebookExecutionManager):  # type: ignore[misc]  # papermill has no types
-    """papermill's record of a run, saved in one step each time: if the reader is killed, the copy is still complete."""
+class ExecutedCopy(NotebookExecutionManager):  # type: ignore[misc]  # papermill has no types
+    """papermill's record of a run, saved atomically: if the reader is killed, the copy on disk is still a whole file."""
 
     def save(self, **_: Any) -> None:
         """Save the notebook as it is now."""
@@ -49,7 +49,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         cut: The ids of cells whose output was cut.
     """
 
-    def __init__(self, copy: Copy, channel: Channel, cell_limit: int, **options: Any) -> None:
+    def __init__(self, copy: ExecutedCopy, channel: Channel, cell_limit: int, **options: Any) -> None:
         super().__init__(copy, on_cell_executed=self._see_reply, **options)
         self.channel, self.cell_limit = channel, cell_limit
         self.error = ""
@@ -93,7 +93,7 @@ class Client(PapermillNotebookClient):  # type: ignore[misc]
         self._asked_to_exit = any(part.get("source") == "ask_exit" for part in payload)
 
     def process_message(self, msg: dict[str, Any], cell: NotebookNode, cell_index: int) -> NotebookNode | None:
-        """Process one message of the kernel, unless the cell has already put out too much."""
+        """Process one message of the kernel, unless the cell has already produced too much output."""
         kind, content = msg["msg_type"], msg["content"]
         hooked = bool(self.output_hook_stack[msg["parent_header"].get("msg_id")])
         if kind == "stream" and not hooked:

@@ -38,7 +38,7 @@ COPY, READER_OUTPUT = "copy.ipynb", "reader.txt"
 _LAST_WORDS_CHARS = 2000
 _ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 _ERROR_MARK = "papermill-error-cell-tag"
-# What a notebook starts inherits it, so that it is found even when the process that read the notebook is gone.
+# Processes that a notebook starts inherit this variable, so they are found even when the process that read the notebook is gone.
 _MARK = "LABKIT_RUN_FOLDER"
 _START = """\
 import sys
@@ -87,11 +87,11 @@ class Attempt:
         notebook: The notebook.
         executed: The final path of its executed copy. Until the end the copy is in the attempt's own folder.
         parameters: Values for names of its cell tagged ``parameters``.
-        timeout_s: Seconds that it may take.
-        events: Gets the number of finished cells and of all cells whenever it changes.
+        timeout_s: Time limit in seconds.
+        events: The queue that gets the number of finished cells and of all cells whenever it changes.
 
     Attributes:
-        clock: What its deadline is kept by, in seconds.
+        clock: The clock for its deadline, in seconds.
     """
 
     clock: Callable[[], float] = staticmethod(time.monotonic)
@@ -206,7 +206,9 @@ class Attempt:
             status, error = "interrupted", "interrupted from outside"
         if copy is not None:
             cut = [name for name, found in _numbered(copy) if found.get("id") in (self._done or {}).get("cut", ())]
-            error = "\n".join(filter(None, [error, *(f"{name} put out more than is kept: the rest was left out" for name in cut)]))
+            error = "\n".join(
+                filter(None, [error, *(f"{name} wrote more output than is kept; the rest was left out" for name in cut)])
+            )
             status = "output cut" if status == "passed" and cut else status
             try:
                 replace_file(self.executed, sealed(copy, _WRITER), is_executed_copy)
@@ -223,7 +225,7 @@ class Attempt:
             how = "it was interrupted" if self._killed_at is None else "the kernel did not answer the interrupt and was killed"
             told = done["error"] if self._killed_at is None else ""
             if done["status"] == "passed":
-                how = "all cells ran, and the kernel did not end"
+                how = "all cells ran, but the kernel did not end"
             return "timed out", f"The notebook did not finish in {self.timeout_s:g} s; {how}.\n{told}".rstrip()
         if self._done is None:
             words = (self._folder / READER_OUTPUT).read_text(errors="replace")[-_LAST_WORDS_CHARS:]
@@ -231,14 +233,14 @@ class Attempt:
         return done["status"], done["error"]
 
     def _read_copy(self) -> NotebookNode | None:
-        """Return the executed copy. If its reader was killed, the cell that was running says so."""
+        """Return the executed copy. If its reader was killed, the cell that was running gets a note."""
         try:
             copy: NotebookNode = nbformat.read(self._folder / COPY, as_version=4)
         except (OSError, ValueError):
             return None
         for _, cell in _numbered(copy):
             if self._done is None and cell.metadata.get("papermill", {}).get("status") == "running" and cell.cell_type == "code":
-                text = "labkit run: this cell was running when the notebook was ended; what it had put out is lost.\n"
+                text = "labkit run: this cell was running when the notebook was ended; its output is lost.\n"
                 cell.outputs = [nbformat.v4.new_output("stream", name="stderr", text=text)]
                 copy.metadata.papermill["exception"] = True
         return copy
@@ -284,11 +286,11 @@ def _standing(copy: NotebookNode) -> tuple[str, tuple[str, ...]]:
 
 
 def _count(cells: tuple[str, ...]) -> str:
-    return f"{len(cells)} code cell{'' if len(cells) == 1 else 's'} behind it {'was' if len(cells) == 1 else 'were'}"
+    return f"{len(cells)} code cell{'' if len(cells) == 1 else 's'} after it {'was' if len(cells) == 1 else 'were'}"
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """Return the processes that a process and its children have started and that still run."""
+    """Return the running descendants of a process."""
     try:
         found = psutil.Process(pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -304,7 +306,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill all processes that have a run's mark in their environment, and what they start meanwhile."""
+    """Kill all processes that have a run's mark in their environment, and those that they start meanwhile."""
     deadline = time.monotonic() + LIMITS.notebook_kill_s
     while (found := [process for process in psutil.process_iter() if _mark_of(process) == mark]) and time.monotonic() < deadline:
         for process in found:
@@ -321,7 +323,7 @@ def _mark_of(process: psutil.Process) -> str | None:
 
 
 def kill_descendants(pid: int) -> None:
-    """Kill what a process has started, and what that starts meanwhile. The process itself is not killed."""
+    """Kill the descendants of a process, and those that they start meanwhile. The process itself is not killed."""
     deadline = time.monotonic() + LIMITS.notebook_kill_s
     while (found := descendants(pid)) and time.monotonic() < deadline:
         for process in found:

@@ -13,9 +13,9 @@ from labkit.course.running.execution import NotebookResult
 
 _NAME = "labkit run"
 _MARK = f'<testsuites name="{_NAME}"'
-# A notebook of these did not come to its end; of the others a cell said that something is wrong. JUnit tells errors from failures.
+# With these statuses the notebook itself did not finish, which JUnit calls an error. With the others a cell failed: a failure.
 _ENDED = ("timed out", "died", "interrupted")
-# The line of a traceback that says what was raised; its first line, which IPython fills with dashes and the name, does not.
+# The line of a traceback with the exception and its message, not IPython's first line, which has only dashes and the name.
 _RAISED = re.compile(r"^[\w.]*(?:Error|Exception|Exit|Interrupt)\b(?! +Traceback \().*", re.MULTILINE)
 
 
@@ -84,7 +84,7 @@ def _case(result: NotebookResult) -> ET.Element:
 
 
 def _message(error: str) -> str:
-    """Return one line of an error: the cell, and what was raised there. CI systems show it in their lists."""
+    """Return one line of an error: the cell, and the exception raised there. CI systems show it in their lists."""
     first = (error.splitlines() or [""])[0].rstrip("- ")
     raised = _RAISED.findall(error)
     return first if not raised or raised[-1] in first else f"{first} {raised[-1]}"

@@ -1,6 +1,6 @@
 r"""The outputs of a cell while it runs: streams joined as a terminal shows them, and a limit on how much is kept.
 
-Each piece takes time proportional to its own length, however a notebook prints: millions of lines, one line of 20 MB, or endless
+Each piece takes time proportional to its own length, whatever a notebook prints: millions of lines, one line of 20 MB, or endless
 carriage returns.
 """
 
@@ -21,7 +21,7 @@ MAX_FRAMES = 100
 _SLICE = 1 << 20
 
 
-class Stream:
+class StreamText:
     r"""The text of one stream. A carriage return takes back the line so far, unless a line feed follows it."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class CellOutputs:
 
     def __init__(self, cell: NotebookNode, limit: int) -> None:
         self.cell, self.limit, self.is_cut = cell, limit, False
-        self._streams: dict[str, tuple[NotebookNode, Stream]] = {}
+        self._streams: dict[str, tuple[NotebookNode, StreamText]] = {}
         self._replaceable: dict[Hashable, int] = {}
         self._late_error: NotebookNode | None = None
         self._is_finished = False
@@ -109,7 +109,7 @@ class CellOutputs:
             outputs = self.cell.outputs
             before_errors = name == "stdout" and outputs and outputs[-1].get("name") == "stderr"
             outputs.insert(len(outputs) - bool(before_errors), output)
-            self._streams[name] = (output, Stream())
+            self._streams[name] = (output, StreamText())
         stream = self._streams[name][1]
         # Add in pieces: a carriage return in one makes room for the next.
         for start in range(0, len(text), _SLICE):

@@ -14,7 +14,7 @@ from labkit.course.files import shown
 from labkit.course.running.execution import NotebookResult
 
 
-class Progress:
+class ProgressBars:
     """A bar for each notebook that runs, and a line for each that is done. Without a terminal there are only the lines.
 
     Attributes:
@@ -37,7 +37,7 @@ class Progress:
         )
         self._tasks: dict[Path, TaskID] = {}
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressBars:
         self._bars.start()
         return self
 

@@ -31,7 +31,7 @@ import labkit
 from labkit.base.own_python import own_python
 from labkit.course.files import NotebookError, read_notebook, shown
 from labkit.course.parameters import inject
-from labkit.course.running.client import Channel, Client, Copy
+from labkit.course.running.client import Channel, Client, ExecutedCopy
 from labkit.course.running.execution import COPY, kill_descendants
 from labkit.course.running.outputs import shortened
 
@@ -40,13 +40,13 @@ LAST_WORDS_LINES = 15
 _LAST_WORDS_S = 0.5
 _PIECE = 1 << 14
 _LAUNCHER = ["-m", "ipykernel_launcher"]
-# The notebook then has the import path that it has under Jupyter.
+# labkit's folder is on the path only for this import, so the notebook has the same import path as under Jupyter.
 _START_KERNEL = "import sys; sys.path.append(sys.argv.pop()); from labkit.course.running.kernel import main; sys.path.pop(); main()"
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class LastWords:
-    """The output of the kernel's process outside the notebook. However much it is, its beginning and its end are kept."""
+class KernelOutput:
+    """The output of the kernel's process outside the notebook: of a long one, the beginning and the end."""
 
     def __init__(self) -> None:
         self._begin = b""
@@ -83,12 +83,12 @@ class Manager(AsyncKernelManager):
         super().__init__(kernel_name="python3")
         self.transport = "ipc"
         self.connection_file = str(folder / "kernel.json")
-        self.words = LastWords()
+        self.words = KernelOutput()
         self.channel = channel
         self.process: subprocess.Popen[bytes] | None = None
 
     def format_kernel_cmd(self, extra_arguments: list[str] | None = None) -> list[str]:
-        """Return the kernel's command with ``-P``: it starts in the notebook's folder, where a neighbour may have put a file."""
+        """Return the kernel's command with ``-P``: it starts in the notebook's folder, where others may have planted a module."""
         program, *arguments = super().format_kernel_cmd(extra_arguments)
         if arguments[:2] != _LAUNCHER:  # somebody's own program, such as a wrapper around Python
             return [program, *arguments]
@@ -133,7 +133,7 @@ def run(job: dict[str, Any], channel: Channel) -> None:
     except NotebookError as error:
         channel.tell(done={"status": "failed", "error": str(error), "cut": []})
         return
-    copy = Copy(notebook, output_path=str(folder / COPY), progress_bar=False, autosave_cell_every=0)
+    copy = ExecutedCopy(notebook, output_path=str(folder / COPY), progress_bar=False, autosave_cell_every=0)
     copy.notebook_start()
     manager = Manager(folder, channel)
     # Use this kernel, whatever the notebook was saved with: labkit is installed in it.
@@ -176,7 +176,7 @@ def main() -> None:
     """Run the job that comes on standard input."""
     channel = Channel(int(sys.argv[1]))
     if sys.platform == "linux":
-        # Orphans of the notebook's processes become children of this process, where they are found and ended.
+        # Orphans of the notebook's processes become children of this process, so they can be found and ended.
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     # nbclient also reports a dead kernel through papermill's logger, which writes to stderr if it has no handler.
     logging.getLogger("papermill").addHandler(logging.NullHandler())

@@ -31,7 +31,7 @@ MEMORY_PER_NOTEBOOK_BYTES = 3 * 2**30
 
 
 def default_jobs() -> int:
-    """Return how many notebooks to run at once here, from cores and free memory; 1 if GPUs would be shared."""
+    """Choose how many notebooks to run at once here, from cores and free memory; 1 if they would share GPUs."""
     if machine.nvidia_gpus():
         return 1
     return max(1, min(machine.usable_cores() // 2, machine.available_memory_bytes() // MEMORY_PER_NOTEBOOK_BYTES))
@@ -56,7 +56,7 @@ def run_notebooks(
         notebooks: The notebooks. They are only read.
         out: The folder for the executed copies; it is made if it does not exist.
         parameters: Values for names in the cell tagged ``parameters``.
-        timeout_s: Seconds that one notebook may take in all. It ends at most 5 s later, whatever it does.
+        timeout_s: Time limit for one notebook in all, in seconds. It ends at most 5 s later, whatever it does.
         jobs: The number of notebooks to run at once; None means :func:`default_jobs`.
         on_cell: Called as ``on_cell(notebook, finished_cells, num_cells)``.
         on_result: Called with each result as it arrives. On Ctrl-C it is called for every notebook that did not finish.
@@ -65,11 +65,11 @@ def run_notebooks(
         One result per notebook, in the order given.
 
     Raises:
-        UnknownParameterError: A notebook lacks one of ``parameters``. Nothing has run then.
-        ParameterValueError: A value is no literal. Nothing has run then.
-        OverwriteError: A copy would overwrite a notebook, or what no earlier run wrote. Nothing has run then.
-        PlaceError: A link that another user has made leads to the folder. Nothing has run then.
-        KeyboardInterrupt: Ctrl-C. Every kernel is gone by then.
+        UnknownParameterError: A notebook lacks one of ``parameters``. Nothing has run.
+        ParameterValueError: A value is not a literal. Nothing has run.
+        OverwriteError: A copy would overwrite a notebook, or a file that no earlier run wrote. Nothing has run.
+        PlaceError: A link that another user has made leads to the folder. Nothing has run.
+        KeyboardInterrupt: Ctrl-C was pressed. Every kernel has ended.
 
     Blocks for at most ``timeout_s`` plus 5 s per notebook. Ranks: controller.
     """
@@ -105,7 +105,7 @@ def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -
 
 
 class _Session:
-    """The calling thread's side: it starts runs, keeps their deadlines, and passes on results."""
+    """The work of the calling thread: it starts runs, keeps their deadlines, and passes on results."""
 
     def __init__(self, timeout_s: float, parameters: dict[str, Any], on_cell: OnCell | None, on_result: OnResult | None) -> None:
         self.timeout_s, self.parameters = timeout_s, parameters

@@ -79,7 +79,7 @@ def _row(result: NotebookResult, out: Path) -> str:
     name = html.escape(shown(result.notebook.name))
     if result.executed.exists():
         name = f'<a href="{quote(os.fsencode(os.path.relpath(result.executed, out)))}">{name}</a>'
-    # Open, because failures are the reason to read this page.
+    # Unfolded, because failures are the reason to read this page.
     error = f"<details open><summary>Error</summary><pre>{html.escape(result.error)}</pre></details>" if result.error else ""
     return (
         f'<tr class="{result.status.replace(" ", "-")}"><td>{name}{error}</td><td class="status">{result.status}</td>'

@@ -24,13 +24,13 @@ _PIECES_IN = 0.17  # the line of piece names
 
 
 @dataclass(frozen=True)
-class Box:
+class ValueBox:
     """One value on one rank.
 
     Attributes:
         column: Its place in the row, counted from 0.
         value: The number.
-        sources: The ranks that it comes from, in ascending order; empty if the collective should not have given this value.
+        sources: The ranks that it comes from, in ascending order; empty if the collective should not produce this value.
     """
 
     column: int
@@ -38,7 +38,7 @@ class Box:
     sources: tuple[int, ...]
 
 
-Rows = dict[int, list[Box]]
+Rows = dict[int, list[ValueBox]]
 
 
 def canvas(fig: Figure) -> Axes:
@@ -64,7 +64,7 @@ def draw_panels(ax: Axes, name: str, left: Rows, right: Rows, pieces: Mapping[in
         name: The text over the arrow.
         left: The boxes of each rank before; a slot without a box is drawn as an empty frame.
         right: The boxes of the same ranks after.
-        pieces: Per rank, the column where its piece starts; empty if there are no pieces to name.
+        pieces: Per rank, the column where its piece starts; empty if no pieces are named.
     """
     columns = 1 + max((box.column for rows in (left, right) for row in rows.values() for box in row), default=0)
     box_in = min(_BOX_IN, (WIDTH_IN - _LABEL_IN - _ARROW_IN - 0.1) / (2 * columns))
@@ -91,7 +91,7 @@ def _draw_piece_names(ax: Axes, start: float, box_in: float, columns: int, piece
         ax.text(start + first * box_in + wide / 2, _TITLE_IN + 0.06, text, ha="center", va="center", color=MUTED, fontsize=7.5)
 
 
-def _draw_row(ax: Axes, x: float, y: float, box_in: float, columns: int, row: list[Box]) -> None:
+def _draw_row(ax: Axes, x: float, y: float, box_in: float, columns: int, row: list[ValueBox]) -> None:
     from matplotlib.patches import Rectangle
 
     held = {box.column for box in row}
@@ -102,7 +102,7 @@ def _draw_row(ax: Axes, x: float, y: float, box_in: float, columns: int, row: li
         _draw_box(ax, x + box.column * box_in + 0.02, y, box_in - 0.04, 0.4, box)
 
 
-def _draw_box(ax: Axes, x: float, y: float, width: float, height: float, box: Box) -> None:
+def _draw_box(ax: Axes, x: float, y: float, width: float, height: float, box: ValueBox) -> None:
     from matplotlib.patches import Rectangle
 
     one = rank_style(box.sources[0]) if len(box.sources) == 1 else None

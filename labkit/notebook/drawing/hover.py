@@ -1,7 +1,7 @@
 """Text that appears when the pointer rests on a part of a picture.
 
-The picture itself stays an image. Transparent boxes with a title each lie over it: plain HTML, which needs no script and follows
-the picture's size. They repeat the content of the picture's table, so users of a keyboard or a screen reader miss nothing.
+The picture itself stays an image. Transparent boxes, each with a title, lie over it: plain HTML that needs no script and scales
+with the picture. They repeat the content of the picture's table, so users of a keyboard or a screen reader miss nothing.
 """
 
 from __future__ import annotations

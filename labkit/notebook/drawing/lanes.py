@@ -28,7 +28,7 @@ class Period:
     Attributes:
         block: The block.
         phase: The phase in which it began.
-        begin: The x of the gather's beginning, or the left edge.
+        begin: The x where the gather began, or the left edge.
         end: The x where the parameters were freed, or the right edge.
         whole: The x where the wait for the gather ended; None if nothing waited.
         size_bytes: The memory that it keeps alive.
@@ -58,7 +58,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Span:
+class PhaseSpan:
     """A phase of the step."""
 
     name: str
@@ -90,7 +90,7 @@ class Lane:
     short_names: tuple[str, ...]
     periods: list[Period]
     marks: list[Mark]
-    phases: list[Span]
+    phases: list[PhaseSpan]
     xs: list[float]
     levels: list[int]
     end: float
@@ -192,13 +192,13 @@ def _periods(events: list[Event], xs: list[float], end: float) -> list[Period]:
     return sorted(finished, key=lambda period: period.begin)
 
 
-def _phases(events: list[Event], xs: list[float], end: float) -> list[Span]:
-    spans: list[Span] = []
+def _phases(events: list[Event], xs: list[float], end: float) -> list[PhaseSpan]:
+    spans: list[PhaseSpan] = []
     for event, x in zip(events, xs, strict=True):
         if not spans or spans[-1].name != event.phase:
             if spans:
-                spans[-1] = Span(spans[-1].name, spans[-1].begin, x)
-            spans.append(Span(event.phase, x if spans else 0.0, end))
+                spans[-1] = PhaseSpan(spans[-1].name, spans[-1].begin, x)
+            spans.append(PhaseSpan(event.phase, x if spans else 0.0, end))
     return spans
 
 

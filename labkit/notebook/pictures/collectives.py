@@ -9,18 +9,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from labkit.notebook.drawing.boxes import ROW_IN, Box, Rows, canvas, draw_panels, head_in, number_text
+from labkit.notebook.drawing.boxes import ROW_IN, Rows, ValueBox, canvas, draw_panels, head_in, number_text
 from labkit.notebook.drawing.style import INK, MUTED, Picture, figure, rank_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce"]
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce"]
 
 MAX_RANKS = 16
 MAX_VALUES = 16
 
-_CAPTIONS: dict[Collective, str] = {
+_CAPTIONS: dict[CollectiveName, str] = {
     "all_gather": "All-gather: every rank ends with the pieces of all ranks, in rank order.",
     "reduce_scatter": "Reduce-scatter: the ranks add up column by column, and each rank keeps one piece of the sum.",
     "all_reduce": "All-reduce: the ranks add up column by column, and every rank keeps the whole sum.",
@@ -28,12 +28,12 @@ _CAPTIONS: dict[Collective, str] = {
 
 
 def collective_picture(
-    collective: Collective, before: Mapping[int, Any], after: Mapping[int, Any], *, caption: str | None = None
+    collective: CollectiveName, before: Mapping[int, Any], after: Mapping[int, Any], *, caption: str | None = None
 ) -> Picture:
     """Draw the values of each rank before and after a summing or gathering collective.
 
-    The colours of ``after`` are checked and not assumed: each value is compared with the result that the collective should have for
-    ``before``. A value that differs is drawn as a white box with a dashed edge and a question mark.
+    The colours of ``after`` are checked, not assumed: each value is compared with the result that the collective should produce
+    from ``before``. A value that differs is drawn as a white box with a dashed edge and a question mark.
 
     Args:
         collective: ``all_gather``, ``reduce_scatter`` or ``all_reduce``; the reduction is the sum.
@@ -94,7 +94,7 @@ def process_picture(controller_pid: int, rank_pids: Mapping[int, int]) -> Pictur
         return Picture.from_figure(
             fig,
             alt=f"The kernel, process {controller_pid}, sends cells to {_count(len(ranks))}: {listing}.",
-            caption="The kernel runs your notebook and is no rank. Each rank is a process of its own, with its own memory.",
+            caption="The kernel runs your notebook and is not a rank. Each rank is a process of its own, with its own memory.",
             columns=("who", "process id"),
             rows=[("kernel", controller_pid), *((f"rank {rank}", rank_pids[rank]) for rank in ranks)],
         )
@@ -138,7 +138,7 @@ def _offsets(pieces: Mapping[int, Sequence[float]]) -> dict[int, int]:
 
 def _all_gather_rows(inputs: dict[int, list[float]], outputs: dict[int, list[float]]) -> tuple[Rows, Rows, dict[int, int]]:
     offsets = _offsets(inputs)
-    left = {rank: [Box(offsets[rank] + i, x, (rank,)) for i, x in enumerate(piece)] for rank, piece in inputs.items()}
+    left = {rank: [ValueBox(offsets[rank] + i, x, (rank,)) for i, x in enumerate(piece)] for rank, piece in inputs.items()}
     whole = [box for row in left.values() for box in row]
     _check_lengths(outputs, len(whole))
     return left, _judged(outputs, [(box.value, box.sources) for box in whole]), offsets
@@ -162,7 +162,7 @@ _ROWS = {"all_gather": _all_gather_rows, "reduce_scatter": _reduce_scatter_rows,
 
 
 def _own_rows(inputs: dict[int, list[float]]) -> Rows:
-    return {rank: [Box(i, x, (rank,)) for i, x in enumerate(row)] for rank, row in inputs.items()}
+    return {rank: [ValueBox(i, x, (rank,)) for i, x in enumerate(row)] for rank, row in inputs.items()}
 
 
 def _sums(inputs: dict[int, list[float]]) -> list[tuple[float, tuple[int, ...]]]:
@@ -185,9 +185,9 @@ def _judged(
         rows[rank] = []
         for column, value in enumerate(row, start):
             right, sources = expected[column]
-            # Ranks add in float32 and in their own order; a wrong value differs by more than that.
+            # Ranks add in float32 and in their own order, so allow for rounding; a wrong value differs by more.
             same = math.isclose(value, right, rel_tol=1e-5, abs_tol=1e-6)
-            rows[rank].append(Box(column, value, sources if same else ()))
+            rows[rank].append(ValueBox(column, value, sources if same else ()))
     return rows
 
 

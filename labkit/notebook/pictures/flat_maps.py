@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _LEFT_IN, _RIGHT_IN, _BAR_IN = 0.62, 0.1, 0.34
 _CHAR_IN = 0.07
 _CAPTION = (
-    "The same block twice, one step to the right per element. Above: FSDP1's flat parameter, cut into one equal piece per rank "
+    "The same block twice, with its elements from left to right. Above: FSDP1's flat parameter, cut into one equal piece per rank "
     "without regard to the parameters in it. Below: FSDP2 cuts each parameter by its rows. Colours and numbers are ranks."
 )
 Part = tuple[int, int]  # a rank and how many elements it holds
@@ -28,7 +28,7 @@ def flat_map(
     """Draw one block's elements twice, coloured by the rank that holds them.
 
     Args:
-        shares: Per rank, the result of `labkit.spmd.shards.flat.flat_shares` for the FSDP1 model.
+        shares: Per rank, the result of `labkit.spmd.shards.flat_parameters.flat_shares` for the FSDP1 model.
         tables: Per rank, the result of `labkit.spmd.shard_table` for the same model under FSDP2.
         unit: The FQN of the block, such as ``layers.0``.
         caption: The line under the picture.

@@ -29,13 +29,13 @@ def loss_curves(truth: Sequence[float], runs: Mapping[str, Sequence[float]], *, 
             exact zeros have their own line.
 
     Raises:
-        ValueError: There is no run or more than `MAX_RUNS`, or the runs are not equally long or longer than ``truth``.
+        ValueError: There is no run or more than `MAX_RUNS`, the runs differ in length, or they are longer than ``truth``.
 
     Ranks: controller.
     """
     lengths = {len(losses) for losses in runs.values()}
     if not 1 <= len(runs) <= MAX_RUNS or len(lengths) != 1 or not 0 < (length := lengths.pop()) <= len(truth):
-        raise ValueError(f"1 to {MAX_RUNS} runs of one length, up to that of the truth, can be drawn")
+        raise ValueError(f"draw 1 to {MAX_RUNS} runs, all of the same length and none longer than the truth")
     steps = range(first_step, first_step + len(truth))
     continued, right = steps[-length:], truth[-length:]
     gaps = {name: [abs(a - b) for a, b in zip(losses, right, strict=True)] for name, losses in runs.items()}

@@ -10,7 +10,7 @@ from labkit.notebook.drawing.style import INK, MUTED, WIDTH_IN, Picture, figure
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from labkit.spmd.trace.fsdp_mapping import Moved
+    from labkit.spmd.trace.fsdp_mapping import MovedArgument
 
 _ROW_IN = 0.2
 _HEAD_IN, _FOOT_IN = 0.3, 0.3
@@ -29,7 +29,7 @@ _MEANING = {
 }
 
 
-def mapping_picture(moves: Sequence[Moved], *, caption: str = "") -> Picture:
+def mapping_picture(moves: Sequence[MovedArgument], *, caption: str = "") -> Picture:
     """Draw a mapping of arguments.
 
     Args:
@@ -62,11 +62,11 @@ def mapping_picture(moves: Sequence[Moved], *, caption: str = "") -> Picture:
         )
 
 
-def _target(move: Moved) -> str:
+def _target(move: MovedArgument) -> str:
     return move.new or _ENDS[move.kind]
 
 
-def _draw_move(axes: Axes, move: Moved, old_y: float, new_y: float) -> None:
+def _draw_move(axes: Axes, move: MovedArgument, old_y: float, new_y: float) -> None:
     color, style, width = _LINES[move.kind]
     axes.text(_OLD_X, old_y, move.old, ha="right", va="center", fontsize=8)
     start, stop = _OLD_X + 0.08, _NEW_X - 0.08
@@ -81,9 +81,9 @@ def _draw_legend(axes: Axes, y: float) -> None:
         x += 0.36 + 0.058 * len(_MEANING[kind]) + 0.16
 
 
-def _alt(moves: Sequence[Moved]) -> str:
+def _alt(moves: Sequence[MovedArgument]) -> str:
     counts = {kind: sum(move.kind == kind for move in moves) for kind in _LINES}
     return (
-        f"Of {len(moves)} arguments of FSDP1, {counts['changed']} have a successor that behaves otherwise, "
+        f"Of {len(moves)} arguments of FSDP1, {counts['changed']} have a successor that behaves differently, "
         f"{counts['your code']} became your own code, and {counts['gone']} are gone."
     )

@@ -22,7 +22,7 @@ MAX_COLUMNS = 250
 
 
 @dataclass(frozen=True)
-class Span:
+class StepPart:
     """A part of the step: a block's forward or backward, or the operations outside of blocks.
 
     Attributes:
@@ -91,13 +91,13 @@ def memory_timeline(timeline: MemoryTimeline, *, caption: str, what: str = "memo
         )
 
 
-def spans_of(timeline: MemoryTimeline, samples: Sequence[tuple[int, ...]]) -> list[Span]:
+def spans_of(timeline: MemoryTimeline, samples: Sequence[tuple[int, ...]]) -> list[StepPart]:
     """Cut the step at its marks. The operations before the first mark belong to its span."""
     begins = [0, *(found.at for found in timeline.marks[1:]), len(samples)]
     spans = []
     for found, begin, end in zip(timeline.marks, begins, begins[1:], strict=False):
         if begin < end:
-            spans.append(Span(found.phase, found.block, begin, end, max(samples[begin:end], key=sum)))
+            spans.append(StepPart(found.phase, found.block, begin, end, max(samples[begin:end], key=sum)))
     return spans
 
 
@@ -116,7 +116,7 @@ def _draw_areas(ax: Axes, samples: Sequence[tuple[int, ...]], scale: int) -> Non
         below = above
 
 
-def _draw_spans(ax: Axes, spans: Sequence[Span], top: float) -> None:
+def _draw_spans(ax: Axes, spans: Sequence[StepPart], top: float) -> None:
     from matplotlib.patches import Rectangle
 
     for before, span in zip([None, *spans], spans, strict=False):
@@ -133,7 +133,7 @@ def _draw_spans(ax: Axes, spans: Sequence[Span], top: float) -> None:
     ax.tick_params(axis="x", length=0)
 
 
-def _alt(spans: Sequence[Span], samples: Sequence[tuple[int, ...]], peak: int) -> str:
+def _alt(spans: Sequence[StepPart], samples: Sequence[tuple[int, ...]], peak: int) -> str:
     at = next(span for span in spans if span.begin <= peak < span.end)
     largest = max(range(len(KINDS)), key=lambda place: samples[peak][place])
     return (

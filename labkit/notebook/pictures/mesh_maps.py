@@ -14,7 +14,7 @@ from labkit.base.plain_text import format_ranks, name_ranks
 from labkit.notebook.drawing.boxes import canvas
 from labkit.notebook.drawing.hover import mark, with_hover
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, figure, rank_style, text_color_on
-from labkit.notebook.pictures.shard_maps import Box, boxes_of, rows_by_tensor, span
+from labkit.notebook.pictures.shard_maps import ShardBox, boxes_of, rows_by_tensor, span
 from labkit.spmd.shards.layouts import Split, splits_of
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class DiskChunk(NamedTuple):
     """A piece of a tensor in a checkpoint.
 
     Attributes:
-        chunk: The part of the tensor that it is.
+        chunk: The part of the tensor that it covers.
         file: Name of the file that holds it, such as ``__2_0.distcp``; the first number is the rank that wrote it.
     """
 
@@ -179,7 +179,7 @@ def _draw_title(ax: Axes, title: str, shape: Sequence[int], cuts: Sequence[str],
 def _cuts(record: ShardRecord) -> list[str]:
     """Return the effect of each mesh axis, in words that fit under a title."""
     if not record.is_distributed:
-        return ["plain: each rank its own"]
+        return ["plain: each rank has its own"]
     names = [name or f"axis {index}" for index, name in enumerate(record.mesh_axes)]
     return [f"{name}: {_cut(split)}" for name, split in zip(names, splits_of(record.placements), strict=True)]
 
@@ -190,7 +190,7 @@ def _cut(split: Split) -> str:
     return ("rows", "columns")[split.dim] + (" (strided)" if split.strided else "")
 
 
-def _draw_matrix(ax: Axes, name: str, boxes: Sequence[Box], shape: Sequence[int], place: tuple[float, float, float]) -> None:
+def _draw_matrix(ax: Axes, name: str, boxes: Sequence[ShardBox], shape: Sequence[int], place: tuple[float, float, float]) -> None:
     from matplotlib.patches import Rectangle
 
     left, top, wide = place
@@ -217,8 +217,8 @@ def _label(ranks: Sequence[int], broad: float, tall: float) -> str:
     return next((text for text in texts if len(text) * _CHAR_IN < broad and tall > 0.11), "")
 
 
-def _draw_indices(ax: Axes, boxes: Sequence[Box], shape: Sequence[int], place: tuple[float, float, float]) -> None:
-    """Write the index where each block begins, and the size at the end. Leave out an index that would overlap the one before."""
+def _draw_indices(ax: Axes, boxes: Sequence[ShardBox], shape: Sequence[int], place: tuple[float, float, float]) -> None:
+    """Write the index where each block begins, and the size at the end. Leave out an index that would overlap the previous one."""
     left, top, wide = place
     for dim, length in ((0, _PANEL_IN), (1, wide)):
         if dim >= len(shape):
@@ -234,7 +234,7 @@ def _draw_indices(ax: Axes, boxes: Sequence[Box], shape: Sequence[int], place: t
             ax.text(*where, str(start), ha="right" if dim == 0 else "center", va="center", fontsize=6.5, color=INK)
 
 
-def _disk_boxes(chunks: Sequence[DiskChunk], shape: Sequence[int]) -> list[Box]:
+def _disk_boxes(chunks: Sequence[DiskChunk], shape: Sequence[int]) -> list[ShardBox]:
     found = []
     for chunk, file in chunks:
         digits = re.search(r"\d+", file)
@@ -245,11 +245,11 @@ def _disk_boxes(chunks: Sequence[DiskChunk], shape: Sequence[int]) -> list[Box]:
             for dim in (0, 1)
         ]
         (first, rows), (second, columns) = spans
-        found.append(Box((int(digits[0]),), chunk, first, second, rows, columns))
+        found.append(ShardBox((int(digits[0]),), chunk, first, second, rows, columns))
     return found
 
 
-_Lines = Sequence[tuple[str, Mapping[str, Sequence[Box]]]]
+_Lines = Sequence[tuple[str, Mapping[str, Sequence[ShardBox]]]]
 
 
 def _block_rows(lines: _Lines, tensors: Mapping[str, Mapping[int, ShardRecord]]) -> list[tuple[str, ...]]:

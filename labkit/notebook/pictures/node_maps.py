@@ -62,7 +62,7 @@ def node_map(layouts: Mapping[str, MeshRecord], ranks_per_node: int, *, caption:
             fig,
             alt=_alt(layouts, ranks_per_node),
             caption=caption
-            or "Boxes are nodes. A line is one link of a ring in which a group passes its data on. Two ranks have one each way.",
+            or "Boxes are nodes. A line is one link of a ring along which a group passes its data. Two ranks have a link each way.",
             columns=("layout", "axis", "groups", "links inside nodes", "links between nodes"),
             rows=[
                 (name, axis, _names(mesh, axis), *map(str, _count(mesh, axis, ranks_per_node)))

@@ -28,8 +28,8 @@ _FAR = 3
 def draw_plans(plans: Mapping[str, Plan], *, caption: str, limit_bytes: int | None = None) -> Picture:
     """Draw one or several plans above each other, so that meshes can be compared.
 
-    Left: bytes on the rank that holds most, and on the rank that holds least if they differ, stacked by kind. Right: bytes that all
-    ranks together send in a step.
+    Left: bytes on the fullest rank, and on the emptiest if it holds less, stacked by kind. Right: bytes that all ranks together
+    send in a step.
 
     Args:
         plans: Plans by the name under which they are drawn.
@@ -72,7 +72,7 @@ def draw_plans(plans: Mapping[str, Plan], *, caption: str, limit_bytes: int | No
 
 
 def _bars(name: str, plan: Plan) -> dict[str, dict[str, int]]:
-    """Return the kinds of the rank that holds most, and of the rank that holds least if it holds less."""
+    """Return the bytes by kind of the fullest rank, and of the emptiest if it holds less."""
     ranks = [plan.ranks[0]]
     least = min(plan.ranks, key=lambda each: each.num_elements)
     if least.num_elements < ranks[0].num_elements:

@@ -19,7 +19,7 @@ def roofline(
 
     Args:
         line: (bytes moved in each direction, least seconds), at least two points, with growing bytes. Where the line is flat, the
-            computation decides; where it rises, the bus.
+            computation limits the step; where it rises, the bus does.
         points: Per series, measured (bytes, seconds).
         predicted: The predictions of a finer model, as (bytes, seconds); drawn as crosses.
         caption: The line under the picture.
@@ -35,7 +35,7 @@ def roofline(
     if len(line) < 2:
         raise ValueError("a line needs two points")
     if not any(points.values()):
-        raise ValueError("a roofline without measured points shows a hope")
+        raise ValueError("a roofline needs measured points")
     scale, unit = (1e9, "GB") if max(x for x, _ in line) >= 2e9 else (1e6, "MB")
     with figure(height_in=2.8) as fig:
         ax = fig.add_subplot()
@@ -47,7 +47,7 @@ def roofline(
             ax.plot(x, y, ls="", marker="x", ms=8, mec=INK, mew=1.3, label="predicted, block by block")
         if (knee := _knee(line)) is not None:
             ax.axvline(knee / scale, color=MUTED, ls=":", lw=1.0)
-            # Write on a side only if the words have room there.
+            # Label a side only if the words fit there.
             if knee / scale > 0.25 * xs[-1]:
                 ax.text(knee / scale, 0.03 * top, "computation decides  ", ha="right", va="bottom", color=MUTED)
             if knee / scale < 0.8 * xs[-1]:
@@ -71,7 +71,7 @@ def roofline(
 
 
 def _knee(line: Sequence[Point]) -> float | None:
-    """Return the x from which on the prediction rises; None if it stays flat."""
+    """Return the x where the prediction begins to rise; None if it stays flat."""
     floor = line[0][1]
     flat = [x for x, y in line if y <= floor * (1 + 1e-9)]
     return flat[-1] if len(flat) < len(line) else None

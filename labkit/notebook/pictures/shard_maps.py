@@ -25,12 +25,12 @@ _ROW_IN = 0.24
 _BLOCK_ROW_IN = 0.5
 _CAPTION = (
     "Each bar is one tensor: dim 0 from left to right, dim 1 from top to bottom. Colours and numbers are ranks, with the "
-    "indices of dim 0 that they hold. A dashed bar is a plain tensor, of which every rank has its own."
+    "indices of dim 0 that they hold. A dashed bar is a plain tensor: every rank has its own."
 )
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardBox:
     """A part of a tensor and the ranks that hold it, as fractions of the bar."""
 
     ranks: tuple[int, ...]
@@ -96,7 +96,7 @@ def rows_by_tensor(tables: Mapping[int, Sequence[ShardRecord]], names: Sequence[
     return by_name
 
 
-def boxes_of(by_rank: Mapping[int, ShardRecord]) -> list[Box]:
+def boxes_of(by_rank: Mapping[int, ShardRecord]) -> list[ShardBox]:
     """Return the parts of one tensor, each once with all ranks that hold it."""
     holders: dict[Chunk, list[int]] = {}
     for rank, record in by_rank.items():
@@ -106,7 +106,7 @@ def boxes_of(by_rank: Mapping[int, ShardRecord]) -> list[Box]:
     found = []
     for chunk, ranks in holders.items():
         (left, width), (top, height) = (_fraction(chunk, shape, dim) for dim in (0, 1))
-        found.append(Box(tuple(ranks), chunk, left, top, width, height))
+        found.append(ShardBox(tuple(ranks), chunk, left, top, width, height))
     return found
 
 
@@ -128,7 +128,7 @@ def _style_axes(axes: Axes, height: float, title: str) -> None:
         axes.set_title(title)
 
 
-def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence[Box], below: float, height: float) -> None:
+def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence[ShardBox], below: float, height: float) -> None:
     record = next(iter(by_rank.values()))
     pad = 0.035
     bottom, tall = below + pad, height - 2 * pad
@@ -148,12 +148,12 @@ def _draw_tensor(axes: Axes, by_rank: Mapping[int, ShardRecord], boxes: Sequence
         axes.text(1.005, middle, f"none: {format_ranks(empty)}", ha="left", va="center", fontsize=6, color=MUTED, clip_on=False)
 
 
-def _wording(box: Box, record: ShardRecord, num_ranks: int) -> int:
+def _wording(box: ShardBox, record: ShardRecord, num_ranks: int) -> int:
     fits = (len(text) * _CHAR_IN <= box.width * _BAR_IN for text in _labels(box, record, num_ranks))
     return next(index for index, fitting in enumerate(fits) if fitting)
 
 
-def _draw_box(axes: Axes, box: Box, record: ShardRecord, num_ranks: int, wording: int, bottom: float, tall: float) -> None:
+def _draw_box(axes: Axes, box: ShardBox, record: ShardRecord, num_ranks: int, wording: int, bottom: float, tall: float) -> None:
     from matplotlib.patches import Rectangle
 
     shared = _is_shared(box, num_ranks)
@@ -177,8 +177,8 @@ def _draw_box(axes: Axes, box: Box, record: ShardRecord, num_ranks: int, wording
     axes.text(*center, label, ha="center", va="center_baseline", fontsize=7, color=ink)
 
 
-def _words(box: Box, record: ShardRecord) -> str:
-    """Return the text that is shown when the pointer is on a box."""
+def _words(box: ShardBox, record: ShardRecord) -> str:
+    """Return the text shown when the pointer is on a box."""
     held = " x ".join(span(box.chunk, dim) for dim in range(len(box.chunk.offsets))) or "all"
     total = sum(chunk.numel for chunk in record.chunks)
     size_bytes = record.local_bytes * box.chunk.numel // total if total else 0
@@ -188,12 +188,12 @@ def _words(box: Box, record: ShardRecord) -> str:
     return f"{record.name}\n{shape}, {record.dtype}, {placements}\n{who}: {held}, {size_bytes:,} bytes"
 
 
-def _is_shared(box: Box, num_ranks: int) -> bool:
+def _is_shared(box: ShardBox, num_ranks: int) -> bool:
     return len(box.ranks) == num_ranks > 1
 
 
-def _labels(box: Box, record: ShardRecord, num_ranks: int) -> list[str]:
-    """Return the four labels for a box from which to choose, from the longest to an empty one."""
+def _labels(box: ShardBox, record: ShardRecord, num_ranks: int) -> list[str]:
+    """Return the four possible labels of a box, from the longest to an empty one."""
     ranks = format_ranks(box.ranks)
     who = f"rank {ranks}" if len(box.ranks) == 1 else f"ranks {ranks}"
     if not record.is_distributed:

@@ -1,11 +1,11 @@
-"""A timeline of parameters: when each block's are gathered, where the collectives are, and the bytes that this keeps alive."""
+"""A timeline of parameters: when each block's are gathered, when the collectives run, and how many bytes this keeps alive."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
-from labkit.notebook.drawing.lanes import GATHER_MARK, MARKS, Lane, Period, Span, lanes_of
+from labkit.notebook.drawing.lanes import GATHER_MARK, MARKS, Lane, Period, PhaseSpan, lanes_of
 from labkit.notebook.drawing.style import FAINT, INK, MUTED, WIDTH_IN, Picture, RankStyle, figure, rank_style
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ _RIGHT_IN = 0.1
 _ROW_IN = 0.15
 _LANE_GAP_IN = 0.1
 _PHASE_NAMES_IN = 0.11
-_ELSEWHERE = 0.05  # of the axis: a phase that begins this far from the named one needs its own name
+_ELSEWHERE = 0.05  # fraction of the axis: a phase that begins this far from the named one needs its own name
 _HEAD_IN = 0.42
 _BYTES_IN = 0.72
 _FOOT_IN = 0.38
@@ -46,8 +46,8 @@ def timeline(
     Args:
         traces: The result of ``pool.run`` or a ``%%spmd --out`` cell with `labkit.spmd.record_events`, by rank; or several traces
             under names of your own, to compare them. Up to `MAX_LANES`.
-        by: ``order``: one step per event, so that equal orders look equal. ``time``: milliseconds on the host; lanes of one machine
-            share the clock.
+        by: ``order``: one step per event, so that equal orders look equal. ``time``: milliseconds on the host; lanes from one
+            machine share a clock.
         caption: The line under the picture; by default a sentence on how to read it.
 
     Returns:
@@ -62,7 +62,7 @@ def timeline(
     rows = sum(len(lane.rows) for lane in lanes)
     if not 1 <= len(lanes) <= MAX_LANES or rows > MAX_ROWS:
         raise ValueError(
-            f"{len(lanes)} lanes with {rows} rows cannot be read; choose up to {MAX_LANES} ranks, with {MAX_ROWS} blocks together."
+            f"{len(lanes)} lanes with {rows} rows cannot be read; choose up to {MAX_LANES} ranks and {MAX_ROWS} blocks in all."
         )
     left_in = _left_in(lanes)
     gaps_in = _gaps(lanes)
@@ -103,10 +103,10 @@ def _axes(fig: Figure, left_in: float, bottom_in: float, height_in: float, end: 
 
 
 def _gaps(lanes: Sequence[Lane]) -> list[float]:
-    """Return the room above each lane in inches: more if its phases begin elsewhere than those of the last lane with names."""
+    """Return the space above each lane in inches: more if its phases do not begin where those of the last named lane do."""
     end = max((lane.end for lane in lanes), default=0.0)
     gaps: list[float] = []
-    named: list[Span] = []
+    named: list[PhaseSpan] = []
     for number, lane in enumerate(lanes):
         same = [phase.name for phase in lane.phases] == [phase.name for phase in named] and all(
             abs(phase.begin - other.begin) <= _ELSEWHERE * end for phase, other in zip(lane.phases, named, strict=True)
@@ -156,8 +156,8 @@ def _draw_phases(axes: Axes, lane: Lane, top: float, *, with_names: bool) -> Non
             axes.plot([phase.begin] * 2, [top - 0.03, top + height], color=MUTED, lw=0.7, ls=(0, (2, 2)), zorder=1)
 
 
-def _write_phases(axes: Axes, phases: Sequence[Span], y: float) -> None:
-    """Write each name above the middle of its phase, or all names in one line if one has no room there."""
+def _write_phases(axes: Axes, phases: Sequence[PhaseSpan], y: float) -> None:
+    """Write each name above the middle of its phase, or all names in one line if one does not fit."""
     step_in = axes.get_position().width * WIDTH_IN / axes.get_xlim()[1]
     if all(len(phase.name) * _PHASE_CHAR_IN <= (phase.end - phase.begin) * step_in for phase in phases):
         names = {(phase.begin + phase.end) / 2: (phase.name, "center") for phase in phases}
@@ -246,7 +246,7 @@ def _words(kind: str) -> str:
 
 def _caption(by: str) -> str:
     axis = "Each event takes one step." if by == "order" else "Times are those of the host."
-    return f"A row is a block, a bar the time in which its parameters are whole or on their way. {axis} Below: their bytes."
+    return f"Each row is a block, each bar the time its parameters are gathered or being gathered. {axis} Below: their bytes."
 
 
 def _table(lanes: Sequence[Lane], by: str) -> list[tuple[str, ...]]:

@@ -30,11 +30,11 @@ _WIDTH_PX, _ROW_PX = 360, 16
 
 
 @dataclass
-class Node:
+class NameBranch:
     """A part of the names that several tensors share.
 
     Attributes:
-        name: The part of the name between two dots, or several parts if the tree does not branch between them.
+        name: The part of the names between two dots, or several parts if the tree does not branch between them.
         children: The nodes and tensors below it, in the checkpoint's order. A tensor's key is the rest of its name; a node's key is
             its name and a dot.
     """
@@ -45,33 +45,33 @@ class Node:
     def entries(self) -> Iterator[TensorEntry]:
         """Yield all tensors below this node."""
         for child in self.children.values():
-            if isinstance(child, Node):
+            if isinstance(child, NameBranch):
                 yield from child.entries()
             else:
                 yield child
 
 
-def tree_of(entries: Sequence[TensorEntry]) -> Node:
+def tree_of(entries: Sequence[TensorEntry]) -> NameBranch:
     """Arrange tensors by the parts of their names."""
-    root = Node("")
+    root = NameBranch("")
     for entry in entries:
         *parts, last = entry.key.split(".")
         node = root
         for part in parts:
-            # Keep the dot in the key: a tensor may have the name with which others begin.
-            node = node.children.setdefault(f"{part}.", Node(part))
+            # Keep the dot in the key: a tensor's whole name may be the beginning of other names.
+            node = node.children.setdefault(f"{part}.", NameBranch(part))
         node.children[last] = entry
     return _joined(root)
 
 
-def _joined(node: Node) -> Node:
+def _joined(node: NameBranch) -> NameBranch:
     """Join nodes between which the tree does not branch, and merge a node of one tensor into the tensor's name."""
-    joined = Node(node.name)
+    joined = NameBranch(node.name)
     for name, child in node.children.items():
-        below = _joined(child) if isinstance(child, Node) else child
-        if isinstance(below, Node) and len(below.children) == 1:
+        below = _joined(child) if isinstance(child, NameBranch) else child
+        if isinstance(below, NameBranch) and len(below.children) == 1:
             ((last, only),) = below.children.items()
-            below = Node(f"{below.name}.{only.name}", only.children) if isinstance(only, Node) else only
+            below = NameBranch(f"{below.name}.{only.name}", only.children) if isinstance(only, NameBranch) else only
             joined.children[f"{name}{last}"] = below
         else:
             joined.children[name] = below
@@ -143,9 +143,11 @@ def browse(checkpoint: Checkpoint, *, name: str = "", section: str = ALL) -> Non
 # HTML ----------------------------------------------------------------------------------------------------------------
 
 
-def _node_html(node: Node, *, unfold: bool, depth: int) -> str:
+def _node_html(node: NameBranch, *, unfold: bool, depth: int) -> str:
     inner = "".join(
-        _node_html(child, unfold=unfold, depth=depth + 1) if isinstance(child, Node) else _entry_html(name, child, unfold=unfold)
+        _node_html(child, unfold=unfold, depth=depth + 1)
+        if isinstance(child, NameBranch)
+        else _entry_html(name, child, unfold=unfold)
         for name, child in node.children.items()
     )
     if depth == 0:

@@ -1,7 +1,7 @@
 """A picture with sliders and menus, which is drawn again when the reader moves one of them.
 
 The picture is a separate display in plain HTML and PNG, and the saved notebook keeps its last state. The controls are widgets
-beside it, for people only: papermill, nbconvert and printed pages have the picture for its initial values. The controls disappear
+beside it, for people only: papermill, nbconvert and printed pages show the picture for the initial values. The controls disappear
 when the pool is closed, and appear again when the cell is run again.
 """
 
@@ -65,7 +65,7 @@ class Choices:
         self._settle(wanted)
         for name, value in wanted.items():
             if self.values[name] != value:
-                raise ControlError(f"{name} starts from {value!r}, which is none of its options: {self.options[name]}")
+                raise ControlError(f"{name} starts from {value!r}, which is not one of its options: {self.options[name]}")
 
     def choose(self, name: str, value: Any) -> None:
         """Choose an option. Controls whose options depend on it keep their value if it is still an option.
@@ -145,7 +145,7 @@ class Explorer:
         }
         if (text := self._choices.texts.get(name)) is not None:
             return widgets.Text(placeholder=text.hint, continuous_update=False, **common)
-        # Numbers have an order that a slider shows; a slider takes the arrow keys, as a menu does.
+        # A slider shows the order of numbers, and like a menu it responds to the arrow keys.
         if all(isinstance(option, int | float) for option in options):
             return widgets.SelectionSlider(options=options, continuous_update=False, **common)
         return widgets.Dropdown(options=options, **common)
@@ -164,7 +164,7 @@ class Explorer:
             self._moving = False
         try:
             self.update()
-        except Exception as error:  # no cell is running that could show it
+        except Exception as error:  # no running cell could show it
             self._picture.show(f"{type(error).__name__}: {error}")
 
 

@@ -1,8 +1,8 @@
-"""Views that change while a reader looks at them, made so that nothing depends on their staying alive.
+"""Views that change while a reader looks at them, and leave a complete notebook when they end.
 
-A view is one display of standard HTML and text, which is updated in place; the saved notebook keeps its last state. Widgets are
-added to it: they show what a page without a kernel cannot, and disappear when the view has ended. So a notebook that is reopened
-without its kernel holds no dead widget, and papermill, nbconvert and GitHub show what the reader saw.
+A view is one display of standard HTML and text, which is updated in place; the saved notebook keeps its last state. Widgets add
+what needs a kernel, and disappear when the view ends. So a notebook that is reopened without its kernel has no dead widget, and
+papermill, nbconvert and GitHub show what the reader saw.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def person_watches() -> bool:
 
 
 def end_with_pool(end: Callable[[], None]) -> None:
-    """Call ``end`` after the cell in which the present pool is closed, usually a notebook's last cell. Do nothing without a pool.
+    """Call ``end`` after the cell that closes the present pool, usually a notebook's last cell. Do nothing without a pool.
 
-    So a notebook that is saved after that holds no widget without a kernel behind it.
+    A notebook that is saved after that has no widget without a kernel.
     """
     shell, pool = sys.modules["IPython"].get_ipython(), open_pool()
     if pool is None:

@@ -1,4 +1,4 @@
-"""A planner for a training run, to try settings before there are ranks: how much memory one rank needs, and whether it fits."""
+"""A planner for a training run, to try settings before any rank starts: how much memory one rank needs, and whether it fits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def num_shards(mesh: str) -> int:
 
 
 def verdict(needed_bytes: int, limit_bytes: int) -> str:
-    """Say whether it fits, and by how much."""
+    """Say whether a need fits a limit, and by how much."""
     needed, limit = needed_bytes / MIB, limit_bytes / MIB
     over = abs(needed - limit)
     says = f"{over:.2f} MiB too much" if needed_bytes > limit_bytes else f"fits, {over:.2f} MiB are free"

@@ -1,4 +1,4 @@
-"""A table of all ranks of a pool: what each one is, holds and does now."""
+"""A table of all ranks of a pool: process, device, state, memory and current work of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RankStatus:
         state: A state of `labkit.controller.hang.diagnosis.RankState`; ``idle`` between runs.
         memory_bytes: The memory that would be freed if only this process ended; None if it is dead or on another machine.
         gpu_bytes: Its memory on its GPU; None on the CPU and if the driver does not report it.
-        runs: Its place in a cell and its collective, if any; empty if it runs nothing.
+        runs: The line that it runs, with its collective or task if any; empty if it runs nothing.
         for_s: Seconds since the run began on this rank; None if it runs nothing.
         machine: The machine on which it runs; empty for this machine.
     """

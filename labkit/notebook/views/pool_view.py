@@ -1,4 +1,4 @@
-"""``%pool`` in a notebook: the table of the ranks, with buttons to look again and to follow their work."""
+"""``%pool`` in a notebook: the table of the ranks, with buttons to update it once or every second."""
 
 from __future__ import annotations
 

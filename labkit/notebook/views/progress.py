@@ -1,7 +1,7 @@
-"""A display of what a cell waits for after two seconds: a pool's start, ranks that still run, a checkpoint being read or written.
+"""A display that appears after two seconds and shows what a cell waits for: a starting pool, running ranks, a checkpoint.
 
-It is shown only if a person watches: a frontend that can ask for input has one; papermill and nbclient have none, and their
-notebooks stay as the cells made them. The display is empty again when the cell has ended.
+It appears only if a person watches, that is, in a frontend that can ask for input. papermill and nbclient cannot, so they do not
+save it in notebooks. The display is emptied when the cell ends.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _stage_of(task: Task | TaskReport) -> Stage:
 
 
 def _stage_of_ranks(tasks: Mapping[int, TaskReport]) -> Stage:
-    """Return one stage for tasks of several ranks: of different tasks take the lowest rank's, and add up its progress."""
+    """Return one stage for the tasks of several ranks: the lowest rank's task, with the progress of all ranks that do the same."""
     title = tasks[min(tasks)].title
     same = {rank: task for rank, task in tasks.items() if task.title == title}
     totals = [task.total_bytes for task in same.values() if task.total_bytes is not None]

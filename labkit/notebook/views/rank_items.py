@@ -61,7 +61,7 @@ class RankItems:
                 items.clear()
 
     def groups(self) -> list[tuple[list[int], list[Item]]]:
-        """Group ranks with equal output, in the order of their first rank. Ranks without output are left out."""
+        """Group ranks with equal output, ordered by the first rank of each group. Leave out ranks without output."""
         found: list[tuple[list[int], list[Item]]] = []
         for rank, items in sorted(self.by_rank.items()):
             if not items:

@@ -117,7 +117,7 @@ def _inspect_on_rank(name: str, detail_level: int) -> dict[str, Any] | None:
 
 
 def register(shell: Any) -> None:
-    """Let a notebook's shell ask the ranks. A second call changes nothing."""
+    """Make a notebook's shell ask the ranks for names. A second call changes nothing."""
     completer = getattr(shell, "Completer", None)
     if completer is not None and not any(matcher is _matcher for matcher in completer.custom_matchers):
         completer.custom_matchers.append(_matcher)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from labkit.wire.messages import StreamName
 
 UPDATE_EVERY_S = 0.25
-# Only the end of a long output is shown while it grows; all of it when the cell has ended.
+# While a long output grows, only its end is shown; all of it is shown when the cell has ended.
 LIVE_CHARS = 20_000
 
 
@@ -96,7 +96,7 @@ def _end_of(item: Item) -> Item:
 
 
 class _TabsScreen:
-    """A screen that puts the output of a rank into its tab, and everything else on the screen behind."""
+    """A screen that puts each rank's output into its tab, and passes everything else to the screen behind it."""
 
     def __init__(self, view: TabsView, behind: Screen) -> None:
         self._view, self._behind = view, behind
@@ -130,7 +130,7 @@ class _TabsScreen:
 
 @contextmanager
 def in_tabs(ranks: Sequence[int]) -> Iterator[Screen]:
-    """Show the output of each rank in a separate tab until the block ends; yields the screen for that.
+    """Show the output of each rank in a separate tab until the block ends, and yield the screen to write to.
 
     Ranks: controller.
 

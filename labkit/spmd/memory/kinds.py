@@ -80,7 +80,7 @@ def tracked_peak(
     Args:
         model: A model whose root is sharded by FSDP2.
         optimizer: With its state; otherwise the step creates the state and it counts as temporary.
-        inputs: What the step feeds to the model.
+        inputs: The inputs that the step passes to the model.
         step: Forward, backward and optimizer step.
 
     Ranks: collective if ``step`` is.
@@ -96,10 +96,10 @@ def tracked_peak(
 
 
 def measured_peak(step: Callable[[], object], device: torch.device, held: int = 0) -> int:
-    """Return the most bytes that a step takes: those held when it begins, plus what the allocator hands out on top of that.
+    """Return the peak bytes of a step: those held when it begins, plus what the allocator hands out on top of that.
 
-    On CUDA this comes from the allocator's statistics; on the CPU torch's profiler reports every allocation. Whatever else this
-    rank holds, such as another model, is not counted.
+    On CUDA this comes from the allocator's statistics; on the CPU torch's profiler reports every allocation. Other memory of this
+    rank, such as another model, is not counted.
 
     Args:
         step: The step to watch.

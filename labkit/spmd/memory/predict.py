@@ -1,4 +1,4 @@
-"""Prediction of the memory of one rank's training step under FSDP2 from a few numbers of the model, for any number of ranks.
+"""Prediction of the memory of one rank's training step under FSDP2 from a few sizes of the model, for any number of ranks.
 
 A peak belongs to one moment; it is not a sum over the step. So the code walks through the step: the moment when all blocks have
 run forward, then the backward of each block. For each it adds up which parameters are whole, what is held, and which gradients
@@ -96,7 +96,7 @@ def _parts_at(
     gathered, gradients, activations, temporary = sizes.root_elements, 0.0, sum(held), sizes.head_bytes
     if place is not None:
         activations = sum(held[:place]) + sizes.costs[place].own(choices[place])
-        temporary = sizes.costs[place].working_bytes  # the gradients of what one operation needs are as large
+        temporary = sizes.costs[place].working_bytes  # the gradients of an operation's tensors are as large as the tensors
         before = elements[place - 1] if place else 0
         after = elements[place + 1] if place + 1 < len(elements) else 0
         if sharding.num_shards > 1:

@@ -69,7 +69,7 @@ def count_forwards(modules: Iterable[nn.Module]) -> Iterator[list[int]]:
     """Count how often each module's forward runs, including recomputation.
 
     Returns:
-        A context manager that gives a list with one number per module, in order.
+        A context manager that yields a list with one number per module, in order.
 
     Ranks: local.
     """

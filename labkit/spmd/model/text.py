@@ -105,5 +105,5 @@ class BatchSampler:
         differing = [name for name in ("seed", "batch_size", "seq_len") if state[name] != own[name]]
         if differing:
             settings = ", ".join(f"{name} {state[name]}, here {own[name]}" for name in differing)
-            raise ValueError(f"the saved position is one in other data: {settings}")
+            raise ValueError(f"the saved position belongs to other data: {settings}")
         self.position = state["position"]

@@ -26,7 +26,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[
         Mean loss over the global batch for each step, in nats per byte, computed before the update; equal on all ranks.
 
     Raises:
-        ShardingError: The optimizer holds tensors that are no parameters of the model.
+        ShardingError: The optimizer holds tensors that are not parameters of the model.
 
     Ranks: collective, over the default process group if there is one.
     Blocks: in the collectives of ``num_steps`` steps.

@@ -49,7 +49,7 @@ class LeftCheckpoint:
 
     Attributes:
         place: Its folder.
-        outcome: ``new`` if it was copied; if one existed, ``same`` or ``other``, depending on its data, and that one stays.
+        outcome: ``new`` if it was copied. If one existed, it stays: ``same`` if it has the same data, else ``other``.
     """
 
     place: Path
@@ -59,7 +59,7 @@ class LeftCheckpoint:
         said = {
             "new": "",
             "same": " (it was there, with the same data)",
-            "other": " (one was there, with other data, as another number of ranks gives; remove its folder to replace it)",
+            "other": " (it was there, with other data, for example from another number of ranks; remove its folder to replace it)",
         }
         return f"{self.place}{said[self.outcome]}"
 
@@ -75,12 +75,12 @@ def leave_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Lef
         folder: The folder of the course's checkpoints.
 
     Raises:
-        FileNotFoundError: ``source`` is no complete checkpoint.
+        FileNotFoundError: ``source`` is not a complete checkpoint.
 
     Ranks: controller, or one rank.
     """
     if not (source / TABLE).is_file():
-        raise FileNotFoundError(f"{source} has no {TABLE}, so it is no complete checkpoint.")
+        raise FileNotFoundError(f"{source} has no {TABLE}, so it is not a complete checkpoint.")
     place = folder / run.name
     if (place / TABLE).is_file():
         return LeftCheckpoint(place, "same" if _data(place) == _data(source) else "other")
@@ -90,7 +90,7 @@ def leave_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Lef
 
 
 def _data(place: Path) -> dict[str, bytes]:
-    """Return the SHA-256 of each data file. The table is left out: DCP gives every save a different number."""
+    """Return the SHA-256 of each data file. The table is left out, because DCP writes a different number into it at every save."""
     return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in place.glob("*.distcp")}
 
 
@@ -110,7 +110,7 @@ def course_checkpoint(run: CourseRun, folder: Path = FOLDER, *, device_type: str
     import torch.distributed as dist
 
     found = [(folder / run.name / TABLE).is_file() if dist.get_rank() == 0 else None, str(_draft(folder))]
-    dist.broadcast_object_list(found)  # only rank 0 looks: a file system may show a new folder to only some ranks
+    dist.broadcast_object_list(found)  # only rank 0 looks, because a shared file system may show a new folder to some ranks later
     if not found[0]:
         draft = Path(str(found[1]))
         _train_and_save(run, draft, device_type)

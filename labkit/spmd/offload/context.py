@@ -90,7 +90,7 @@ class ActivationOffload:
         return self._transfer.host_bytes() if self._transfer else 0
 
     def reset_counts(self) -> OffloadCounts:
-        """Start counting anew, and return the counts so far."""
+        """Reset the counts to zero, and return those so far."""
         counts, self.counts = self.counts, OffloadCounts()
         return counts
 
@@ -110,7 +110,7 @@ class ActivationOffload:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def _enter(self, block: nn.Module, _: Any) -> None:
-        # In backward a block runs only to recompute: its saved tensors are used at once, and the checkpoint must see them.
+        # In backward, forward runs again only to recompute: its saved tensors are used at once, and the checkpoint must see them.
         in_backward = torch._C._current_graph_task_id() != -1
         hooks: AbstractContextManager[Any] = nullcontext() if in_backward else saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
@@ -123,10 +123,10 @@ class ActivationOffload:
 
     def _pack(self, tensor: Tensor) -> Any:
         self.counts.saved_bytes += tensor.nbytes
-        # A result of an operation in this graph is not a weight. FSDP1's weights are views of a leaf.
+        # A weight is a leaf, or under FSDP1 a view of one; the result of an operation in this graph is neither.
         root = tensor._base if tensor._is_view() else tensor
         is_made = root is not None and not root.is_leaf
-        # A saved output refers to its own node: holding it undetached would make a cycle that is never collected.
+        # A saved output refers to its own node: keeping it undetached would make a cycle that is never collected.
         tensor = tensor.detach()
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
@@ -163,7 +163,7 @@ class ActivationOffload:
         return move if move is not None and move.version == version else None
 
     def _is_weight(self, storage: torch.UntypedStorage) -> bool:
-        # Look at the modules anew for every saved tensor: FSDP replaces their tensors whenever it gathers and frees. FSDP1 with
+        # Search the modules again for every saved tensor: FSDP replaces their tensors whenever it gathers and frees. FSDP1 with
         # use_orig_params=False leaves its views of the flat parameter as plain attributes.
         for module in self._entered[-1].modules:
             held: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
@@ -190,7 +190,7 @@ class ActivationOffload:
         return move
 
     def _make_room(self, size_bytes: int) -> None:
-        """Make room for one more copy: let the computation wait until the oldest copies have left."""
+        """Make room for one more copy: the computation waits until the oldest copies have left."""
         while self._leaving:
             move = self._leaving[0]()
             if move is not None and move.is_in_flight:
@@ -246,7 +246,7 @@ class _Entered:
 
 def _check_blocks(blocks: list[nn.Module]) -> None:
     if not blocks:
-        raise OffloadError("no block is given, so nothing would move. Give the modules whose activations shall wait on the host.")
+        raise OffloadError("no block is given, so nothing would move. Give the modules whose activations should move to the host.")
     places = {id(block): place for place, block in enumerate(blocks)}
     for place, block in enumerate(blocks):
         for module in block.modules():

@@ -1,4 +1,4 @@
-"""Measurements that a plan needs: time and bytes of each block, and the bandwidth of the bus; and applying a plan."""
+"""Measurements for a plan (time and bytes of each block, bandwidth of the bus), and the application of a plan."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.distributed._composable import checkpoint
 from torch.utils._pytree import tree_leaves
 
 from labkit.spmd.offload.context import ActivationOffload
-from labkit.spmd.offload.plan import BlockCost, Bus, Choice, Plan
-from labkit.spmd.offload.transfer import Copy, CountingTransfer, Transfer, transfer_for
+from labkit.spmd.offload.plan import BlockCost, Bus, Choice, OffloadPlan
+from labkit.spmd.offload.transfer import CountingTransfer, HostCopy, Transfer, transfer_for
 
 _PIECES = 8
 
@@ -54,7 +54,7 @@ def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, r
         clock.step(step)
     clock.close()
     return [
-        # A product needs both its factors, so backward needs two storages at a time.
+        # The backward of a product needs both factors, so count the two largest storages.
         BlockCost(*clock.shortest(place), sum(found.sizes), input_bytes[place], sum(sorted(found.sizes)[-2:]))
         for place, found in enumerate(sizes)
     ]
@@ -77,7 +77,7 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
     bus = transfer or transfer_for(device)
     if bus.is_alias:
         raise ValueError(f"nothing moves on {device}: there is no bus to measure. Give a transfer such as SlowBus.")
-    # Several copies at a time, to measure a busy bus and not how long one copy takes to start.
+    # Several copies at a time, to measure a busy bus and not the start-up time of one copy.
     sources = [torch.ones(size_bytes // _PIECES, dtype=torch.uint8, device=device) for _ in range(_PIECES)]
     waiting = [bus.send(source) for source in sources]
     rates = []
@@ -101,7 +101,7 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
 
 
 def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Return the shortest time of a step, after one to warm up: other work on the machine can only make a step longer.
+    """Return the shortest time of several steps, after one to warm up: other work on the machine only makes a step longer.
 
     Ranks: as ``step``.
     """
@@ -115,7 +115,7 @@ def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats
     return min(seconds[1:])
 
 
-def apply_plan(blocks: Sequence[nn.Module], plan: Plan, **options: Any) -> ActivationOffload | None:
+def apply_plan(blocks: Sequence[nn.Module], plan: OffloadPlan, **options: Any) -> ActivationOffload | None:
     """Apply a plan to the blocks of a model, before or after it is sharded.
 
     Args:
@@ -147,7 +147,7 @@ class _Sizes(CountingTransfer):
         super().__init__()
         self.sizes: list[int] = []
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         self.sizes.append(source.numel())
         return super().send(source)
 

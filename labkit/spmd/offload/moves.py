@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from labkit.errors import LabkitError
-from labkit.spmd.offload.transfer import Copy, Transfer
-
-if TYPE_CHECKING:
-    from labkit.spmd.offload.context import ActivationOffload
+from labkit.spmd.offload.transfer import HostCopy, Transfer
 
 
 class OffloadError(LabkitError, RuntimeError):
@@ -32,7 +29,7 @@ class OffloadCounts:
         moved_bytes: Storages sent to the host, each counted once and whole.
         num_moved: The number of these storages.
         fetched_bytes: Storages brought back. Less than ``moved_bytes``: what backward needs first never left the device.
-        num_late: Storages that backward needed before they were on their way back.
+        num_late: Storages that backward needed before their copy back had begun.
         peak_in_flight_bytes: The most device memory held only because a copy was under way or had arrived early.
     """
 
@@ -59,10 +56,20 @@ class View:
     offset: Any  # torch types it as int or SymInt
 
 
+class Mover(Protocol):
+    """The offload that a move belongs to; see `labkit.spmd.offload.context.ActivationOffload`."""
+
+    counts: OffloadCounts
+    in_flight_bytes: int
+
+    def forget(self, number: int) -> None:
+        """Take note that this move no longer exists."""
+
+
 class Move:
     """One storage on its way. It lives as long as a node of the graph needs it, and frees what it holds when it is deleted."""
 
-    def __init__(self, owner: ActivationOffload, transfer: Transfer, number: int, raw: Tensor, copy: Copy, saved: Tensor) -> None:
+    def __init__(self, owner: Mover, transfer: Transfer, number: int, raw: Tensor, copy: HostCopy, saved: Tensor) -> None:
         self.owner, self.number, self.copy, self.size_bytes = owner, number, copy, raw.numel()
         self.transfer = transfer
         self.raw: Tensor | None = raw  # the bytes on the device: until they have left, and again once they come back

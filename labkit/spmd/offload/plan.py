@@ -1,4 +1,4 @@
-"""Choice per block of what happens to its activations: keep, recompute or move, at the least time under a memory limit.
+"""Choice, per block, between keeping, recomputing and moving its activations: the fastest under a memory limit.
 
 The bound on time is a roofline (Williams et al., 2009): each direction of a step takes as long as the slower of computation
 and bus. `predict` refines it: copies hide behind later blocks only as far as the limit on bytes in flight allows.
@@ -95,7 +95,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Plan:
+class OffloadPlan:
     """A choice for each block, and its predicted cost.
 
     Attributes:
@@ -129,7 +129,7 @@ def roofline_seconds(costs: Sequence[BlockCost], moved_bytes: float, setting: Se
     return max(forward, moving / bus.out_bytes_per_s) + max(backward, moving / bus.back_bytes_per_s) + setting.rest_s
 
 
-def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Setting) -> Plan:
+def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Setting) -> OffloadPlan:
     """Predict what a choice costs.
 
     Time: while a block runs, its bytes and those waiting from neighbouring blocks go over the bus. When the block ends, no more
@@ -148,10 +148,10 @@ def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Sett
         state = _with_block(state, cost, choice, setting)
     step_s = state.forward_s + state.backward_s + setting.rest_s
     peak = setting.fixed_bytes + state.need_bytes + min(state.moved_bytes, setting.max_in_flight_bytes)
-    return Plan(tuple(choices), state.forward_s, state.backward_s, step_s, peak, state.moved_bytes)
+    return OffloadPlan(tuple(choices), state.forward_s, state.backward_s, step_s, peak, state.moved_bytes)
 
 
-def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: float) -> Plan:
+def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: float) -> OffloadPlan:
     """Return the fastest choice whose predicted peak stays within the limit; among equally fast ones, the one that moves least.
 
     To stay quick, more than 24 blocks are put into groups of neighbours that share a choice, and many similar partial choices
@@ -192,7 +192,7 @@ def _joined(group: Sequence[BlockCost]) -> BlockCost:
 
 @dataclass(frozen=True)
 class _Partial:
-    """The blocks from some block to the last: their time, the bytes that still wait for the bus at its edge, and their memory."""
+    """The blocks from some block to the last: their time and memory, and the bytes that still wait for the bus at its edge."""
 
     forward_s: float
     backward_s: float

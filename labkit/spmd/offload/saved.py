@@ -21,15 +21,15 @@ class SavedStorages:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def note(self, tensor: Tensor) -> Tensor:
-        """Take in a tensor that is saved, and return the tensor to keep instead."""
-        # A saved output refers to its own node: holding it undetached would make a cycle that is never collected.
+        """Count a tensor that autograd saves, and return the tensor to keep instead."""
+        # A saved output refers to its own node: keeping it undetached would make a cycle that is never collected.
         tensor = tensor.detach()
         storage = _local(tensor).untyped_storage()
         self._storages[storage._cdata] = storage
         return tensor
 
     def size_bytes(self, model: nn.Module) -> int:
-        """Return the bytes of the activations: saved storages that hold memory now and are no parameter or buffer of the model.
+        """Return the bytes of the activations: saved storages that hold memory now and are not the model's parameters or buffers.
 
         Call it when forward has ended. Weights that FSDP gathered and freed again hold no memory then, and weights that are still
         whole are parameters of the model.
@@ -45,11 +45,11 @@ class SavedStorages:
 def watch_saved() -> Iterator[SavedStorages]:
     """Watch what autograd saves while the block runs.
 
-    A module with hooks of its own hides its saved tensors from this watch; so use a `WatchedOffload` where there is an offload.
-    A checkpointed module saves only its inputs in forward, so only those are seen.
+    A module with hooks of its own hides its saved tensors from this watch; with an offload, use a `WatchedOffload`. A checkpointed
+    module saves only its inputs in forward, so only those are seen.
 
     Returns:
-        A context manager that gives the storages.
+        A context manager that yields the storages.
 
     Ranks: local. It does not affect backward.
     """

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from labkit.spmd.offload.transfer import Copy
+from labkit.spmd.offload.transfer import HostCopy
 
 
 class SlowBus:
@@ -33,34 +33,34 @@ class SlowBus:
             raise ValueError(f"a bus of {bytes_per_s} bytes per second never arrives; give a positive bandwidth")
         self.bytes_per_s = bytes_per_s
         self._out, self._back = _Direction("out", bytes_per_s), _Direction("back", bytes_per_s)
-        self._free: dict[int, list[Copy]] = {}
+        self._free: dict[int, list[HostCopy]] = {}
         self._host_bytes = 0
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         """See `Transfer`."""
         if waiting := self._free.get(source.numel()):
             copy = waiting.pop()
         else:
             self._host_bytes += source.numel()
-            copy = Copy(torch.empty_like(source))
+            copy = HostCopy(torch.empty_like(source))
         copy.sent = self._out.copy(copy.host, source, after=None)
         return copy
 
-    def wait_sent(self, copy: Copy) -> None:
+    def wait_sent(self, copy: HostCopy) -> None:
         """See `Transfer`; this one does wait on the CPU, because the CPU computes here."""
         copy.sent.result()
 
-    def fetch(self, copy: Copy) -> Tensor:
+    def fetch(self, copy: HostCopy) -> Tensor:
         """See `Transfer`."""
         target = torch.empty_like(copy.host)
         copy.fetched = self._back.copy(target, copy.host, after=copy.sent)
         return target
 
-    def wait_fetched(self, copy: Copy) -> None:
+    def wait_fetched(self, copy: HostCopy) -> None:
         """See `Transfer`; this one waits on the CPU."""
         copy.fetched.result()
 
-    def recycle(self, copy: Copy) -> None:
+    def recycle(self, copy: HostCopy) -> None:
         """See `Transfer`."""
         self._free.setdefault(copy.host.numel(), []).append(copy)
 
@@ -85,7 +85,7 @@ class _Direction:
     def _copy(self, target: Tensor, source: Tensor, after: Future[None] | None, asked_at: float) -> None:
         if after is not None:
             after.result()
-        # Counted from when the bus became free, not from when this thread woke up, so that wake-up delays do not add up.
+        # Count from when the bus became free, not from when this thread woke up, so that wake-up delays do not add up.
         self._free_at = max(self._free_at, asked_at) + source.numel() / self._bytes_per_s
         time.sleep(max(0.0, self._free_at - time.monotonic()))
         target.copy_(source)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class Copy:
+class HostCopy:
     """One storage's copy in host memory.
 
     Attributes:
@@ -38,19 +38,19 @@ class Transfer(Protocol):
     #: Whether the copies are the tensors themselves: writing to a tensor later then changes its copy.
     is_alias: bool
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         """Begin to copy bytes to the host. The caller keeps ``source`` until it has called `wait_sent`."""
 
-    def wait_sent(self, copy: Copy) -> None:
+    def wait_sent(self, copy: HostCopy) -> None:
         """Hold back the computation until the bytes have left, so that their memory may be reused."""
 
-    def fetch(self, copy: Copy) -> Tensor:
+    def fetch(self, copy: HostCopy) -> Tensor:
         """Begin to copy the bytes back, into new memory on the device. It must not be read before `wait_fetched`."""
 
-    def wait_fetched(self, copy: Copy) -> None:
+    def wait_fetched(self, copy: HostCopy) -> None:
         """Hold back the computation until the bytes are back."""
 
-    def recycle(self, copy: Copy) -> None:
+    def recycle(self, copy: HostCopy) -> None:
         """Take back the host memory of a copy that is no longer needed."""
 
     def host_bytes(self) -> int:
@@ -66,21 +66,21 @@ class CountingTransfer:
 
     is_alias: bool = True
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         """See `Transfer`."""
-        return Copy(source)
+        return HostCopy(source)
 
-    def wait_sent(self, copy: Copy) -> None:
+    def wait_sent(self, copy: HostCopy) -> None:
         """See `Transfer`."""
 
-    def fetch(self, copy: Copy) -> Tensor:
+    def fetch(self, copy: HostCopy) -> Tensor:
         """See `Transfer`."""
         return copy.host
 
-    def wait_fetched(self, copy: Copy) -> None:
+    def wait_fetched(self, copy: HostCopy) -> None:
         """See `Transfer`."""
 
-    def recycle(self, copy: Copy) -> None:
+    def recycle(self, copy: HostCopy) -> None:
         """See `Transfer`."""
 
     def host_bytes(self) -> int:
@@ -95,7 +95,7 @@ class CudaTransfer:
     Device memory is always taken from and returned to the stream that computes, after that stream has been told to wait for
     the copy. So the allocator may reuse it at once. ``record_stream`` would hold it back for an unknown time. Host memory is
     kept from step to step, because pinning is slow and would stop the device. torch pins powers of two, so this class also takes
-    powers of two and uses each for anything that fits: batches of varying length do not pin anew.
+    powers of two and uses each for anything that fits, so batches of varying length do not pin more.
 
     Args:
         device: A CUDA device with an index.
@@ -105,13 +105,13 @@ class CudaTransfer:
     is_alias: bool = False
     _out: Any = field(init=False)
     _back: Any = field(init=False)
-    _free: dict[int, deque[Copy]] = field(init=False, default_factory=lambda: defaultdict(deque))  # by size; oldest first
+    _free: dict[int, deque[HostCopy]] = field(init=False, default_factory=lambda: defaultdict(deque))  # by size; oldest first
     _host_bytes: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         self._out, self._back = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
-    def send(self, source: Tensor) -> Copy:
+    def send(self, source: Tensor) -> HostCopy:
         """See `Transfer`."""
         copy = self._host_memory(source.numel())
         copy.stream = torch.cuda.current_stream(self.device)
@@ -123,11 +123,11 @@ class CudaTransfer:
         copy.sent, copy.fetched = self._out.record_event(), None
         return copy
 
-    def wait_sent(self, copy: Copy) -> None:
+    def wait_sent(self, copy: HostCopy) -> None:
         """See `Transfer`."""
         copy.stream.wait_event(copy.sent)
 
-    def fetch(self, copy: Copy) -> Tensor:
+    def fetch(self, copy: HostCopy) -> Tensor:
         """See `Transfer`."""
         copy.stream = torch.cuda.current_stream(self.device)
         target = torch.empty_like(copy.host, device=self.device, pin_memory=False)
@@ -138,11 +138,11 @@ class CudaTransfer:
         copy.fetched = self._back.record_event()
         return target
 
-    def wait_fetched(self, copy: Copy) -> None:
+    def wait_fetched(self, copy: HostCopy) -> None:
         """See `Transfer`."""
         copy.stream.wait_event(copy.fetched)
 
-    def recycle(self, copy: Copy) -> None:
+    def recycle(self, copy: HostCopy) -> None:
         """See `Transfer`."""
         self._free[copy.memory.numel()].append(copy)
 
@@ -150,13 +150,13 @@ class CudaTransfer:
         """See `Transfer`."""
         return self._host_bytes
 
-    def _host_memory(self, size_bytes: int) -> Copy:
+    def _host_memory(self, size_bytes: int) -> HostCopy:
         capacity = 1 << (size_bytes - 1).bit_length()
         if waiting := self._free[capacity]:
             copy = waiting.popleft()
         else:
             self._host_bytes += capacity
-            copy = Copy(torch.empty(capacity, dtype=torch.uint8, pin_memory=True))
+            copy = HostCopy(torch.empty(capacity, dtype=torch.uint8, pin_memory=True))
         copy.host = copy.memory[:size_bytes]
         return copy
 

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+import torch
 
 from labkit.base.ranks import RankResults, RankSpec
 
-if TYPE_CHECKING:
-    from labkit.spmd.script.torchrun import Job
+
+class ScriptJob(Protocol):
+    """The ranks of the script; see `labkit.spmd.script.torchrun.Job`."""
+
+    namespace: dict[str, Any]
+    world_size: int
+    device: torch.device
+
+    def ask(self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, **kwargs: Any) -> RankResults[Any]:
+        """Call a function of the job on ranks."""
+
+    def forget(self) -> None:
+        """Forget what cells have made."""
+
+    def renew(self, world_size: int) -> None:
+        """Let the first ranks start anew."""
 
 
 class ScriptPool:
-    """The pool as the notebook's own process sees it, over the ranks of the script. Ranks: rank 0, inside a cell of its own."""
+    """The pool of the notebook's own process, over the ranks of the script. Ranks: rank 0, inside a cell of that process."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScriptJob) -> None:
         self._job = job
 
     def __repr__(self) -> str:
@@ -33,19 +49,19 @@ class ScriptPool:
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
     ) -> RankResults[Any]:
-        """Do as ``WorkerPool.run``, but without its timeout: nothing watches a script. Blocks as long as the function."""
+        """Behave like ``WorkerPool.run``, but without its timeout: nothing watches a script. Blocks as long as the function."""
         return self._job.ask(_run, function, *args, ranks=ranks, **kwargs)
 
     def push(self, ranks: RankSpec = None, **values: Any) -> None:
-        """Do as ``WorkerPool.push``."""
+        """Behave like ``WorkerPool.push``."""
         self._job.ask(_push, values, ranks=ranks)
 
     def pull(self, expression: str, ranks: RankSpec = None) -> RankResults[Any]:
-        """Do as ``WorkerPool.pull``."""
+        """Behave like ``WorkerPool.pull``."""
         return self._job.ask(_pull, expression, ranks=ranks)
 
     def restart(self, ranks: RankSpec = None) -> None:
-        """Do as ``WorkerPool.restart``: these ranks, or all, forget what cells have made. Their processes stay."""
+        """Behave like ``WorkerPool.restart``: these ranks, or all, forget the variables of cells. Their processes stay."""
         if ranks is None:
             self._job.ask(renew, self.world_size)
         else:
@@ -55,7 +71,7 @@ class ScriptPool:
         """Do nothing: the ranks end with the script."""
 
 
-def _run(job: Job, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _run(job: ScriptJob, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     # A function from the notebook also finds names that exist only in the rank's namespace.
     own = getattr(function, "__globals__", None)
     if own is not None and getattr(function, "__module__", None) == "__main__" and own is not job.namespace:
@@ -64,18 +80,18 @@ def _run(job: Job, function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return function(*args, **kwargs)
 
 
-def _push(job: Job, values: dict[str, Any]) -> None:
+def _push(job: ScriptJob, values: dict[str, Any]) -> None:
     job.namespace.update(values)
 
 
-def _pull(job: Job, expression: str) -> Any:
+def _pull(job: ScriptJob, expression: str) -> Any:
     return eval(expression, job.namespace)
 
 
-def _forget(job: Job) -> None:
+def _forget(job: ScriptJob) -> None:
     job.forget()
 
 
-def renew(job: Job, world_size: int) -> None:
-    """Let the first ranks start anew. Ranks: collective, see `labkit.spmd.script.torchrun.Job.renew`."""
+def renew(job: ScriptJob, world_size: int) -> None:
+    """Restart with the first ranks. Ranks: collective, see `labkit.spmd.script.torchrun.Job.renew`."""
     job.renew(world_size)

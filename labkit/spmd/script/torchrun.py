@@ -1,8 +1,8 @@
 """Runtime of a script written by ``labkit script``: the ranks of torchrun, with rank 0 also acting as the notebook's process.
 
-In the script the ``%%spmd`` cells are plain code. Whatever the notebook's own process does between them (parameters, folders,
-tables, checks of exercises) runs on rank 0, in a namespace of its own. Meanwhile the other ranks answer its ``pool.push``,
-``pool.pull`` and ``pool.run``.
+In the script the ``%%spmd`` cells are plain code. The work of the notebook's own process between them (parameters, folders, tables,
+checks of exercises) runs on rank 0, in a namespace of its own. Meanwhile the other ranks answer its ``pool.push``, ``pool.pull``
+and ``pool.run``.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Job:
             raise SystemExit(f"Start this script with torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
         if len(sys.argv) > 1:
             raise SystemExit(
-                f"This script takes no arguments, and was given {' '.join(sys.argv[1:])}. Its parameters stand in its first cell: "
-                "change them there, or write it anew with `labkit script NOTEBOOK -p NAME VALUE`."
+                f"This script takes no arguments, but was given {' '.join(sys.argv[1:])}. Its parameters are in its first cell: "
+                "change them there, or write the script again with `labkit script NOTEBOOK -p NAME VALUE`."
             )
         job = cls(namespace)
         agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -120,7 +120,7 @@ class Job:
             sys.stdout.flush()
 
     def show(self, value: Any, *, ranks: RankSpec = None) -> None:
-        """Print a cell's last expression as the notebook shows it: for each rank, but equal texts once and None not at all."""
+        """Print a cell's last expression as the notebook shows it: for each rank, but equal texts only once and None never."""
         texts = self._gather(None if value is None else text_of(value), ranks)
         groups: dict[str, list[int]] = {}
         for rank, text in texts.items():
@@ -177,7 +177,7 @@ class Job:
         """Replace ``labkit.WorkerPool``: return a pool of this job's ranks. If it needs fewer ranks, the last ones end here."""
         wanted = world_size or self.world_size
         if wanted > self.world_size:
-            raise LabkitError(f"the script has {self.world_size} ranks, and {wanted} cannot be made of them")
+            raise LabkitError(f"the script has {self.world_size} ranks, so it cannot have a pool of {wanted}")
         if self._has_pool or wanted < self.world_size:
             self.ask(renew, wanted)
         self._has_pool = True
@@ -236,7 +236,7 @@ class Job:
         gc.collect()
 
     def renew(self, world_size: int) -> None:
-        """Start anew with the first ranks: forget the variables that cells have made, and form a new process group.
+        """Restart with the first ranks: forget the variables that cells have made, and form a new process group.
 
         Ranks: collective. The remaining ranks end the script here, successfully.
         """

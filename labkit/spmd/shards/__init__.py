@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from labkit.base.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from labkit.spmd.shards.flat import flat_shares
+    from labkit.spmd.shards.flat_parameters import flat_shares
     from labkit.spmd.shards.meshes import check_mesh, fsdp1_extended, make_mesh, mesh_record, restore_optimizer, shard_2d
     from labkit.spmd.shards.parity import compare, require_equal
     from labkit.spmd.shards.records import Chunk
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "flat": "flat_shares",
+        "flat_parameters": "flat_shares",
         "meshes": "check_mesh fsdp1_extended make_mesh mesh_record restore_optimizer shard_2d",
         "parity": "compare require_equal",
         "records": "Chunk",

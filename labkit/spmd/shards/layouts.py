@@ -44,7 +44,7 @@ class MeshRecord:
 
     def __post_init__(self) -> None:
         if len(self.axes) != len(self.shape) or prod(self.shape) != len(self.ranks):
-            raise ValueError(f"axes {self.axes}, shape {self.shape} and {len(self.ranks)} ranks do not fit together")
+            raise ValueError(f"axes {self.axes}, shape {self.shape} and {len(self.ranks)} ranks do not match")
 
     def coordinate(self, rank: int) -> tuple[int, ...]:
         """Return the coordinate of a rank, one number per axis.
@@ -65,7 +65,7 @@ class MeshRecord:
             ValueError: The mesh has no such axis.
         """
         if axis not in self.axes:
-            raise ValueError(f"the mesh has the axes {', '.join(self.axes)} and no {axis!r}")
+            raise ValueError(f"the mesh has no axis {axis!r}, only {', '.join(self.axes)}")
         across = self.axes.index(axis)
         found: dict[tuple[int, ...], list[int]] = {}
         for rank in self.ranks:

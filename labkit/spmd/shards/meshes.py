@@ -1,8 +1,8 @@
 """Two-axis meshes for FSDP over tensor parallelism (TP), with checks for cases that torch accepts and gets wrong.
 
-Apply TP first, then FSDP, with the ``dp`` axis outside the ``tp`` axis. FSDP2 is right with either order of the axes. FSDP1 is
-not: its checkpoint assumes the order (dp, tp) whatever the order in the mesh, and raises no error (torch removed the check
-that ``parallelize_module`` once had).
+Apply TP first, then FSDP, with the ``dp`` axis outside the ``tp`` axis. FSDP2 is correct with either order of the axes. FSDP1 is
+not: its checkpoint assumes the order (dp, tp) whatever the order in the mesh, and raises no error (torch removed the check that
+``parallelize_module`` once had).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class MeshError(LabkitError, ValueError):
-    """The mesh cannot be made, or the requested operation on it would go wrong."""
+    """The mesh cannot be made, or the requested operation on it would give wrong results."""
 
 
 def make_mesh(device_type: str, *, tp: int | None = None) -> DeviceMesh:
@@ -77,9 +77,9 @@ def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str
         raise MeshError(f"FSDP over TP needs a mesh with the axes {dp!r} and {tp!r}; this one has {has}. Use make_mesh().")
     if fsdp == 1 and names.index(dp) > names.index(tp):
         raise MeshError(
-            f"FSDP1 over the mesh {names}: {dp!r} lies inside of {tp!r}. With two ranks on each axis training is right, and every "
-            f"sharded checkpoint holds wrong weights without an error. Make the mesh with {dp!r} outside: ({dp!r}, {tp!r}), or use "
-            "fully_shard."
+            f"FSDP1 over the mesh {names}: {dp!r} is inside {tp!r}. With two ranks on each axis it trains correctly, but every "
+            f"sharded checkpoint holds wrong weights, without an error. Make the mesh with {dp!r} outside: ({dp!r}, {tp!r}), or "
+            "use fully_shard."
         )
     return mesh
 
@@ -113,7 +113,7 @@ def shard_2d(
 
     Raises:
         MeshError: See `check_mesh`.
-        PlanError: See `check_plan`.
+        ParallelPlanError: See `check_plan`.
         ShardingError: See `shard_model`.
 
     Ranks: collective.

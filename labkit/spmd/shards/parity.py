@@ -50,7 +50,7 @@ def compare(actual: State, expected: State, *, rtol: float | None = None, atol: 
     tensors = [right[path] for path in common if isinstance(right[path], Tensor)]
     num_elements = sum(tensor.numel() for tensor in tensors)
     if not num_elements and not differences:
-        raise ValueError(f"nothing to compare: of {len(left)} and {len(right)} keys none is a tensor with elements on both sides")
+        raise ValueError(f"nothing to compare: none of {len(left)} and {len(right)} keys is a tensor with elements on both sides")
     return Parity(len(tensors), num_elements, len(common) - len(tensors), tuple(differences))
 
 

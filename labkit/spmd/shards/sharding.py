@@ -1,4 +1,4 @@
-"""Sharding of a model with FSDP2 from the inside out by a policy, with checks for what torch would accept and get wrong.
+"""Sharding of a model with FSDP2 from the inside out by a policy, with checks for cases that torch accepts and gets wrong.
 
 FSDP1 took an ``auto_wrap_policy``; `fully_shard` takes one module at a time and leaves the order to the caller. This module has
 the loop over the modules, with checks before it.
@@ -90,7 +90,7 @@ def shard_model(
 
 
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that updates tensors which are no parameters of the model.
+    """Refuse an optimizer that updates tensors other than the model's parameters.
 
     Such an optimizer was built for another model, or before this one was sharded. Its ``step`` would silently do nothing.
 
@@ -104,7 +104,7 @@ def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     stray = sum(id(parameter) not in own for parameter in held)
     if stray:
         raise ShardingError(
-            f"{stray} of the {len(held)} tensors in {type(optimizer).__name__} are no parameters of the model, so its steps would "
+            f"{stray} of the {len(held)} tensors in {type(optimizer).__name__} are not parameters of the model, so its steps would "
             "change nothing. Build the optimizer after sharding, from model.parameters()."
         )
 
@@ -216,7 +216,7 @@ def _checksum(parameter: Tensor) -> Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     raw = local.detach().contiguous().flatten().view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    # Each byte is weighted by its position, modulo 2**64, so different values and a different order both show. Pieces bound memory.
+    # Each byte is weighted by its position, modulo 2**64, so that the order counts as well as the values. Pieces bound the memory.
     for start, piece in enumerate(raw.split(_CHECKSUM_PIECE)):
         weights = torch.arange(1, piece.numel() + 1, device=raw.device, dtype=torch.int64) + start * _CHECKSUM_PIECE
         total += (piece.to(torch.int64) * weights).sum()

@@ -16,12 +16,12 @@ from labkit.spmd.shards.tree import leaves, path_text
 def shard_table(state: nn.Module | Mapping[str, Any]) -> list[ShardRecord]:
     """List the part of each tensor that this rank holds, read from the real tensors.
 
-    Chunks come from `labkit.checkpoint`, which saves by them. So uneven, empty and strided (two-dimensional) shards are right, and
-    the table of a live model matches the table of its checkpoint.
+    Chunks come from `labkit.checkpoint`, which uses them to save. So uneven, empty and strided (two-dimensional) shards are
+    correct, and the table of a live model matches the table of its checkpoint.
 
     Args:
-        state: A module (parameters, then buffers) or a nested mapping such as an optimizer's state dict. Leaves that are no
-            tensors are left out. ShardedTensors of FSDP1 are read too.
+        state: A module (parameters, then buffers) or a nested mapping such as an optimizer's state dict. Leaves other than tensors
+            are left out. ShardedTensors of FSDP1 are read too.
 
     Returns:
         One record per tensor, in the state's own order, without any torch object. A tensor that occurs again under another

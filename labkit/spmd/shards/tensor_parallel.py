@@ -34,7 +34,7 @@ class PlanFinding:
     detail: str
 
 
-class PlanError(LabkitError, ValueError):
+class ParallelPlanError(LabkitError, ValueError):
     """A tensor-parallel plan does not fit the model; the model has not been changed.
 
     Attributes:
@@ -46,7 +46,7 @@ class PlanError(LabkitError, ValueError):
         lines = [f"  {finding.key}: {finding.detail}" for finding in findings]
         super().__init__("\n".join([f"the tensor-parallel plan does not fit the model. Findings: {len(lines)}", *lines]))
 
-    def __reduce__(self) -> tuple[type[PlanError], tuple[tuple[PlanFinding, ...]]]:
+    def __reduce__(self) -> tuple[type[ParallelPlanError], tuple[tuple[PlanFinding, ...]]]:
         return type(self), (self.findings,)
 
 
@@ -73,12 +73,12 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
     """Refuse a plan in which `lint_plan` finds a problem.
 
     Raises:
-        PlanError: There are findings; it holds all of them.
+        ParallelPlanError: There are findings; it holds all of them.
 
     Ranks: local; equal on all ranks.
     """
     if findings := tuple(lint_plan(model, plan, tp_size, dp_size=dp_size)):
-        raise PlanError(findings)
+        raise ParallelPlanError(findings)
 
 
 def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int, *, dp_size: int = 1) -> Iterator[PlanFinding]:
@@ -161,7 +161,7 @@ def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool
         return ""
     if not all(pieces := _pieces(size, axes.tp)):
         return "a rank would get none, which fails in FSDP's backward"
-    # To save, torch joins the rows at one dp coordinate and splits them anew over tp. But FSDP split each TP piece on its own.
+    # To save, torch joins the rows at one dp coordinate and splits them again over tp. But FSDP split each TP piece on its own.
     held = zip(*(_pieces(piece, axes.dp) for piece in pieces), strict=True)
     if dim == 0 and any(list(rows) != _pieces(sum(rows), axes.tp) for rows in held):
         return f"over {axes.dp} ranks on dp torch puts the rows of some ranks in the wrong place, and its checkpoint fails"

@@ -11,7 +11,7 @@ Path = tuple[Any, ...]
 
 
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) for every value that is no mapping, list or tuple, in insertion order.
+    """Yield (path, leaf) for every value except mappings, lists and tuples, in insertion order.
 
     An empty container is a leaf too, so that trees with the same leaves have the same shape. Path parts keep their type: the
     integer 0 and the text "0" are different keys, and torch's optimizer dicts break if one becomes the other. A module is

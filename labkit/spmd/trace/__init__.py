@@ -1,4 +1,4 @@
-"""Records of what the runtimes of FSDP and of collectives do."""
+"""Records of the events in FSDP's runtimes, and of collectives."""
 
 from __future__ import annotations
 

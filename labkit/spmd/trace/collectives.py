@@ -71,7 +71,7 @@ def count_collectives() -> Iterator[CollectiveLog]:
     """Record the collectives that this rank calls while the block runs, including those of backward passes in it.
 
     Returns:
-        A context manager that gives the log. The log misses barriers on gloo and what torch does in threads of its own.
+        A context manager that yields the log. The log misses barriers on gloo and collectives in torch's own threads.
 
     Ranks: local. It adds no collective.
     """
@@ -108,7 +108,7 @@ class CollectiveMode(TorchDispatchMode):
 
 
 def collective_kind(func: Any) -> str | None:
-    """Return the kind of collective of a dispatched operator; None if it is no collective."""
+    """Return the kind of collective of a dispatched operator; None if it is not a collective."""
     if getattr(func, "namespace", None) not in _NAMESPACES:
         return None
     name = func.overloadpacket.__name__

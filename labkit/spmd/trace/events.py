@@ -1,4 +1,4 @@
-"""Records of what a rank did with its parameters: plain data without torch, so that the kernel can read and draw them."""
+"""Records of the events in one rank's training: plain data without torch, so that the kernel can read and draw them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that the runtime did on one rank.
+    """One action of the runtime on one rank.
 
     Attributes:
         kind: ``unshard``, ``wait``, ``reshard``; ``forward_begin`` to ``backward_end`` for the computation of a block; or the
@@ -57,7 +57,7 @@ class Event:
         block: FQN of the module that the parameter group belongs to, ``root`` for the model itself, ``""`` for a collective
             that belongs to no group. Several modules in one group are joined by a comma.
         phase: ``backward`` while autograd runs, ``forward`` while a sharded module runs forward, else ``outside``.
-        changes: Whether it changed something. False for an unshard of parameters that are whole or on their way already, for
+        changes: Whether it changed something. False for an unshard of parameters that are already whole or being gathered, for
             a wait with nothing to wait for, and for a reshard that freed nothing.
         size_bytes: Memory that an unshard takes or a reshard gives back; for a collective as in `Collective`; else 0.
         began_s: Seconds from the beginning of the trace.
@@ -79,7 +79,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Block:
+class TracedBlock:
     """One parameter group.
 
     Attributes:
@@ -107,7 +107,7 @@ class Trace:
 
     rank: int
     world_size: int
-    blocks: tuple[Block, ...]
+    blocks: tuple[TracedBlock, ...]
     events: tuple[Event, ...] = field(repr=False)
     start_s: float = 0.0
 
@@ -139,7 +139,7 @@ class Trace:
         return dict(Counter(call.kind for call in self.collectives()))
 
     def live_bytes(self) -> tuple[int, ...]:
-        """Return, after each event, the bytes of parameters that are whole or on their way, beyond the shards.
+        """Return, after each event, the bytes of parameters that are whole or being gathered, beyond the shards.
 
         The trace does not record which groups were whole when it began. If their reshards make the sum negative, the whole curve
         is raised until it is nowhere negative.

@@ -1,4 +1,4 @@
-"""The only module in `labkit.spmd` that touches private parts of FSDP1 and FSDP2: it reports what their runtimes do.
+"""The adapter to private parts of FSDP1 and FSDP2, the only one in `labkit.spmd`: it reports what their runtimes do.
 
 Neither runtime has public hooks for "parameters are being gathered" or "freed". While a trace runs, this adapter wraps the few
 functions that do it and reports to an `Observer`, in the same terms for both runtimes. It changes nothing in what torch does and
@@ -36,7 +36,7 @@ class Observer(Protocol):
     """The callbacks of the adapter, one call per event and parameter group."""
 
     def unshard(self, group: Group, call: Callable[[], Any], starts: Callable[[], bool]) -> Any:
-        """Handle an unshard. ``call`` does it; ``starts`` tells, before the call, whether there is anything to do."""
+        """Handle an unshard. ``call`` does it; ``starts``, called before it, returns whether there is anything to do."""
 
     def wait(self, group: Group, call: Callable[[], Any]) -> Any:
         """Handle the computation's wait for the parameters; they are whole when ``call`` returns."""
@@ -198,12 +198,12 @@ def _fsdp1_patches(observer: Observer) -> list[_Patch]:
         return wrapper
 
     def pre_backward(group: Group, call: Callable[[], Any]) -> Any:
-        # torch calls this once per output that needs a gradient, and only the first call does something.
+        # torch calls this once per output that needs a gradient, but only the first call does anything.
         ran = getattr(group, "_ran_pre_backward_hook", False)
         return call() if ran else observer.begin(group, "backward", call)
 
     def before_prefetch(group: Group, call: Callable[[], Any]) -> Any:
-        # The wait itself is one line inside a longer function; right after it, another group is prefetched.
+        # The wait itself is one line inside a longer function. Prefetching another group, right after it, marks its end.
         if group._training_state != _flat_param.HandleTrainingState.BACKWARD_POST:
             observer.wait(group, lambda: None)
         return call()
@@ -265,11 +265,11 @@ def self_test() -> None:
         actual = None if found is None else tuple(inspect.signature(found).parameters)
         if actual is None or actual[: len(expected)] != expected:
             state = "is missing" if actual is None else f"takes {actual}, expected {expected} first"
-            raise TraceError(f"{_owner_name(owner)}.{name} {state}: the tracer does not know this torch.")
+            raise TraceError(f"{_owner_name(owner)}.{name} {state}: the tracer does not support this torch.")
     for owner, names in _EXPECTED_ATTRIBUTES:
         for name in names:
             if not hasattr(owner, name):
-                raise TraceError(f"{_owner_name(owner)}.{name} is missing: the tracer does not know this torch.")
+                raise TraceError(f"{_owner_name(owner)}.{name} is missing: the tracer does not support this torch.")
 
 
 def _owner_name(owner: Any) -> str:

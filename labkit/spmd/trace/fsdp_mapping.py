@@ -9,7 +9,7 @@ Kind = Literal["changed", "your code", "gone"]
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedArgument:
     """One argument of ``FullyShardedDataParallel`` and its replacement in FSDP2.
 
     Attributes:
@@ -17,7 +17,7 @@ class Moved:
         new: An argument of ``fully_shard``, a method of ``FSDPModule`` with ``()``, or empty if there is none.
         kind: ``changed``: same purpose, different behaviour. ``your code``: torch no longer does it. ``gone``: always on now.
             No argument kept its behaviour.
-        note: What to know when moving to FSDP2.
+        note: Advice for moving to FSDP2.
     """
 
     old: str
@@ -26,25 +26,27 @@ class Moved:
     note: str
 
 
-ARGUMENTS: tuple[Moved, ...] = (
-    Moved("device_mesh", "mesh", "changed", "two axes always mean copies and pieces; in FSDP1 only under HYBRID_SHARD"),
-    Moved("process_group", "mesh", "changed", "no group, but a mesh of ranks, which has its groups"),
-    Moved(
+ARGUMENTS: tuple[MovedArgument, ...] = (
+    MovedArgument("device_mesh", "mesh", "changed", "two axes always mean copies and pieces; in FSDP1 only under HYBRID_SHARD"),
+    MovedArgument("process_group", "mesh", "changed", "a mesh of ranks, which has its own groups, instead of a group"),
+    MovedArgument(
         "sharding_strategy",
         "reshard_after_forward",
         "changed",
         "FULL_SHARD: True, SHARD_GRAD_OP: False; NO_SHARD and HYBRID_SHARD: by the mesh",
     ),
-    Moved("mixed_precision", "mp_policy", "changed", "inputs are cast at every sharded module; buffers stay as they are"),
-    Moved("cpu_offload", "offload_policy", "changed", "CPUOffloadPolicy(); pins memory by default"),
-    Moved("ignored_states", "ignored_params", "changed", "a set of parameters"),
-    Moved("ignored_modules", "ignored_params", "changed", "a set of parameters"),
-    Moved("backward_prefetch", "set_modules_to_backward_prefetch()", "changed", "on by default; an empty list leaves it on"),
-    Moved("forward_prefetch", "set_modules_to_forward_prefetch()", "changed", "which modules, not whether"),
-    Moved("auto_wrap_policy", "", "your code", "a loop from the inside out; the root last"),
-    Moved("sync_module_states", "", "your code", "same seed everywhere, or broadcast before sharding"),
-    Moved("param_init_fn", "", "your code", "meta device, fully_shard, to_empty, initialise"),
-    Moved("device_id", "", "your code", "build or move the model there first"),
-    Moved("use_orig_params", "", "gone", "names stay, the objects are new: make the optimizer afterwards"),
-    Moved("limit_all_gathers", "", "gone", "always limited"),
+    MovedArgument("mixed_precision", "mp_policy", "changed", "inputs are cast at every sharded module; buffers stay as they are"),
+    MovedArgument("cpu_offload", "offload_policy", "changed", "CPUOffloadPolicy(); pins memory by default"),
+    MovedArgument("ignored_states", "ignored_params", "changed", "a set of parameters"),
+    MovedArgument("ignored_modules", "ignored_params", "changed", "a set of parameters"),
+    MovedArgument(
+        "backward_prefetch", "set_modules_to_backward_prefetch()", "changed", "on by default; an empty list leaves it on"
+    ),
+    MovedArgument("forward_prefetch", "set_modules_to_forward_prefetch()", "changed", "which modules, not whether"),
+    MovedArgument("auto_wrap_policy", "", "your code", "a loop from the inside out; the root last"),
+    MovedArgument("sync_module_states", "", "your code", "same seed everywhere, or broadcast before sharding"),
+    MovedArgument("param_init_fn", "", "your code", "meta device, fully_shard, to_empty, initialise"),
+    MovedArgument("device_id", "", "your code", "build or move the model there first"),
+    MovedArgument("use_orig_params", "", "gone", "names stay, the objects are new: make the optimizer afterwards"),
+    MovedArgument("limit_all_gathers", "", "gone", "always limited"),
 )

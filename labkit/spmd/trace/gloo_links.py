@@ -1,4 +1,4 @@
-"""Measurement of what gloo really sends: bytes that the kernel counted on this rank's sockets, by the rank at the other end.
+"""Measurement of gloo's real traffic: bytes that the kernel counted on this rank's sockets, by the rank at the other end.
 
 Linux counts received bytes for every TCP connection (``tcpi_bytes_received`` of ``TCP_INFO``, see tcp(7)). gloo opens one
 connection for each pair of ranks in each process group, so these counts show how many bytes each rank received from each other.
@@ -31,9 +31,9 @@ def measure_links() -> Iterator[dict[int, int]]:
     """Measure how many bytes this rank receives over gloo while the block runs.
 
     Returns:
-        A context manager that gives a dict, which is filled when the block ends: bytes received, by sending rank. They are
-        the data, about 50 bytes for each message, and the two barriers at the beginning and end of the measurement. Traffic of
-        NCCL is not counted.
+        A context manager that yields a dict, which is filled when the block ends: bytes received, by sending rank. They
+        include the data, about 50 bytes for each message, and the two barriers at the beginning and end of the measurement. NCCL's
+        traffic is not counted.
 
     Raises:
         OSError: The system does not count bytes; see `can_measure_links`.
@@ -42,7 +42,7 @@ def measure_links() -> Iterator[dict[int, int]]:
     Blocks: until every rank has begun and ended its block.
     """
     if not can_measure_links():
-        raise OSError("only Linux says how many bytes a connection has carried")
+        raise OSError("only Linux counts the bytes of a connection")
     by_rank: dict[int, int] = {}
     dist.barrier()
     before = _received()

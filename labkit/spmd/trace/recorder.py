@@ -21,11 +21,11 @@ from labkit.spmd.trace.events import (
     ROOT,
     UNSHARD,
     WAIT,
-    Block,
     Collective,
     Event,
     Phase,
     Trace,
+    TracedBlock,
 )
 from labkit.spmd.trace.fsdp_events import Group, groups_of, kept_bytes, observed, shard_bytes, whole_bytes
 
@@ -38,7 +38,7 @@ class Recording:
 
     def __init__(self, model: nn.Module) -> None:
         self._groups = {group: _joined(names) for group, names in groups_of(model).items()}
-        self._blocks = tuple(Block(name, whole_bytes(group), shard_bytes(group)) for group, name in self._groups.items())
+        self._blocks = tuple(TracedBlock(name, whole_bytes(group), shard_bytes(group)) for group, name in self._groups.items())
         self._kept = {group: kept_bytes(group) for group in self._groups}
         self._pending: set[Group] = set()
         self._in_forward: set[Group] = set()
@@ -162,7 +162,7 @@ def record_events(model: nn.Module) -> Iterator[Recording]:
             but their collectives are.
 
     Returns:
-        A context manager that gives a `Recording`; its ``trace()`` is plain data.
+        A context manager that yields a `Recording`; its ``trace()`` returns plain data.
 
     Raises:
         TraceError: This torch lacks functions that the tracer wraps.
@@ -171,7 +171,7 @@ def record_events(model: nn.Module) -> Iterator[Recording]:
     """
     recording = Recording(model)
     with warnings.catch_warnings():
-        # Under a dispatch mode the output of a Linear is a view, and FSDP2 warns of that since 2.13.
+        # Under a dispatch mode the output of a Linear is a view, about which FSDP2 warns since 2.13.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with observed(recording), CollectiveMode(recording.collective):
             yield recording

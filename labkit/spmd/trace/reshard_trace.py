@@ -1,4 +1,4 @@
-"""Trace of what torch's ``input_reshard`` keeps for backward, tensor by tensor, and whether each tensor comes back unchanged.
+"""Trace of the tensors that torch's ``input_reshard`` keeps for backward, and whether each comes back unchanged.
 
 ``input_reshard`` registers hooks for *every* tensor that autograd saves during a module's forward. It assumes that every
 replicated DTensor and every plain tensor is equal on all TP ranks: each rank keeps its part of the rows, and backward gathers
@@ -41,7 +41,7 @@ class SavedTensor:
 
 
 @dataclass
-class Trace:
+class ReshardTrace:
     """The tensors that were saved, in order.
 
     Attributes:
@@ -61,14 +61,14 @@ class Trace:
 @contextmanager
 def trace_input_reshard(
     model: nn.Module, tp_mesh: DeviceMesh, *, modules: Sequence[nn.Module] = (), dim: int = 0
-) -> Iterator[Trace]:
+) -> Iterator[ReshardTrace]:
     """Trace what a forward in the block saves, as if ``input_reshard(module, tp_mesh, dim)`` had been called on ``modules``.
 
     Args:
         model: The model whose forward runs in the block. Backward may run there too.
         tp_mesh: The TP axis.
         modules: The modules whose forward uses the hooks; everything else is saved whole.
-        dim: The dim along which torch divides what it keeps.
+        dim: The dim along which torch divides the tensors that it keeps.
 
     Yields:
         The trace, filled as the forward runs.
@@ -78,7 +78,7 @@ def trace_input_reshard(
     # Private functions, used only here: with torch's own rule the trace cannot deviate from it.
     from torch.distributed.tensor.parallel.input_reshard import _pack_hook_tp, _unpack_hook_tp
 
-    trace = Trace()
+    trace = ReshardTrace()
     parameters = {_local(parameter).untyped_storage().data_ptr() for parameter in model.parameters()}
 
     def pack_whole(tensor: Tensor) -> Any:
@@ -109,7 +109,7 @@ def trace_input_reshard(
             def leave(*_: object, inside: saved_tensors_hooks = inside) -> None:
                 inside.__exit__()
 
-            # always_call: hooks left on after an error would act on everything that this process saves from then on.
+            # always_call, because hooks left on after an error would act on everything that this process saves from then on.
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         try:
             yield trace
@@ -118,7 +118,7 @@ def trace_input_reshard(
                 handle.remove()
 
 
-def _record(trace: Trace, tensor: Tensor, packed: Any, *, comes_back: bool) -> None:
+def _record(trace: ReshardTrace, tensor: Tensor, packed: Any, *, comes_back: bool) -> None:
     kind = str(tuple(tensor.placements)) if isinstance(tensor, DTensor) else "plain"
     kept = _local(packed)
     trace.saved.append(SavedTensor(kind, tuple(tensor.shape), kept.numel(), comes_back))

@@ -137,7 +137,7 @@ def _backends(group: Any) -> list[tuple[str, list[str]]]:
     return [(names.pop(), list(devices))] if len(names) == 1 else [(name, [device]) for device, name in devices.items()]
 
 
-class Progress(NamedTuple):
+class BegunOperations(NamedTuple):
     """The operations begun on this rank's groups so far. Two of these are equal if nothing was begun between them.
 
     Attributes:
@@ -151,16 +151,16 @@ class Progress(NamedTuple):
     counts: tuple[int, ...]
 
 
-def progress() -> Progress:
+def progress() -> BegunOperations:
     """Return the operations begun so far. Takes a few microseconds."""
     key = (*map(id, c10d._world.pg_map), _registered[0])
     if _counted[0] != key:
         _counted[:] = [key, [(group_name(group), backend) for group in groups() for backend in _rebuilt(group)]]
     counts = [backend._get_sequence_number_for_group() for _, backend in _counted[1]]
-    return Progress(key, c10d._world.group_count, tuple(counts))
+    return BegunOperations(key, c10d._world.group_count, tuple(counts))
 
 
-def begun_since(before: Progress) -> dict[str, int]:
+def begun_since(before: BegunOperations) -> dict[str, int]:
     """Return how many collectives and messages were begun on each group since then, or in all if groups have changed."""
     now = progress()
     earlier = before.counts if before.groups == now.groups else (0,) * len(now.counts)

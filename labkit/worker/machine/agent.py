@@ -15,20 +15,17 @@ import pickle
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing.connection import Connection
 from typing import Any
 
 import zmq
 
-from labkit.base import places, torch_caches
+from labkit.base import places
 from labkit.base.machine import MemoryAtDeath
-from labkit.base.own_python import own_environ, own_python, with_folder
 from labkit.errors import InvalidPoolError
 from labkit.wire.hub import HubLink
 from labkit.wire.messages import Execute, Failed, FromWorker, Output, Release, Result
@@ -51,15 +48,14 @@ from labkit.wire.node_messages import (
     Welcome,
 )
 from labkit.wire.payload import Packed, to_frames, to_memory
-from labkit.wire.spec import WorkerSpec
 from labkit.wire.transport import ControllerWire, Keys
 from labkit.wire.versions import versions
-from labkit.worker.groups.addresses import LOOPBACK, NodeClaim, address_towards, gloo_device, host_of, store_host
+from labkit.worker.groups.addresses import LOOPBACK, NodeClaim, address_towards, host_of, store_host
 from labkit.worker.machine.backlog import Backlog
-from labkit.worker.start import store
+from labkit.worker.machine.rank_starter import RankStarter, make_spec
+from labkit.worker.start import meeting_store
 
 LOOK_MS = 250
-_END_S = 5.0
 
 
 class Agent:
@@ -83,7 +79,7 @@ class Agent:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         os.rmdir(self._make_directory())  # a machine that cannot make one says so before the notebook counts on it
-        self._server, self._process = _start_fork_server()
+        self._starter = RankStarter()
         self._link = HubLink(address, keys, self._life)
         self._num_gpus: int | None = None
         self._silent_s, self._looked_at = 0.0, time.monotonic()
@@ -99,7 +95,7 @@ class Agent:
         self._backlog = Backlog()
         self._held: Packed | None = None
         self._holders: set[int] = set()
-        self._send_server("count_gpus", -1, dict(os.environ))
+        self._starter.send("count_gpus", -1, dict(os.environ))
 
     def run(self) -> str:
         """Serve until the end. Return the reason why it ended, empty if the notebook asked for it."""
@@ -121,7 +117,7 @@ class Agent:
         # A full backlog means that the notebook does not keep up. Then ranks are not read, and wait in print.
         poller.register(self._link.socket, zmq.POLLIN | (zmq.POLLOUT if self._backlog and self._link.connected else 0))
         poller.register(self._link.monitor, zmq.POLLIN)
-        poller.register(self._server.fileno(), zmq.POLLIN)
+        poller.register(self._starter.connection.fileno(), zmq.POLLIN)
         if self._wire is not None and self._hears_ranks:
             for source in self._wire.sources:
                 poller.register(source, zmq.POLLIN)
@@ -132,11 +128,11 @@ class Agent:
         return not self._link.connected or not self._backlog.full
 
     def _hear_server(self) -> str | None:
-        while self._server.poll(0):
+        while self._starter.connection.poll(0):
             try:
-                name, *args = self._server.recv()
+                name, *args = self._starter.connection.recv()
             except (EOFError, OSError):
-                return f"the fork server ended with exit code {self._process.wait()}; its output stands above"
+                return f"the fork server ended with exit code {self._starter.wait()}; its output stands above"
             if name == "broken":
                 self._tell(NodeFailed(f"{socket.gethostname()} cannot import what ranks need: {args[0]}"))
                 self._flush()
@@ -155,12 +151,12 @@ class Agent:
 
     def _started(self, handle: int, pid: int) -> None:
         if handle in self._doomed or handle not in self._ranks:  # its world was closed in the meantime
-            self._send_server("kill", pid)
+            self._starter.send("kill", pid)
         if handle in self._ranks:
             self._pids[handle] = pid
 
     def _exited(self, pid: int, rank: int, code: int, rests: tuple[Any, Any], memory: MemoryAtDeath) -> None:
-        if rank == store.RANK:
+        if rank == meeting_store.RANK:
             self._store = ""
             self._tell(StoreOpened("", f"the store's process ended with exit code {code}"))
             return
@@ -231,11 +227,12 @@ class Agent:
                     self._generation = message.group.generation if message.group is not None else self._generation
                 self._wire.send(tag.ranks, tag.channel, self._kept_here(message, tag.ranks, parts[1:]))
         elif isinstance(tag, StartRank):
+            assert self._wire is not None
             self._ranks[tag.handle], self._generation = tag.rank, tag.group.generation
-            self._send_server("start", tag.handle, self._spec(tag))
+            self._starter.send("start", tag.handle, make_spec(tag, self._wire.endpoint, self._directory))
         elif isinstance(tag, KillRank):
             if tag.handle in self._pids:
-                self._send_server("kill", self._pids[tag.handle])
+                self._starter.send("kill", self._pids[tag.handle])
             elif tag.handle in self._ranks:
                 self._doomed.add(tag.handle)
         elif isinstance(tag, Welcome):
@@ -246,7 +243,7 @@ class Agent:
             self._close_world()
             self._world = tag.name
             self._directory = self._make_directory()
-            self._send_server("directory", self._directory)
+            self._starter.send("directory", self._directory)
             self._wire = ControllerWire(self._directory, Keys.generate())
         else:
             assert isinstance(tag, AreYouThere)
@@ -264,7 +261,7 @@ class Agent:
         except InvalidPoolError as error:
             self._tell(StoreOpened("", str(error)))
             return
-        self._send_server("open_store", host)
+        self._starter.send("open_store", host)
 
     def _kept_here(self, message: Any, ranks: Sequence[int], frames: list[bytes]) -> Any:
         """Return the message with its large buffers in memory that all ranks of this machine share."""
@@ -281,34 +278,10 @@ class Agent:
             self._held.close()
             self._held = None
 
-    def _spec(self, tag: StartRank) -> WorkerSpec:
-        assert self._wire is not None
-        address = tag.group.store.rpartition("/")[0]
-        host, port = host_of(address), address.rpartition(":")[2]
-        # As under torchrun: ``init_process_group()`` in a cell joins this store instead of opening its own.
-        meeting = {"MASTER_ADDR": host, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        environ = tag.defaults | dict(os.environ) | meeting
-        if tag.local_world_size < tag.group.world_size and (device := gloo_device(address)):
-            # Otherwise gloo takes the address of the host name, which on many machines is the loopback device's.
-            environ.setdefault("GLOO_SOCKET_IFNAME", device)
-        return WorkerSpec(
-            rank=tag.rank,
-            local_rank=tag.local_rank,
-            local_world_size=tag.local_world_size,
-            device=tag.device,
-            endpoint=self._wire.endpoint,
-            group=tag.group,
-            directory=self._directory,
-            environ=torch_caches.private(environ),
-            cwd=os.getcwd(),
-            sys_path=tuple(with_folder(sys.path, os.getcwd())),
-            joining=tag.joining,
-        )
-
     def _close_world(self) -> None:
         self._let_go()
         for pid in self._pids.values():
-            self._send_server("kill", pid)
+            self._starter.send("kill", pid)
         self._pids.clear()
         self._ranks.clear()
         self._doomed.clear()
@@ -319,7 +292,7 @@ class Agent:
             self._wire.close()
             self._wire = None
             shutil.rmtree(self._directory, ignore_errors=True)
-            self._send_server("forget", self._directory)
+            self._starter.send("forget", self._directory)
 
     # ---- what the ranks say --------------------------------------------------------------------------------------
 
@@ -353,34 +326,9 @@ class Agent:
         while self._link.connected and (parts := self._backlog.first()) is not None and self._link.send(parts):
             self._backlog.taken()
 
-    # ---- the fork server -----------------------------------------------------------------------------------------
-
-    def _send_server(self, *message: Any) -> None:
-        try:
-            self._server.send(message)
-        except OSError:
-            pass  # its end is noticed by the reader of this connection
+    # ---- the end -------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
         self._close_world()
-        self._send_server("stop")
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._server.close()
+        self._starter.end()
         self._link.close()
-
-
-def _start_fork_server() -> tuple[Connection, subprocess.Popen[bytes]]:
-    ours, theirs = socket.socketpair()
-    process = subprocess.Popen(
-        own_python("-m", "labkit.worker.start.forkserver", "--fd", str(theirs.fileno())),
-        pass_fds=[theirs.fileno()],
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        env=own_environ(os.environ),
-    )
-    theirs.close()
-    return Connection(ours.detach()), process

@@ -18,7 +18,7 @@ from typing import Any
 from labkit import errors
 from labkit.base.progress import running
 from labkit.base.tracebacks import is_library
-from labkit.wire.messages import Collective, RankReport, TaskReport
+from labkit.wire.messages import RankReport, RecordedCollective, TaskReport
 from labkit.worker.groups import backends, loopback_peers, new_groups
 from labkit.worker.groups.process_group import DEFAULT_GROUP, ProcessGroups
 from labkit.worker.steps.run_state import RunState
@@ -165,7 +165,7 @@ def _groups() -> tuple[dict[str, tuple[int, ...]], dict[str, int]]:
         return {}, {}
 
 
-def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective, ...]:
+def recent_collectives(groups: ProcessGroups | None = None) -> tuple[RecordedCollective, ...]:
     """Return the last collectives of this rank, those of gloo first, then NCCL's; empty if torch keeps no record.
 
     Only collectives on the groups' present backends are included. New backends count from 1 again, so a call on an old backend, or
@@ -174,7 +174,7 @@ def recent_collectives(groups: ProcessGroups | None = None) -> tuple[Collective,
     own = groups.own_collectives if groups is not None else 0
     since_ns = groups.present_since() if groups is not None else None
     bindings = sys.modules.get("torch._C._distributed_c10d")
-    found: list[Collective] = []
+    found: list[RecordedCollective] = []
     # torch keeps one record for NCCL and one for the other backends; a CPU build has no record for NCCL.
     for name in ("_dump_fr_trace", "_dump_nccl_trace"):
         dump = getattr(bindings, name, None)
@@ -204,12 +204,12 @@ def _group_of(entry: dict[str, Any]) -> str:
     return str(entry.get("process_group", ("?", "?"))[0])
 
 
-def _collective(entry: dict[str, Any], own: int) -> Collective:
+def _collective(entry: dict[str, Any], own: int) -> RecordedCollective:
     backend, _, name = str(entry.get("profiling_name", "")).rpartition(":")
     group = _group_of(entry)
     done = _is_done(entry)
     where, code = ("", "") if done else _called_at(entry.get("frames", ()))
-    return Collective(
+    return RecordedCollective(
         sequence=int(entry.get("collective_seq_id", 0)) - (own if group == DEFAULT_GROUP else 0),
         name=name,
         group=group,

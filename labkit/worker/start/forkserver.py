@@ -28,7 +28,7 @@ from typing import Any
 
 from labkit.wire.pipes import Kept, make_pipes, redirect, take_rest
 from labkit.wire.spec import WorkerSpec
-from labkit.worker.start import store
+from labkit.worker.start import meeting_store
 from labkit.worker.start.environment import INLINE_FIGURES, draw_anew, enter
 from labkit.worker.start.imports import import_machinery
 from labkit.worker.start.lifeline import adopt_orphans, child_pids, die_with_parent, ending_with_controller, kill_group
@@ -79,7 +79,7 @@ class Server:
         poller.register(wake_read, select.POLLIN)
         # A child that the controller's process forked could hold the connection open, so the parent is watched as well.
         while os.getppid() == parent:
-            idle = all(child.rank == store.RANK for child in self.children.values())
+            idle = all(child.rank == meeting_store.RANK for child in self.children.values())
             ready = {fd for fd, _ in poller.poll(20 if idle_imports and idle else 500)}
             if wake_read in ready:
                 with contextlib.suppress(BlockingIOError):
@@ -131,11 +131,11 @@ class Server:
     def open_store(self, host: str) -> tuple[str, str]:
         """Fork the store's process. Return its address, or an empty address and the reason."""
         try:
-            listener, address = store.listen(host)
+            listener, address = meeting_store.listen(host)
         except OSError as error:
             return "", f"it cannot listen on {host}: {error.strerror}"
         with listener:
-            self._fork(store.RANK, "", lambda *_: store.serve(listener))
+            self._fork(meeting_store.RANK, "", lambda *_: meeting_store.serve(listener))
         return address, ""
 
     def _fork(self, rank: int, directory: str, work: Work) -> int:

@@ -25,7 +25,7 @@ _LINK = re.compile(
 _ELSEWHERE = re.compile(r"#|[a-z]+:")
 _LEFT_OUT = {"injected-parameters"}
 _FENCE = re.compile(r"[ \t]*(```|~~~)")
-# Match only at the beginning of a paragraph or of a sentence in it: elsewhere the words only mention predictions.
+# Match only at the beginning of a paragraph or sentence: elsewhere the words only mention predictions.
 _PREDICTION = re.compile(r"(?:^|\. )\*\*Predict first", re.MULTILINE)
 
 
@@ -47,8 +47,16 @@ def title(notebook: NotebookNode) -> str:
     return "Untitled"
 
 
+def about(notebook: NotebookNode) -> str:
+    """Return the first paragraph after the title, without markup; empty if it is a table or a heading."""
+    source = str(notebook.cells[0].source) if notebook.cells else ""
+    texts = [part.strip() for part in re.sub(r"^# .*$", "", source, flags=re.MULTILINE).split("\n\n") if part.strip()]
+    first = texts[0] if texts else ""
+    return "" if first.startswith(("|", "#")) else re.sub(r"[*`]|\]\([^)]*\)|\[", "", first)
+
+
 def num_predictions(prose: str) -> int:
-    """Return how often a text asks for a prediction."""
+    """Count the places where a text asks for a prediction."""
     return len(_PREDICTION.findall(prose))
 
 
@@ -71,7 +79,7 @@ def paragraphs(source: str) -> Iterator[str]:
 
 
 def clean_copy(notebook: NotebookNode) -> NotebookNode:
-    """Return a copy without traces of the run: no times, widget state or injected cell, and outputs that need no kernel.
+    """Return a copy without traces of the run: no times, widget state or injected cell, and no outputs that need a kernel.
 
     Tags stay, because they say what a cell is: ``exercise``, ``check``, ``fault``.
     """

@@ -84,7 +84,7 @@ def _plan(executed: NotebookNode) -> str:
         f"**Teaching takes about {_minutes(sum(section.minutes for section in sections))}.** This is an estimate by rule: "
         f"{WORDS_PER_MINUTE} words of text a minute, {MINUTES_PER_PREDICTION} minutes a prediction, "
         f"{MINUTES_PER_STAR} minutes a star of an exercise, and the machine time of this run. "
-        "Who is late can show the solution of an exercise, with what it gave, in the place of its minutes.",
+        "If time runs short, show the solution of an exercise and its output instead of letting students work on it.",
         "",
         "| Section | Teaching | To do | Cells to run | Machine time |",
         "|---|--:|---|--:|--:|",
@@ -120,7 +120,7 @@ def _exercise_note(exercise: str, ran: Sequence[NotebookNode], check: NotebookNo
     checks = checks_in(check.source)
     parts += [f"What is measured: {found.what}" for found in checks if found.what]
     if said := _said(check):
-        parts.append(f"What the solution gave in this run:\n\n```text\n{said}\n```")
+        parts.append(f"Output of the solution in this run:\n\n```text\n{said}\n```")
     if took is not None:
         parts.append(f"Machine time of the exercise and its check: {_duration(took)}.")
     mistakes = [mistake for found in checks for mistake in found.mistakes]

@@ -22,8 +22,8 @@ class Mistake:
     """A mistake that a check recognizes.
 
     Attributes:
-        seen: The condition by which the check recognizes it, in words or as the check's code in code style; empty if the source
-            does not tell.
+        seen: The condition by which the check recognizes it, in words or as the check's own code in backticks; empty if the source
+            does not show it.
         hint: The check's hint.
     """
 
@@ -33,7 +33,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Check:
-    """The contents of a check's source.
+    """The facts that a check's source states.
 
     Attributes:
         name: Its name, such as ``lab04.check_eval_loss``.
@@ -108,7 +108,7 @@ _Place = tuple[ast.expr | None, ast.expr]
 
 
 def _mistakes(node: ast.stmt, top: dict[str, ast.stmt]) -> Iterator[Mistake]:
-    """Yield the mistakes in a definition, by the places in which the labs write hints."""
+    """Yield the mistakes in a definition, found at the places where the labs write hints."""
     for seen, hint in _places(node, top, None):
         for test, branch in _branches(hint):
             if text := _sentence(branch, top):

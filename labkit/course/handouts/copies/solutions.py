@@ -1,6 +1,6 @@
-"""The solutions in a notebook: where they are, their replacement for students, and the search for leaks.
+"""The solutions in a notebook: finding them, replacing them by holes for students, and searching files for leaks.
 
-A solution is between ``### BEGIN SOLUTION`` and ``### END SOLUTION``, the convention of nbgrader.
+A solution is between ``### BEGIN SOLUTION`` and ``### END SOLUTION``, as in nbgrader.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ def require_paired_markers(notebook: NotebookNode, name: str) -> None:
         if not is_for_instructor(cell) and (wrong := _wrong_marker(cell)):
             line, problem = wrong
             raise HandoutError(
-                f"{name}, cell {number} (id {cell.get('id', 'unknown')}), line {line}: {problem}. A solution stands between a line "
+                f"{name}, cell {number} (id {cell.get('id', 'unknown')}), line {line}: {problem}. Put a solution between a line "
                 "### BEGIN SOLUTION and a line ### END SOLUTION in one cell; anything else would be handed out."
             )
 
 
 def _wrong_marker(cell: NotebookNode) -> tuple[int, str] | None:
-    """Return the first line of a cell through which a solution could leak, and why."""
+    """Return the number of the first line of a cell through which a solution could leak, and the reason."""
     begun = 0
     for number, line in enumerate(cell.source.splitlines(), start=1):
         if marker := _MARKER.match(line):
             if cell.cell_type != "code":
-                return number, f"{line.strip()!r} in a cell without code, which can have no hole (tag it `solution`)"
+                return number, f"{line.strip()!r} in a cell without code, which cannot have a hole (tag it `solution`)"
             if (marker[1] == "BEGIN") == bool(begun):
                 return number, f"{line.strip()!r} has no {'END before it' if begun else 'BEGIN'}"
             begun = number if marker[1] == "BEGIN" else 0
@@ -82,7 +82,7 @@ class Secrets:
     """The lines that students must not see: lines of solutions that the notebooks do not show elsewhere.
 
     Args:
-        notebooks: All notebooks of the set. A line that one of them shows outside its solutions is not secret in any.
+        notebooks: All notebooks of the set. A line that one of them shows outside its solutions is not secret in the others either.
     """
 
     def __init__(self, notebooks: Iterable[NotebookNode]) -> None:

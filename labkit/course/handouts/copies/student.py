@@ -1,4 +1,4 @@
-"""The students' copy: solutions are holes, predictions are open, and whatever would answer either is left out or folded."""
+"""The students' copy: solutions are holes, predictions are open, and text and outputs that answer them are left out or folded."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from labkit.course.handouts.copies.solutions import Secrets, has_solution, with_
 
 # Outputs of these cells reveal what a student has to find out.
 _SOLVED = {"exercise", "check", "recap"}
+# "Run all cells" continues after an error in these cells, which fail or show less while an exercise is unsolved.
+_MAY_FAIL = {"exercise", "check", "uses-exercise"}
 _ANSWER = re.compile(r"^\*\*(What to notice|Read it aloud)", re.MULTILINE)
 _HEADING = re.compile(r"#{1,6} ")
 
@@ -22,9 +24,9 @@ _OPEN_LINE = "**Your prediction:**"
 def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
     """Make the students' copy of an executed notebook.
 
-    After a **Predict first** or a cell with a solution, up to the next heading, outputs are left out and the notes on them are
-    folded: a later output of the same section often answers the question too. A cell is added in which to write the prediction. An
-    output that shows a line of a solution, such as a traceback through it, is left out everywhere.
+    From a **Predict first** or a cell with a solution to the next heading, outputs are left out and the notes on them are folded,
+    because a later output of the same section often answers the question too. A cell for the prediction is added. An output that
+    shows a line of a solution, such as a traceback through it, is left out everywhere.
 
     Args:
         executed: The notebook; it is not changed.
@@ -44,6 +46,8 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
             if has_solution(cell.source):
                 is_open = True
                 cell.metadata["tags"] = sorted({"exercise", *tags(cell)})
+            if tags(cell) & _MAY_FAIL:
+                cell.metadata["tags"] = sorted({"raises-exception", *tags(cell)})
             cell.source = with_holes(cell.source)
             if is_open or tags(cell) & _SOLVED:
                 cell.outputs = []

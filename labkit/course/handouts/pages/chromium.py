@@ -1,4 +1,4 @@
-"""Chromium as a printer: it gets a page as text, and runs, fetches and opens nothing for it.
+"""Chromium as a printer: it gets a page as text and runs, fetches and opens nothing that the page asks for.
 
 The page is written into an empty document, which may not open files. Scripts are disabled, and the only way to a network is a proxy
 that does not exist. Commands go through a pipe (``--remote-debugging-pipe``), so no port is open. It starts in a folder of its own:
@@ -32,7 +32,7 @@ _FLAGS = (
     "--remote-debugging-pipe",
     "--proxy-server=none.invalid:9",
     "--proxy-bypass-list=<-loopback>",
-    # No name has an address, the proxy's included: whoever listened at one would get Chromium's own requests.
+    # No name resolves, not even the proxy's: a program listening there would get Chromium's own requests.
     "--host-resolver-rules=MAP * ~NOTFOUND",
 )
 # Chromium reads commands from descriptor 3 and answers on 4.
@@ -103,7 +103,7 @@ class _Browser:
         return self._errors.read()[-2000:]
 
     def close(self) -> None:
-        """Kill it and all its processes."""
+        """Kill Chromium and all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         self._process.wait()
@@ -130,6 +130,6 @@ def print_pdf(page: str, chromium: str, name: str) -> bytes:
         except TimeoutError:
             raise HandoutError(f"Chromium did not print {name} in {PDF_TIMEOUT_S} s.") from None
         except BrokenPipeError:
-            raise HandoutError(f"Chromium could not print {name}; it ended:\n{browser.errors()}") from None
+            raise HandoutError(f"Chromium ended before it had printed {name}:\n{browser.errors()}") from None
         finally:
             browser.close()

@@ -95,7 +95,7 @@ def embed_fonts(css: str, shown: str) -> str:
 @cache
 def _exporter() -> HTMLExporter:
     config = Config()
-    # Without scripts and widgets, which a page does not show: the next form of such an output is used.
+    # A page shows no scripts or widgets, so an output that has such a form is shown in its next one.
     config.NbConvertBase.display_data_priority = _SHOWN
     config.TemplateExporter.extra_template_basedirs = [str(_TEMPLATES)]
     exporter = HTMLExporter(config=config, template_name="handout")
@@ -139,7 +139,7 @@ class _Prose(IPythonRenderer):
         return formula(body, display=False)
 
     def table_cell(self, text: str, align: str | None = None, head: bool = False) -> str:
-        # In a table a bar has to be escaped even in code, the only place where mistune keeps the backslash.
+        # In a table a bar has to be escaped even in code, and in code mistune keeps the backslash.
         cell = text.replace(r"\|", "|")
         tag, style = "th" if head else "td", f' style="text-align:{align}"' if align else ""
         return f"  <{tag}{style}>{cell}</{tag}>\n"

@@ -1,4 +1,4 @@
-"""The page made for paper: folded text and links at the end of sections, long outputs cut, and its PDF."""
+"""The page for paper, and its PDF: folded text and link addresses move to the end, and long outputs are cut."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Sanitizing of foreign HTML in a page of ours: it runs nothing, loads nothing, and leads to no file of the reader.
+"""Sanitizing of foreign HTML in a page of ours: it runs nothing, loads nothing, and links to no file of the reader's.
 
-Three measures each do this independently, as far as they can: bleach lets through only the elements and attributes listed here, the
-page's policy forbids anything left to load or run, and the page is printed without scripts and without a network.
+Three independent measures: bleach lets through only the elements and attributes listed here, the page's policy forbids whatever is
+left to load or run, and the page is printed without scripts and without a network.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ radial-gradient repeating-linear-gradient translate scale rotate
 
 
 def sanitized(source: Any) -> str:
-    """Return HTML without anything that runs, loads, or leads to a file. Text, tables, pictures and their styles stay."""
+    """Return HTML without anything that runs, loads, or links to a file. Text, tables, pictures and their styles stay."""
     html = "".join(map(str, source)) if isinstance(source, list) else str(source)
     soup = BeautifulSoup(html, "html.parser")
     for drawing in soup.find_all("svg"):

@@ -32,26 +32,26 @@ def check_log_mean(pool: Pool, *, timeout_s: float) -> str:
                 (lambda got: got.kind == "NoneType", "Rank 0 writes the log, so rank 0 needs the mean."),
                 (
                     lambda got: got.kind == "Tensor" and is_close(got.numbers, target),
-                    "The value is right, and still a tensor. .item() makes a number of it.",
+                    "The value is right, but it is still a tensor. .item() turns it into a number.",
                 ),
-                (lambda got: not got.numbers, "A number is due."),
+                (lambda got: not got.numbers, "Return a number."),
                 (lambda got: is_close(got.numbers, sum(losses)), "This is the sum over the ranks. How many losses are in it?"),
                 (
                     lambda got: is_close(got.numbers, losses[0]),
-                    "This is rank 0's own loss. The others have to bring theirs.",
+                    "This is rank 0's own loss. The other ranks have to contribute theirs.",
                 ),
                 (
                     lambda got: is_close(got.numbers, losses[0] / len(losses)),
-                    "This is rank 0's own loss, divided. The others have to bring theirs.",
+                    "This is rank 0's own loss, divided. The other ranks have to contribute theirs.",
                 ),
             ]
             refuse(f"log_mean returned {answer.text} on rank 0.", f"the number {target:g} there.", hint_for(answer, mistakes))
         if rank > 0 and answer.kind != "NoneType":
-            hint = "Only rank 0 returns the mean. What follows the collective may stand under `if rank == 0`."
+            hint = "Only rank 0 returns the mean. The code after the collective may go under `if rank == 0`."
             refuse(f"log_mean returned {answer.text} on rank {rank}.", "None there.", hint)
         require_kept(rank, trial)
     others = "the others got None" if len(trials) > 1 else "there are no others"
-    return f"Solved: rank 0 got {target:g}, {others}, and nobody waits."
+    return f"Solved: rank 0 got {target:g}, {others}, and no rank is left waiting."
 
 
 # On the ranks --------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from labkit.course.labs.lab00.trial import Mistake, Trial, distance, is_close, o
 def check_mean_loss(pool: Pool, *, timeout_s: float) -> str:
     """Exercise 1: ``mean_loss(losses)`` is the mean over all losses of all ranks, on every rank.
 
-    It is asked for the losses of the exercise, and for others: one number could be right by chance.
+    It is called with the losses of the exercise and with others, because one number could be right by chance.
 
     Args:
         pool: The pool.
@@ -21,7 +21,7 @@ def check_mean_loss(pool: Pool, *, timeout_s: float) -> str:
         A sentence with the measured value.
 
     Raises:
-        ExerciseError: A rank has no ``mean_loss``, it hangs or raises, or its value is another one; the message says by how much.
+        ExerciseError: A rank has no ``mean_loss``, it hangs or raises, or its value is wrong; the message gives the difference.
 
     Ranks: controller. Blocks for two times ``timeout_s`` and a few seconds at most.
     """
@@ -61,7 +61,7 @@ def _require_mean(trials: RankResults[Trial], target: float, case: str) -> None:
         ),
         (lambda got: got.kind != "Tensor", "A collective works on tensors."),
         (lambda got: len(got.numbers) != 1, "The mean is one number: sum before you divide."),
-        (lambda got: all_own, "This is the mean of the rank's own losses. The others have to bring theirs."),
+        (lambda got: all_own, "This is the mean of the rank's own losses. The other ranks have to contribute theirs."),
         (lambda got: some, "Every rank needs the value, so every rank has to compute it."),
         (
             lambda got: is_close(got.numbers, sum(rank_means) / len(rank_means)),
@@ -70,11 +70,11 @@ def _require_mean(trials: RankResults[Trial], target: float, case: str) -> None:
         (lambda got: is_close(got.numbers, total), "This is the sum of all losses. How many are there?"),
         (
             lambda got: is_close(got.numbers, total / len(trials)),
-            "This is the sum of all losses by the number of ranks. A rank has more than one loss: how many are there in all?",
+            "This is the sum of all losses over the number of ranks. A rank has more than one loss: how many are there in all?",
         ),
     ]
     otherwise = (
-        "The value fits the losses of the exercise and no others. Compute it from `losses`." if case.startswith("other") else ""
+        "The value is right only for the losses of the exercise. Compute it from `losses`." if case.startswith("other") else ""
     )
     off = distance(answer.numbers[0], target) if answer.kind == "Tensor" and len(answer.numbers) == 1 else ""
     refuse(

@@ -14,7 +14,7 @@ _NUMBERS_PER_PIECE = 3
 def check_my_all_reduce(pool: Pool, *, timeout_s: float) -> str:
     """Exercise 2: ``my_all_reduce`` sums over the ranks with one reduce-scatter and one all-gather.
 
-    Whole numbers go in, so the sums have to be exact.
+    The inputs are whole numbers, so the sums have to be exact.
 
     Args:
         pool: The pool.
@@ -39,18 +39,18 @@ def check_my_all_reduce(pool: Pool, *, timeout_s: float) -> str:
                 (lambda got: got.kind == "NoneType", "The function has to return the sum."),
                 (
                     lambda got: got.kind in ("list", "tuple"),
-                    "These are the pieces. torch.cat makes one tensor of them.",
+                    "These are the pieces. torch.cat joins them into one tensor.",
                 ),
                 (
                     lambda got: got.kind == "Tensor" and got.numbers == target,
-                    "The numbers are right, the shape is not: torch.stack puts pieces into rows, torch.cat one behind the other.",
+                    "The numbers are right, the shape is not: torch.stack makes rows of pieces, torch.cat joins them end to end.",
                 ),
                 (
                     lambda got: got.kind == "Tensor" and num_ranks > 1 and len(got.numbers) * num_ranks == len(target),
                     f"This is one piece. It has to be a tensor of {len(target)} numbers: the all-gather joins the pieces.",
                 ),
                 (lambda got: got.shape != (len(target),), f"It has to be a tensor of {len(target)} numbers."),
-                (lambda got: got.numbers == [number / num_ranks for number in target], "This is the mean. The sum is due."),
+                (lambda got: got.numbers == [number / num_ranks for number in target], "This is the mean. Return the sum."),
             ]
             refuse(
                 f"my_all_reduce returned {answer.text} on rank {rank}.",
@@ -68,7 +68,7 @@ def check_my_all_reduce(pool: Pool, *, timeout_s: float) -> str:
 
 def _first_difference(numbers: Sequence[float], target: Sequence[float]) -> str:
     position = next(i for i, (got, wanted) in enumerate(zip(numbers, target, strict=True)) if got != wanted)
-    return f"The first difference is at position {position}: {numbers[position]:g} where {target[position]:g} is due."
+    return f"The first difference is at position {position}: {numbers[position]:g} instead of {target[position]:g}."
 
 
 # On the ranks --------------------------------------------------------------------------------------------------------

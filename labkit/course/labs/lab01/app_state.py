@@ -42,8 +42,8 @@ class Resumed:
 def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
     """Exercise 2: ``AppState(model, optimizer, batches)`` saves and restores all that training needs to go on.
 
-    A run of a few steps is saved through the class and restored into objects that know nothing of it (another seed, another
-    learning rate, a sampler at its start). Then both runs go on. Their losses have to be equal bit for bit.
+    A run of a few steps is saved through the class and restored into new objects (another seed, another learning rate, a sampler
+    at its start). Then both runs go on. Their losses have to be equal bit for bit.
 
     Args:
         pool: The pool; ``AppState`` is defined on its ranks.
@@ -83,7 +83,7 @@ def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
         ),
         (
             lambda found: found.position != _STEPS_BEFORE,
-            "Model and optimizer are right, the data is not: the sampler has to go on where it stood.",
+            "Model and optimizer are right, the data is not: the sampler has to continue where it was.",
         ),
     ]
     agreeing = sum(left == right for left, right in zip(seen.losses, seen.expected, strict=True))
@@ -172,7 +172,7 @@ class _Asked:
     def state_dict(self) -> dict[str, Any]:
         state = ask(self._app.state_dict, case="saving")
         if not isinstance(state, dict):
-            hint = "get_state_dict gives two dicts. Put them under two names of your own into one."
+            hint = "get_state_dict returns two dicts. Put them into one, under two names of your own."
             refuse(f"state_dict returned a {type(state).__name__}.", "a dict.", hint if isinstance(state, tuple) else "")
         return state
 

@@ -78,7 +78,7 @@ def _refuse_rows(
                 ),
                 *((rule(num_rows, num_ranks, spans).__eq__, hint) for rule, hint in _WRONG_RULES),
             ],
-            "Draw the case as the picture does, and go through the ranks from 0 on: who still finds rows?",
+            "Draw the case as the picture does, and go through the ranks from 0 on: which ones still find rows?",
         ),
     )
 
@@ -125,7 +125,7 @@ def _capped(num_rows: int, num_pieces: int, num_ranks: int) -> list[Span]:
 
 
 _DOWN = "You round the size of a piece down. In the picture the pieces before the last are all as large as the first."
-_CAP = "No piece can begin or end behind the last row: cap both numbers at num_rows."
+_CAP = "No piece can begin or end after the last row: cap both numbers at num_rows."
 _WRONG_RULES: tuple[tuple[Callable[[int, int, Sequence[Span]], list[Span]], str], ...] = (
     (_balanced, "You spread the rest evenly. DTensor does not balance: each rank takes a full piece until the rows run out."),
     (_rounded_down, _DOWN),

@@ -87,7 +87,7 @@ def _check_intact(published: Path, copy: Path, write_manifest: WriteManifest, fi
         _require_not_accused(_names(find_damage, published, case), case, files)
         if published / MANIFEST in opened.for_writing:
             refuse(
-                f"write_manifest opened {MANIFEST} itself and wrote into it: a reader, or a kill, can come in between.",
+                f"write_manifest opened {MANIFEST} itself and wrote into it: a reader can see it unfinished, a kill leaves it so.",
                 "a manifest that appears in one piece, after everything it lists.",
                 "Write to another name first and rename it at the end: os.replace is one step, a copy is not.",
             )
@@ -96,7 +96,7 @@ def _check_intact(published: Path, copy: Path, write_manifest: WriteManifest, fi
         os.utime(path, ns=(0, 0))
     accused = _names(find_damage, copy, "an intact copy with other dates")
     if accused:
-        hint = "A date is no content: a copy has another one, and damage can have the same. Compare what is in the files."
+        hint = "A date is not content: a copy has another date, and a damaged file can have the same. Compare what is in the files."
         refuse(f"an intact copy with other dates is accused: {', '.join(accused)}.", "no name for an intact checkpoint.", hint)
 
 
@@ -109,20 +109,20 @@ def _require_not_accused(accused: list[str], case: str, files: set[str]) -> None
         [
             (
                 lambda names: MANIFEST in names,
-                "The folder has a manifest already. It is no file of the checkpoint: leave it out of the new one."
+                "The folder has a manifest already. It is not a file of the checkpoint: leave it out of the new one."
                 if again
                 else "The manifest cannot list itself: it does not exist yet when it is written.",
             ),
             (
                 lambda names: not files.issuperset(names),
-                "This is no file of the checkpoint. A draft of the manifest lies in the folder too, while the files are listed.",
+                "This is not a file of the checkpoint. A draft of the manifest is in the folder too while the files are listed.",
             ),
             (
                 lambda names: names == [".metadata"],
                 "find_damage looks at .metadata, write_manifest leaves it out. Names that begin with a dot count.",
             ),
         ],
-        "Both functions have to go through the same files, and to take the same hash of each.",
+        "Both functions have to go through the same files and take the same hash of each.",
     )
     refuse(f"{case} is accused: {', '.join(accused)}.", "no name for an intact checkpoint.", hint)
 
@@ -135,8 +135,8 @@ def _check_broken_attempt(checkpoint: Path, folder: Path, write_manifest: WriteM
         write_manifest(folder)
     if (folder / MANIFEST).exists():
         refuse(
-            f"write_manifest could not read one of the files, and left a {MANIFEST} all the same.",
-            f"no {MANIFEST} after a failure: it is the sign that all is there.",
+            f"write_manifest could not read one of the files, but left a {MANIFEST} anyway.",
+            f"no {MANIFEST} after a failure: it is the sign that the checkpoint is complete.",
             "Hash everything first, and let an error end the function. The manifest comes last.",
         )
 
@@ -262,7 +262,7 @@ _DAMAGES = (
     _Damage("a shard comes from an older save", _swap_in_older, _CONTENT),
     _Damage("one bit of .metadata has flipped", _flip_metadata, "Its name begins with a dot, and it is part of the checkpoint."),
     _Damage(
-        "a file lies there that was not saved", _add_stranger, "Saving over a folder leaves such files. Compare in both directions."
+        "there is a file that was not saved", _add_stranger, "Saving over a folder leaves such files. Compare in both directions."
     ),
-    _Damage("there is no manifest", _remove_manifest, f"Without {MANIFEST} nobody knows whether the save was finished. Name it."),
+    _Damage("there is no manifest", _remove_manifest, f"Without {MANIFEST} it is unknown whether the save was finished. Name it."),
 )

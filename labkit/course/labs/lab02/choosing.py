@@ -61,7 +61,7 @@ def check_choose(choose: Choose) -> str:
 
 
 def peak_bytes(saved: Sequence[int], inputs: Sequence[int], chosen: Iterable[int]) -> int:
-    """Return the peak in bytes: while a block runs, its own activations are there, and what is kept from the blocks before it."""
+    """Return the peak in bytes: the running block's own activations, plus what is kept from the blocks before it."""
     recomputed, held, peak = set(chosen), 0, 0
     for place, own in enumerate(saved):
         peak = max(peak, held + own)
@@ -130,10 +130,10 @@ def _judge(tried: list[_Tried]) -> None:
         refuse(f"{case} costs {time:g} s, {time - least:g} more than needed.", f"{least:g} s.", hint)
 
 
-_SHIFTED = "One place lower, each of them, and it is the best choice, in every row so far. Places count from 0."
+_SHIFTED = "With each place one lower it would be the best choice, in every row so far. Places count from 0."
 _OWN = (
-    "What is held between the blocks fits. But while a block runs, also one to be recomputed, all its own activations are there "
-    "as well."
+    "What is held between the blocks fits. But while a block runs, even one to be recomputed, all its own activations are in "
+    "memory as well."
 )
 
 
@@ -148,10 +148,10 @@ def _hint_for_peak(tried: list[_Tried]) -> str:
     if _is_shifted(tried):
         return _SHIFTED
     if peak_bytes(last.saved, [0] * len(last.saved), last.chosen) <= last.limit:
-        return "It would fit if nothing were held of a recomputed block. But it keeps its input."
+        return "It would fit if a recomputed block held nothing. But it keeps its input."
     if _held_before_the_last(last.saved, last.inputs, last.chosen) <= last.limit:
         return _OWN
-    return "Walk through the blocks: what is held for those before, and what does the one that runs need?"
+    return "Walk through the blocks: what is held for the earlier ones, and what does the running one need?"
 
 
 def _hint_for_time(saved: list[int], inputs: list[int], seconds: list[float], limit: int, chosen: set[int]) -> str:

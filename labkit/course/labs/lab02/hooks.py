@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 from labkit.course.labs.checks import Pool, hint_for, refuse, require_on_ranks, run_on_ranks
-from labkit.course.labs.lab02.hooks_trial import Seen, try_hooks
+from labkit.course.labs.lab02.hooks_trial import HookEffects, try_hooks
 from labkit.errors import ExerciseError
 
 
 def check_hooks(pool: Pool, *, timeout_s: float = 60.0) -> str:
-    """Exercise 2: ``make_hooks(model)`` gives ``pack`` and ``unpack`` that move every activation, no weight, and change nothing.
+    """Exercise 2: ``make_hooks(model)`` returns ``pack`` and ``unpack`` that move all activations, no weight, and change nothing.
 
     On each rank they are tried on a model that saves weights unchanged, as views and in parts, activations that look like weights,
     two views of one piece of memory, and two dtypes; on memory that is reused; and on a GPU tensor without data.
@@ -49,7 +49,7 @@ _ANOTHER = (
 )
 
 
-def _judge(rank: int, seen: Seen) -> None:
+def _judge(rank: int, seen: HookEffects) -> None:
     if seen.error:
         refuse(f"The hooks raised on rank {rank}: {seen.error}.", "forward and backward run.", hint_for(seen.error, _ERRORS))
     if seen.changed:
@@ -72,7 +72,7 @@ def _judge(rank: int, seen: Seen) -> None:
 
 
 _NO_WEIGHT_STAYS = (
-    "Weights stay on the device anyway: a copy costs bus and memory and saves nothing. Tell them apart in pack, by the memory "
+    "Weights stay on the device anyway: a copy costs time and memory and saves nothing. Tell them apart in pack, by the memory "
     "behind them."
 )
 _VIEWS = (
@@ -99,7 +99,7 @@ _STAYED = [
     ),
     (
         lambda seen: seen.leaves_device is False,
-        "pack leaves every tensor where it is, one that has nothing to do with the model too: they came back as the very same "
+        "pack leaves every tensor where it is, even one that has nothing to do with the model: they came back as the very same "
         "memory. Return a copy on the host, and what unpack needs to bring it back.",
     ),
 ]
@@ -108,8 +108,8 @@ _CHANGED = (
     "Gradients are exact or wrong."
 )
 _MIXED_UP = {
-    "views": "Two tensors can be views of one piece of memory, with other shapes. The memory alone does not name a tensor.",
-    "reused": "Memory that is freed during forward is used again for the next tensor. An address does not name a tensor for good.",
+    "views": "Two tensors can be views of one piece of memory, with different shapes. The memory alone does not identify a tensor.",
+    "reused": "Memory that is freed during forward is used again for the next tensor. An address does not identify a tensor.",
 }
 _ERRORS = [
     (lambda text: "make_hooks returned" in text, "Return the two functions: return pack, unpack."),

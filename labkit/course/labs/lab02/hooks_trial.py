@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seen:
+class HookEffects:
     """The effects of the hooks on one rank.
 
     Attributes:
@@ -55,7 +55,7 @@ _SWAPPED = "It works the other way round: return pack first, then unpack."
 _RAISED: list[tuple[Callable[[tuple[int, BaseException]], bool], str]] = [
     (
         lambda raised: "device string" in str(raised[1]) or "nvalid device" in str(raised[1]),
-        'torch knows no device of that name. The host\'s is "cpu", and tensor.device is the one that a tensor is on.',
+        'torch has no device of that name. The host\'s is "cpu", and tensor.device is the one that a tensor is on.',
     ),
     (
         lambda raised: raised[0] == 1 and not isinstance(raised[1], NameError),
@@ -88,7 +88,7 @@ def _model() -> nn.Module:
     return Mixed()
 
 
-def try_hooks() -> Seen:
+def try_hooks() -> HookEffects:
     """Train the model for a step with ``make_hooks`` of this rank, and record everything that the hooks get and return.
 
     Raises:
@@ -110,7 +110,7 @@ def try_hooks() -> Seen:
         make_hooks = from_cell("make_hooks")
         hooks = ask(make_hooks, model, case="a model of two linear layers")
         if not (isinstance(hooks, tuple | list) and len(hooks) == 2 and all(map(callable, hooks))):
-            return Seen(f"make_hooks returned {type(hooks).__name__}")
+            return HookEffects(f"make_hooks returned {type(hooks).__name__}")
         watch = _Watch(hooks[0], hooks[1], list(model.parameters()))
         with saved_tensors_hooks(watch.pack, watch.unpack):
             loss = model(x).sum()
@@ -123,11 +123,13 @@ def try_hooks() -> Seen:
         if watch is not None and watch.found["changed"]:
             with suppress(Exception):  # it only improves the hint
                 watch.look_for_mix_ups(make_hooks(model))
-            return Seen("", **watch.found)  # this made backward fail
-        return Seen(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", **(watch.found if watch else {}))
+            return HookEffects("", **watch.found)  # this made backward fail
+        return HookEffects(
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", **(watch.found if watch else {})
+        )
     got = [parameter.grad for parameter in model.parameters()]
     wrong = sum(not _same(a, b) for a, b in zip(got, expected, strict=True))
-    return Seen("", wrong_gradients=wrong, **watch.found)
+    return HookEffects("", wrong_gradients=wrong, **watch.found)
 
 
 def _same(left: Tensor | None, right: Tensor | None) -> bool:
@@ -213,7 +215,7 @@ class _Watch:
             return  # wrong already for one tensor
         both = torch.arange(24.0).view(4, 6)
         memory = bytearray(32)
-        # With a buffer this is certain, and not only frequent as with an allocator: a new tensor where one was freed.
+        # A buffer makes sure that the new tensor has the address of the freed one; with an allocator that is only frequent.
         earlier = is_right(torch.frombuffer(memory, dtype=torch.float32))
         memory[:] = bytes(range(32))
         if not (earlier and is_right(torch.frombuffer(memory, dtype=torch.float32))):
@@ -231,7 +233,7 @@ class _Watch:
         pack, unpack = hooks
         other = torch.arange(35.0).view(5, 7)
         self.found["copies_others"] = unpack(pack(other)).untyped_storage()._cdata != other.untyped_storage()._cdata
-        # The mode would warn about each address that pack reads. An error that only the missing GPU causes shows nothing.
+        # The mode would warn about each address that pack reads. Errors are ignored: the missing GPU may be their only cause.
         with suppress(Exception), warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=True):
             places = {found.device.type for found in _tensors_in(pack(torch.empty(5, 7, device="cuda:0")))}
             self.found["leaves_device"] = "cuda" not in places if places else None

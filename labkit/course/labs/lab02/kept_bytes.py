@@ -108,7 +108,7 @@ _MISTAKES = [
     ),
     (
         lambda cases: all(case.answer * case.rows == case.truth * _TABLE_ROWS for case in cases),
-        f"This is right for {_TABLE_ROWS} rows, as in the table. How many there are, rows says.",
+        f"This is right for {_TABLE_ROWS} rows, as in the table. The argument rows says how many there are.",
     ),
     (
         # The result of w2 has the shape of x.

@@ -20,7 +20,7 @@ ORDERS: tuple[Order, ...] = tuple(
 
 
 def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: float = 120.0) -> str:
-    """Exercise 3: ``outcome(order)`` says what moves and how often a block runs, for wrappers from the outermost inwards.
+    """Exercise 3: ``outcome(order)`` predicts what moves and how often a block runs, for wrappers from the outermost inwards.
 
     Each of the 16 orders is built around blocks on the ranks, and a step is counted.
 
@@ -62,11 +62,11 @@ def _hint(order: Order, answer: Outcome, truth: Outcome) -> str:
     if "checkpoint" in order and "offload" in order:
         if order.index("offload") > order.index("checkpoint"):
             return (
-                "The hooks of the innermost one are asked. Here the offload takes every tensor before the checkpoint sees it, so "
+                "The hooks of the innermost one come first. Here the offload takes every tensor before the checkpoint sees it, so "
                 "there is nothing left to recompute."
             )
         return (
-            "The checkpoint is inside and asked first. It keeps only the inputs of the block, and these are what the offload gets; "
+            "The checkpoint is inside and comes first. It keeps only the inputs of the block, and these are what the offload gets; "
             "the rest is recomputed."
         )
     if not order:
@@ -77,7 +77,7 @@ def _hint(order: Order, answer: Outcome, truth: Outcome) -> str:
         return "A checkpoint runs forward again in backward: once more, not twice more."
     if "checkpoint" in order and answer[0] == "inputs":
         return "The inputs are kept, but they stay on the device. Only an offload moves anything."
-    return "Who is asked what to do with a saved tensor, and what does it do?"
+    return "Which wrapper gets a saved tensor first, and what does it do with it?"
 
 
 _WHAT = {"nothing": "nothing moves", "inputs": "the inputs move", "everything": "everything moves"}

@@ -19,7 +19,7 @@ ByName = Callable[[dict[str, Any], Sequence[str]], Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Moved:
+class MovedState:
     """The result of moving a state by the learner's function.
 
     Attributes:
@@ -40,7 +40,7 @@ class Moved:
 
 
 def check_by_name(by_name: ByName) -> str:
-    """Exercise 3: ``by_name(state, names)`` gives an optimizer's state under names.
+    """Exercise 3: ``by_name(state, names)`` returns an optimizer's state under names.
 
     The state of a trained optimizer goes through it into an optimizer that has the same parameters in another order, with its
     groups in another order too. Both train on.
@@ -77,7 +77,7 @@ def check_by_name(by_name: ByName) -> str:
     return f"Solved: {_STEPS_AFTER} later steps equal bit for bit, with groups and parameters in another order."
 
 
-def _move(by_name: ByName) -> Moved:
+def _move(by_name: ByName) -> MovedState:
     import torch
 
     model, optimizer = _start((("third", "first"), ("frozen", "second")))
@@ -98,7 +98,7 @@ def _move(by_name: ByName) -> Moved:
     }
     names = [*answer["state"], *(name for group in answer["param_groups"] for name in group["params"])]
     if not all(isinstance(name, str) for name in names):
-        return Moved(answer, right, numbers_left=True)
+        return MovedState(answer, right, numbers_left=True)
     # Without the old optimizer's options: they have to come with the state.
     other, resumed = _start(_NEW_ORDER, with_options=False)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -112,8 +112,8 @@ def _move(by_name: ByName) -> Moved:
             equal_steps += all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
             gap = max(gap, *gaps)
     except Exception as error:  # any error of AdamW when a part of its state is missing
-        return Moved(answer, right, numbers_left=False, stopped=f"{type(error).__name__}: {error}")
-    return Moved(answer, right, numbers_left=False, equal_steps=equal_steps, gap=gap)
+        return MovedState(answer, right, numbers_left=False, stopped=f"{type(error).__name__}: {error}")
+    return MovedState(answer, right, numbers_left=False, equal_steps=equal_steps, gap=gap)
 
 
 def _check_form(answer: Any) -> None:
@@ -175,7 +175,7 @@ def _first_difference(actual: Any, expected: Any, where: str = "") -> str:
 
     if isinstance(expected, Mapping):
         if not isinstance(actual, Mapping):
-            return f"{where or 'it'} is no dictionary"
+            return f"{where or 'it'} is not a dictionary"
         if missing := [key for key in expected if key not in actual]:
             return f"{missing[0]!r} is missing in {where or 'it'}"
         if extra := [key for key in actual if key not in expected]:
@@ -188,33 +188,33 @@ def _first_difference(actual: Any, expected: Any, where: str = "") -> str:
         return next(filter(None, (_first_difference(a, b, f"{where}[{place}]") for place, (a, b) in pairs)), "")
     if isinstance(expected, torch.Tensor):
         if not isinstance(actual, torch.Tensor):
-            return f"{where} is a {type(actual).__name__} in the place of a tensor"
+            return f"{where} is a {type(actual).__name__} instead of a tensor"
         if actual.dtype != expected.dtype:
-            return f"{where} is {actual.dtype} in the place of {expected.dtype}"
+            return f"{where} is {actual.dtype} instead of {expected.dtype}"
         return "" if torch.equal(actual, expected) else f"{where} has other values"
     same = type(actual) is type(expected) and actual == expected
-    return "" if same else f"{where} is {actual!r} in the place of {expected!r}"
+    return "" if same else f"{where} is {actual!r} instead of {expected!r}"
 
 
-def _groups(moved: Moved) -> list[list[Any]]:
+def _groups(moved: MovedState) -> list[list[Any]]:
     return [list(group["params"]) for group in moved.answer["param_groups"]]
 
 
-def _lost_options(moved: Moved) -> bool:
+def _lost_options(moved: MovedState) -> bool:
     return any(group.keys() - answer.keys() for answer, group in _pairs(moved))
 
 
-def _pairs(moved: Moved) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _pairs(moved: MovedState) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield groups of the answer with the right ones; there are equally many."""
     return zip(moved.answer["param_groups"], moved.right["param_groups"], strict=True)
 
 
-def _moments(moved: Moved) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+def _moments(moved: MovedState) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
     """Yield states of the answer with the right ones; their names are equal."""
     return ((moved.answer["state"][name], value) for name, value in moved.right["state"].items())
 
 
-def _other_dtype(moved: Moved) -> bool:
+def _other_dtype(moved: MovedState) -> bool:
     return any(
         getattr(answer.get(key), "dtype", None) not in (None, value.dtype)
         for answer, right in _moments(moved)
@@ -223,8 +223,8 @@ def _other_dtype(moved: Moved) -> bool:
 
 
 _RIGHT_GROUPS = [["third", "first"], ["frozen", "second"]]
-_MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
-    (lambda moved: moved.numbers_left, "Numbers stand in two places: as keys of state, and in the params of each group."),
+_MISTAKES: list[tuple[Callable[[MovedState], bool], str]] = [
+    (lambda moved: moved.numbers_left, "Numbers are in two places: as keys of state, and in the params of each group."),
     (lambda moved: not moved.answer["state"], "The state is empty: the moments and the step counts are all in there."),
     (
         lambda moved: len(_groups(moved)) != len(_RIGHT_GROUPS),
@@ -232,7 +232,7 @@ _MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
     ),
     (
         lambda moved: _groups(moved) == _RIGHT_GROUPS[::-1],
-        "The groups are in another order than in the old state. They stay as they stand there.",
+        "The groups are in another order than in the old state. Keep their order.",
     ),
     (
         lambda moved: _groups(moved) == [["third", "first"], ["third", "first"]],
@@ -244,26 +244,26 @@ _MISTAKES: list[tuple[Callable[[Moved], bool], str]] = [
     ),
     (
         lambda moved: tuple(moved.answer["state"]) == OLD_ORDER[:3],
-        "A frozen parameter has a number and no state. Go by the numbers in state, not by how many entries came before.",
+        "A frozen parameter has a number but no state. Use the numbers in state, not the count of entries before it.",
     ),
     (
         lambda moved: moved.answer["state"].keys() == set(OLD_ORDER),
-        "The frozen parameter has no entry in the old state. Go by the numbers that are in state.",
+        "The frozen parameter has no entry in the old state. Use the numbers that are in state.",
     ),
     (
         lambda moved: _groups(moved) != _RIGHT_GROUPS or moved.answer["state"].keys() != moved.right["state"].keys(),
         "names are in the order of the old optimizer, and so are the numbers: number 2 is names[2].",
     ),
-    (_lost_options, "A group has more than its parameters: learning rate, betas, weight decay and all the rest go along."),
+    (_lost_options, "A group has more than its parameters: keep the learning rate, betas, weight decay and all the rest."),
     (
         lambda moved: any(float(answer.get("step", 0.0)) == 0 for answer, _ in _moments(moved)),
         "The step count is part of the state: Adam corrects its moments by it.",
     ),
     (
         lambda moved: any(right.keys() - answer.keys() for answer, right in _moments(moved)),
-        "The state of a parameter has three entries: a step count and two moments. All of them go along.",
+        "The state of a parameter has three entries: a step count and two moments. Keep all of them.",
     ),
-    (_other_dtype, "Nothing is computed here, so nothing may be cast: the values go along as they are."),
+    (_other_dtype, "Nothing is computed here, so nothing may be cast: the values stay as they are."),
     (
         lambda moved: bool(_first_difference(moved.answer["state"], moved.right["state"])),
         "The moments of a parameter are not its own. Which number belongs to which name?",

@@ -63,7 +63,7 @@ def _still_in(part: str) -> Callable[[str, Answers], bool]:
 
 
 def _only_first_gone(name: str, answers: Answers) -> bool:
-    """Detect that only a wrapper at the beginning of a name is dropped, and one further inside is left."""
+    """Return whether only a wrapper at the beginning of a name is dropped, and one further inside is left."""
     return answers[f"{_FSDP}.embed.weight"] == "embed.weight" and name.split(".").count(_FSDP) > 1 and _FSDP in answers[name]
 
 
@@ -76,7 +76,7 @@ _MISTAKES: list[tuple[Callable[[str, Answers], bool], str]] = [
     ),
     (
         lambda name, answers: not set(answers[name].split(".")) <= set(name.split(".")),
-        "Cut at the dots and keep whole parts: there is a part in your result that is none of this name's.",
+        "Cut at the dots and keep whole parts: your result has a part that is not in this name.",
     ),
     (
         lambda name, answers: (
@@ -93,14 +93,14 @@ _MISTAKES: list[tuple[Callable[[str, Answers], bool], str]] = [
     ),
     (
         _only_first_gone,
-        "The outermost wrapper is gone, those further in are still there: every block has one of its own.",
+        "The outermost wrapper is gone, but the inner ones are still there: every block has one of its own.",
     ),
     (_still_in(_FSDP), "FSDP1 leaves _fsdp_wrapped_module, anywhere in a name."),
     (_still_in(_COMPILED), "torch.compile leaves _orig_mod, anywhere in a name."),
     (_still_in(_AC), "Activation checkpointing leaves _checkpoint_wrapped_module, anywhere in a name."),
     (
         lambda name, answers: answers[name].startswith(f"{_DDP}.") and answers[name] != name,
-        "The module of DDP is still there where another wrapper stands around it or within it.",
+        "DDP's module is still there if another wrapper is around it or inside it.",
     ),
     (_still_in(_DDP), "DDP leaves module, before all parts of the model's own."),
     (

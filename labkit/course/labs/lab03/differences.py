@@ -10,7 +10,7 @@ from labkit.errors import ExerciseError
 
 State = dict[str, Any]
 Damage = Callable[[State], set[str]]
-_NONE = "A name that is missing and a name under which None is stored are not the same: .get gives None for both."
+_NONE = "A missing name and a name that holds None are not the same: .get returns None for both."
 
 
 def check_differences(differences: Callable[[Mapping[str, Any], Mapping[str, Any]], Iterable[str]]) -> str:
@@ -147,20 +147,20 @@ def _extra_none(state: State) -> set[str]:
 
 
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    "a tensor is missing": (_missing, "Look at the names in both directions: what has the old state that the new one lacks?"),
-    "a tensor too many": (_extra, "Look at the names in both directions: what has the new state that the old one lacks?"),
+    "a tensor is missing": (_missing, "Look at the names in both directions: what does the old state have that the new one lacks?"),
+    "a tensor too many": (_extra, "Look at the names in both directions: what does the new state have that the old one lacks?"),
     "the last bit of one number": (
         _last_bit,
         "Nothing was computed on the way, so nothing may differ: a tolerance lets a wrong checkpoint pass.",
     ),
     "two tensors swapped": (_swapped, "Compare under the same name. Sets or sums of values do not see a swap."),
-    "another dtype": (_other_dtype, "float64 has the same values and is not the same: the next load would cast it."),
+    "another dtype": (_other_dtype, "float64 has the same values but is not the same: the next load would cast it."),
     "another shape": (_other_shape, "== stretches a tensor of shape (1, 4) to (4,). Compare the shapes first."),
     "a NaN in another place": (_moved_nan, "It is not enough that both hold a NaN: it has to be in the same place."),
     "another learning rate": (_other_rate, "Plain values are part of the state too."),
-    "a number in the place of a tensor": (_number, "A tensor with 7 in it and the number 7 are of different kinds."),
-    "another sign of zero": (_other_zero, "0.0 == -0.0, and their bits differ. Compare the bits."),
-    "0 in the place of False": (_number_for_bool, "0 == False, and they are of different kinds. Compare the types too."),
+    "a number instead of a tensor": (_number, "A tensor with 7 in it and the number 7 are of different kinds."),
+    "another sign of zero": (_other_zero, "0.0 == -0.0, but their bits differ. Compare the bits."),
+    "0 instead of False": (_number_for_bool, "0 == False, but they are of different kinds. Compare the types too."),
     "a None is missing": (_missing_none, _NONE),
     "a None too many": (_extra_none, _NONE),
 }

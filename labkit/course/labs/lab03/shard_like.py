@@ -88,7 +88,7 @@ def _judge(strategy: str, rank: int, pair: Pair) -> None:
         refuse(
             f"{strategy}: on rank {rank} {mine.num_without_gradient} parameters have no gradient after backward.",
             "the mean of the ranks' gradients, on every rank.",
-            "torch keeps a gradient back where it is told not to reduce it: set_requires_gradient_sync or set_requires_all_reduce.",
+            "torch holds a gradient back if it is told not to reduce it: set_requires_gradient_sync or set_requires_all_reduce.",
         )
     if mine.gradient_gap > 1e-3:
         refuse(
@@ -100,7 +100,7 @@ def _judge(strategy: str, rank: int, pair: Pair) -> None:
         refuse(
             f"{strategy}: your order is {' '.join(mine.order)}.",
             f"{' '.join(target.order)}.",
-            hint_for(pair, _ORDER, "U makes a block whole, R frees it. Where do the two orders part?"),
+            hint_for(pair, _ORDER, "U makes a block whole, R frees it. Where do the two orders differ first?"),
         )
 
 
@@ -108,12 +108,12 @@ _Mistakes = list[tuple[Callable[[Pair], bool], str]]
 _BYTES: _Mistakes = [
     (
         lambda pair: pair.mine.held_bytes == pair.other_root_bytes and pair.mine.num_units == NUM_BLOCKS + 1,
-        "The blocks are right. What belongs to no block is the root's: it needs the same mesh.",
+        "The blocks are right. Parameters outside the blocks belong to the root: it needs the same mesh.",
     ),
     (
         lambda pair: pair.mine.held_bytes < pair.target.held_bytes,
-        "Under NO_SHARD each rank keeps everything. reshard_after_forward says when a block is freed; whether it is cut at all "
-        "is said by the mesh.",
+        "Under NO_SHARD each rank keeps everything. reshard_after_forward says when a block is freed; the mesh says whether "
+        "it is cut at all.",
     ),
     (lambda pair: pair.mine.num_units == 0, "Nothing is sharded. Call fully_shard on each block and on the model."),
     (
@@ -124,10 +124,10 @@ _BYTES: _Mistakes = [
 _GRADIENTS: _Mistakes = [
     (
         lambda pair: pair.mine.num_units == 0,
-        "Nobody averages the gradients: a plain model follows the gradient of its own rank. FSDP averages along every axis of "
-        "its mesh, also where copies lie.",
+        "Nothing averages the gradients: a plain model follows the gradient of its own rank. FSDP averages along every axis of "
+        "its mesh, including an axis of copies.",
     ),
-    (lambda pair: pair.mine.num_units < NUM_BLOCKS + 1, "What belongs to no unit is averaged by nobody. Shard the root as well."),
+    (lambda pair: pair.mine.num_units < NUM_BLOCKS + 1, "Gradients outside all units are not averaged. Shard the root as well."),
 ]
 _ORDER: _Mistakes = [
     (

@@ -18,7 +18,7 @@ Rule = Callable[[StepCase, Counts], Counts]
 
 
 def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 180.0) -> str:
-    """Exercise 2: ``collectives(num_blocks, num_micro, reshard, sync_each, keep)`` gives the two counts of one step.
+    """Exercise 2: ``collectives(num_blocks, num_micro, reshard, sync_each, keep)`` returns the two counts of one step.
 
     Args:
         pool: The pool.
@@ -47,7 +47,7 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
     if pool.world_size == 1:
         return (
             f"Solved: {len(cases)} kinds of steps, {gathers} unshards counted, all as predicted. One rank calls no collective: "
-            f"the {reductions} reductions are those of the rule and not counted."
+            f"the {reductions} reductions follow from the rule and were not counted."
         )
     return f"Solved: {len(cases)} kinds of steps, {gathers} gathers and {reductions} reductions counted, all as predicted."
 
@@ -111,9 +111,9 @@ def _follow(collectives: Formula, rule: Rule, known: list[tuple[StepCase, Counts
 
 def _hint_for_case(case: StepCase, answer: Counts, truth: Counts) -> str:
     if answer[1] != truth[1]:
-        return "A reduce-scatter belongs to each group, the root's included, in each backward that reduces."
+        return "Each backward that reduces calls one reduce-scatter per group, including the root's."
     if case.keep and case.num_micro > 1:
-        return "What stays whole after a backward is not gathered in the next forward. What forward frees, backward gathers again."
+        return "Blocks left whole by a backward are not gathered in the next forward. Backward gathers what forward has freed."
     return "Count the bars in the picture: every bar begins with an all-gather. How many in forward, how many in backward?"
 
 

@@ -16,7 +16,7 @@ EventOrder = Callable[[int, bool, bool], Sequence[str]]
 
 
 def check_event_order(pool: Pool, event_order: EventOrder, *, timeout_s: float = 120.0) -> str:
-    """Exercise 1: ``event_order(num_blocks, reshard, prefetch)`` writes what the runtime will do in one training step.
+    """Exercise 1: ``event_order(num_blocks, reshard, prefetch)`` predicts the events of one training step.
 
     The answers are compared with recorded steps of real models, with 1, 3 and 4 blocks and every setting.
 
@@ -182,7 +182,7 @@ def _all_freed_at_the_end(case: StepCase) -> list[str]:
 
 
 _WRONG_ORDERS: tuple[tuple[Callable[[StepCase], list[str]], str], ...] = (
-    (_root_forgotten, "The root is freed too, as the last of all."),
+    (_root_forgotten, "The root is freed too, last of all."),
     (
         _no_prefetch,
         "This is the order without prefetch. With it, a block in backward asks for the next one before it computes: the second "
@@ -191,7 +191,7 @@ _WRONG_ORDERS: tuple[tuple[Callable[[StepCase], list[str]], str], ...] = (
     (_always_prefetch, "This is the order with prefetch. Without it, a block is gathered when its own backward begins."),
     (_root_freed, "Backward needs the root first of all, so the root stays whole after forward."),
     (_reshard_ignored, "With reshard=False the blocks stay whole after forward, so backward has nothing to gather."),
-    (_gathered_twice, "What was not freed in forward is still whole in backward: there is nothing to gather."),
+    (_gathered_twice, "Blocks that were not freed in forward are still whole in backward: there is nothing to gather."),
     (_forward_only, "A training step has a backward pass as well."),
     (_backward_like_forward, "Backward goes through the blocks from the last to the first."),
     (_all_freed_at_the_end, "A block is freed as soon as its own backward is over. Only two blocks are whole at a time."),
@@ -205,17 +205,17 @@ def _is_order(order: Callable[[StepCase], list[str]], case: StepCase, answer: li
 _MISTAKES: tuple[tuple[Callable[[StepCase, list[str]], bool], str], ...] = (
     (_is_empty, "The list is empty. Begin with what forward needs first, and return the list."),
     (_has_long_names, "Write the short names, as printed above: 'U 0' and 'R root'."),
-    (_has_no_such_block, "There is no such block. The first block has no one before it to ask for, the last none behind it."),
+    (_has_no_such_block, "There is no such block. The first block has none before it to ask for, the last none after it."),
     (
         _keeps_for_ever,
         "With reshard=False the blocks stay whole until backward. There each is freed when its own backward is over.",
     ),
     *((partial(_is_order, order), hint) for order, hint in _WRONG_ORDERS),
-    (_frees_nothing, "Nothing is freed in your order: a block is, after its forward or at the latest after its backward."),
+    (_frees_nothing, "Your order frees nothing: free each block after its forward, or at the latest after its backward."),
     (
         _frees_root_early,
-        "Backward needs the root first of all, so it stays whole after forward. It is freed as the last of all.",
+        "Backward needs the root first of all, so it stays whole after forward. It is freed last of all.",
     ),
-    (_gathers_twice, "A block is gathered in your order while it is whole: it has not been freed since."),
-    (_frees_twice, "A block is freed in your order that is not whole: nobody has gathered it, or it was freed before."),
+    (_gathers_twice, "Your order gathers a block that is already whole: it has not been freed."),
+    (_frees_twice, "Your order frees a block that is not whole: it was not gathered, or it was already freed."),
 )

@@ -1,4 +1,4 @@
-"""Exercise 4 of notebook 04: a judge of whether it is the same training."""
+"""Exercise 4 of notebook 04: a function that judges whether two trainings are the same."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ _KINDS = {
         "The gradients themselves do.",
     ),
     "no_sync": _Kind(
-        "gradients that nobody averages", False, 2, "Each rank follows its own gradient. Compare the gradients, or the weights."
+        "gradients that are not averaged", False, 2, "Each rank follows its own gradient. Compare the gradients, or the weights."
     ),
     "stale": _Kind(
-        "an optimizer that holds other tensors than the model",
+        "an optimizer that does not hold the model's tensors",
         False,
         1,
         "Its first gradients are right, since they come before the first step. Look at what training has changed: the weights.",
@@ -82,10 +82,10 @@ _KINDS = {
         "losses one place further, with the gradients and weights of the reference",
         False,
         1,
-        "Compare the losses too, each with its own: gradients and weights say nothing of what was written down.",
+        "Compare the losses too, each with its own: gradients and weights do not show which losses were recorded.",
     ),
     "decay": _Kind(
-        "AdamW in the place of Adam",
+        "AdamW instead of Adam",
         False,
         1,
         "AdamW also shrinks the weights, by a ten-thousandth a step. The losses hardly show it. The weights end up a thousandth of "
@@ -97,9 +97,9 @@ _KINDS = {
 def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
     """Exercise 4: ``same_training(run, reference)`` accepts another order of sums and refuses ten bugs.
 
-    Besides the reference, eight runs are really made on the ranks. Six more are copies of the reference, five of them with
-    something planted: noise for any number of ranks, and differences that are overlooked by a judge that compares only one part, or
-    sums. A run counts as accepted if every rank accepts what it saw of it. The ranks keep the runs for the next attempt.
+    Besides the reference, the ranks really make eight runs. Six more are copies of the reference, five of them with something
+    planted: noise for any number of ranks, and differences that a judge overlooks if it compares only one part, or sums. A run is
+    accepted if every rank accepts its part of it. The ranks keep the runs for the next attempt.
 
     Args:
         pool: The pool; ``same_training`` is defined on its ranks.

@@ -28,7 +28,7 @@ class Evaluated:
 
 
 def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
-    """Exercise 5: ``eval_loss(model, batches, filler)`` gives the mean loss over all batches of all ranks, on every rank.
+    """Exercise 5: ``eval_loss(model, batches, filler)`` returns the mean loss over all batches of all ranks, on every rank.
 
     It is called twice. First, rank 0 has the most batches and the last rank has two. Then, with several ranks, the last one has
     none.
@@ -90,7 +90,7 @@ def _judge(seen: RankResults[Evaluated], when: str = "") -> str:
                 _hint(wrong, target, seen),
             )
     counts = ", ".join(str(len(found.losses)) for found in seen.values())
-    return f"Solved: every rank got {target:.6g}, the mean over {len(losses)} batches ({counts} by rank), and nobody waits"
+    return f"Solved: every rank got {target:.6g}, the mean over {len(losses)} batches ({counts} by rank), and no rank waits"
 
 
 def _hint(wrong: Any, target: float, seen: RankResults[Evaluated]) -> str:
@@ -111,11 +111,11 @@ def _hint(wrong: Any, target: float, seen: RankResults[Evaluated]) -> str:
             (lambda x: not isinstance(x, int | float), "Return a number, for example with .item()."),
             (
                 lambda x: _is_close(x, _mean(padded)) or _is_close(x, _mean(repeated)),
-                "A batch that only fills up must not be counted.",
+                "A filler batch must not be counted.",
             ),
             (
                 lambda x: bool(cut) and _is_close(x, _mean(cut)),
-                f"You stop after {fewest} for every rank. The other batches are part of the data.",
+                f"You stop every rank after {fewest}. The other batches are part of the data.",
             ),
             (
                 lambda x: _is_close(x, _mean(means)),

@@ -181,7 +181,7 @@ def _hint_for_number(wrap: Wrap, row: Row, groups: list[int], fewest: int) -> st
 
 
 def _counts_two_largest(wrap: Wrap) -> bool:
-    """Detect that every answer has as many groups as the rule of the two largest wants, except where that rule has no answer."""
+    """Return whether every answer has as many groups as the rule of the two largest requires, where that rule has an answer."""
     wanted = [(row, _fewest(row, lambda root, groups: root + sum(sorted(groups)[-2:]))) for row in _cases()]
     return all(len(wrap(row.root, list(row.sizes), row.cap)) == number for row, number in wanted if number)
 

@@ -15,7 +15,7 @@ _FEW = 16
 
 
 @dataclass(frozen=True)
-class Seen:
+class NormsSeen:
     """The measurements of one rank.
 
     Attributes:
@@ -62,9 +62,9 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
             )
     if changed := max(found.num_changed for found in seen.values()):
         refuse(
-            f"the norm is right, but {changed} of {seen[0].num_grads} gradients are others afterwards.",
-            "the gradients as they were.",
-            "clip_grad_norm_ scales the gradients; get_total_norm only measures. To clip is the next step, with the common norm.",
+            f"the norm is right, but {changed} of {seen[0].num_grads} gradients have changed afterwards.",
+            "unchanged gradients.",
+            "clip_grad_norm_ scales the gradients; get_total_norm only measures. Clipping is the next step, with the common norm.",
         )
     worst = max(found.sent for found in seen.values())
     if worst > _FEW:
@@ -75,14 +75,14 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
         )
     if not worst and pool.world_size > 1:
         raise ExerciseError(
-            "the norm is right, and no collective was seen that brought it. Compute it from the gradients of the model."
+            "the norm is right, but no collective was seen that could give it. Compute it from the gradients of the model."
         )
     norm = seen[0].truth
     note = "" if pool.world_size > 1 else " One rank cannot show more: it holds everything once."
     return f"Solved: {norm:.6g} on every rank, with {worst:.1f} elements sent per parameter.{note}"
 
 
-def _hint(found: Seen) -> str:
+def _hint(found: NormsSeen) -> str:
     for name, hint in _HINTS.items():
         if isclose(found.norm, found.guesses[name], rel_tol=1e-5):
             return hint
@@ -90,17 +90,17 @@ def _hint(found: Seen) -> str:
 
 
 _HINTS = {
-    "strided": "You take a strided cut for a copy. _StridedShard is no Shard and says no to is_shard(): ask is_replicate().",
-    "local": "That is the norm of what this rank holds. The others have to hear of it.",
+    "strided": "You take a strided cut for a copy. _StridedShard is not a Shard, and its is_shard() is False: use is_replicate().",
+    "local": "That is the norm of what this rank holds. Combine it with those of the other ranks.",
     "copies": "Some gradients lie on several ranks, and you count each copy. Whose mesh says that, and on which axis?",
-    "dp only": "You add up over the dp axis only; what TP has cut lies on the other axis.",
+    "dp only": "You add up over the dp axis only, but TP has cut along the other axis.",
     "sum of norms": "Norms do not add up, their squares do: sqrt(a**2 + b**2), also between parameters.",
     "square": "That is the square of the norm: the root is missing.",
     "own mesh": "You add up over each parameter's mesh also along the axes where it is copied.",
 }
 
 
-def _measure() -> Seen:
+def _measure() -> NormsSeen:
     import torch
 
     model = norm_model()
@@ -115,7 +115,7 @@ def _measure() -> Seen:
         parameter.grad is not None and torch.equal(parameter.grad.to_local(), local)
         for parameter, local in zip(parameters, before, strict=True)
     ]
-    return Seen(_as_number(answer), truth, counter.elements / len(grads), same.count(False), len(grads), guesses)
+    return NormsSeen(_as_number(answer), truth, counter.elements / len(grads), same.count(False), len(grads), guesses)
 
 
 def _asked(model: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from labkit.base.plain_text import format_ranks
 from labkit.course.labs.checks import Pool, ask, refuse
-from labkit.course.labs.lab05.owner_layouts import Case, Grid, Shape, pretended_cases, real_cases
+from labkit.course.labs.lab05.owner_layouts import Grid, OwnerCase, Shape, pretended_cases, real_cases
 from labkit.course.labs.lab05.owner_mistakes import hint_for_answers, hint_for_error
 from labkit.errors import ExerciseError
 from labkit.spmd.shards.layouts import Split
@@ -47,7 +47,7 @@ def check_owner(pool: Pool, owner: Owner) -> str:
     return f"Solved: {right}; {num_real} of them are for real DTensors on this pool."
 
 
-def _asked(owner: Owner, place: Shape, case: Case) -> Any:
+def _asked(owner: Owner, place: Shape, case: OwnerCase) -> Any:
     try:
         return ask(owner, *place, case.shape, case.grid, case.splits)
     except ExerciseError as error:
@@ -58,11 +58,11 @@ def _asked(owner: Owner, place: Shape, case: Case) -> Any:
 
 def _as_ranks(answer: Any) -> set[int]:
     if not isinstance(answer, Set) or not all(isinstance(rank, int) for rank in answer):
-        raise ExerciseError(f"owner returned {answer!r}. It has to return a set of ranks, also where one rank holds it.")
+        raise ExerciseError(f"owner returned {answer!r}. It has to return a set of ranks, even if only one rank holds it.")
     return set(answer)
 
 
-def _refuse_owner(case: Case, answers: dict[Shape, set[int]], wrong: list[Shape]) -> NoReturn:
+def _refuse_owner(case: OwnerCase, answers: dict[Shape, set[int]], wrong: list[Shape]) -> NoReturn:
     place = wrong[0]
     layout = (
         f"{case.shape[0]} x {case.shape[1]}, mesh {case.grid}, first axis {_words(case.splits[0])}, second {_words(case.splits[1])}"

@@ -24,7 +24,7 @@ _SHAPES: tuple[Shape, ...] = ((6, 4), (12, 5), (7, 5), (3, 2))
 
 
 @dataclass(frozen=True)
-class Case:
+class OwnerCase:
     """A layout and the truth about it.
 
     Attributes:
@@ -53,18 +53,18 @@ class Case:
         return list(product(range(self.shape[0]), range(self.shape[1])))
 
 
-def real_cases(pool: Pool) -> list[Case]:
+def real_cases(pool: Pool) -> list[OwnerCase]:
     """Return layouts of DTensors on this pool, read from the ranks. Ranks: controller."""
     return _merged(pool.run(_real_cases))
 
 
-def pretended_cases(pool: Pool) -> list[Case]:
+def pretended_cases(pool: Pool) -> list[OwnerCase]:
     """Return layouts on meshes of any size, by torch's arithmetic. Ranks: controller."""
-    cases: list[Case] = pool.run(_pretended_cases, ranks=[0])[0]
+    cases: list[OwnerCase] = pool.run(_pretended_cases, ranks=[0])[0]
     return cases
 
 
-def _pretended_cases() -> list[Case]:
+def _pretended_cases() -> list[OwnerCase]:
     """Return layouts on meshes larger than the pool, by torch's own arithmetic for one coordinate."""
     import torch.distributed.tensor as dt
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as local_part
@@ -89,7 +89,7 @@ def _pretended_cases() -> list[Case]:
             for i, j in product(range(down), range(across)):
                 sizes, offsets = local_part(shape, (down, across), [i, j], placements)
                 boxes[grid[i][j]] = ((offsets[0], offsets[1]), (sizes[0], sizes[1]))
-            cases.append(Case(shape, grid, (splits[0], splits[1]), boxes))
+            cases.append(OwnerCase(shape, grid, (splits[0], splits[1]), boxes))
     return cases
 
 
@@ -117,7 +117,7 @@ def _real_cases() -> list[Any]:
     return [mesh.mesh.tolist(), shard_table(tensors)]
 
 
-def _merged(real: Any) -> list[Case]:
+def _merged(real: Any) -> list[OwnerCase]:
     grid = tuple(tuple(row) for row in real[0][0])
     cases = []
     for index, first in enumerate(real[0][1]):
@@ -126,5 +126,5 @@ def _merged(real: Any) -> list[Case]:
         for rank, (_, records) in real.items():
             for chunk in records[index].chunks:
                 boxes[rank] = ((chunk.offsets[0], chunk.offsets[1]), (chunk.sizes[0], chunk.sizes[1]))
-        cases.append(Case((first.shape[0], first.shape[1]), grid, (splits[0], splits[1]), boxes))
+        cases.append(OwnerCase((first.shape[0], first.shape[1]), grid, (splits[0], splits[1]), boxes))
     return cases

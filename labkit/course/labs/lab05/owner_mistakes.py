@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from labkit.course.labs.lab05.owner_layouts import Case, Shape
+from labkit.course.labs.lab05.owner_layouts import OwnerCase, Shape
 
 
-def hint_for_answers(case: Case, answers: dict[Shape, set[int]]) -> str:
+def hint_for_answers(case: OwnerCase, answers: dict[Shape, set[int]]) -> str:
     """Return the hint of the mistake that explains all answers for a layout, or a general one."""
     for rule, hint in _WRONG_RULES:
         if answers == rule(case):
@@ -19,14 +19,14 @@ def hint_for_error(error: BaseException | None) -> str:
     """Return the hint for an error of the learner's function; empty if it fits no known mistake."""
     if isinstance(error, IndexError | ZeroDivisionError):
         return (
-            "An axis has len(mesh) or len(mesh[0]) places, and pieces are rounded up. Rounded down they are too many, or empty: "
-            "the element then lies behind the last place."
+            "An axis has len(mesh) or len(mesh[0]) places, and pieces are rounded up. If they are rounded down, there are too "
+            "many, or empty ones, and the element lies after the last place."
         )
     return ""
 
 
 def _by_rule(
-    case: Case,
+    case: OwnerCase,
     *,
     order: Sequence[int] | None = None,
     swapped: bool = False,
@@ -99,10 +99,10 @@ def _balanced(index: int, length: int, num: int) -> tuple[int, int, int]:
         if index < size:
             return at, index, size
         index -= size
-    raise AssertionError("the index lies behind the last piece")
+    raise AssertionError("the index lies after the last piece")
 
 
-_Rule = Callable[[Case], dict[Shape, set[int]]]
+_Rule = Callable[[OwnerCase], dict[Shape, set[int]]]
 _WRONG_RULES: tuple[tuple[_Rule, str], ...] = (
     (
         lambda case: _by_rule(case, order=(0, 1)),
@@ -110,11 +110,11 @@ _WRONG_RULES: tuple[tuple[_Rule, str], ...] = (
     ),
     (
         lambda case: _by_rule(case, order=(1, 0)),
-        "You let the second axis cut first. That is so only where the first axis is strided; else they cut from left to right.",
+        "You let the second axis cut first. That is right only if the first axis is strided; else they cut from left to right.",
     ),
     (
         lambda case: _by_rule(case, one=True),
-        "Where an axis copies, every place on it holds the element. You name one of them only.",
+        "If an axis copies, every place on it holds the element. You name only one of them.",
     ),
     (
         lambda case: _by_rule(case, cut=_rounded_down),
@@ -130,7 +130,7 @@ _WRONG_RULES: tuple[tuple[_Rule, str], ...] = (
     ),
     (
         lambda case: _by_rule(case, cut=_never_short),
-        "You take every piece for a full one. The last piece may be shorter, and the next axis cuts what it really holds.",
+        "You treat every piece as a full one. The last piece may be shorter, and the next axis cuts what it really holds.",
     ),
     (
         lambda case: _by_rule(case, cut=_never_smaller),
@@ -142,7 +142,7 @@ _WRONG_RULES: tuple[tuple[_Rule, str], ...] = (
     ),
     (
         lambda case: _by_rule(case, numbered=True),
-        "You number the ranks row by row. This mesh has another order: ask mesh[i][j] which rank stands at a place.",
+        "You number the ranks row by row. This mesh has another order: mesh[i][j] is the rank at a place.",
     ),
     (
         lambda case: _by_rule(case, swapped=True),

@@ -13,7 +13,7 @@ Lint = Callable[[Mapping[str, Any], Any, int], Set[str]]
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
     """A plan, the number of ranks it is for, its bad keys, and the hint for a wrong answer."""
 
     what: str
@@ -44,7 +44,7 @@ def check_plan_linter(lint: Lint) -> str:
         if found != case.bad:
             said, wanted = (", ".join(sorted(keys)) or "nothing" for keys in (found, case.bad))
             refuse(f"{case.what}, {case.tp_size} TP ranks: lint reports {said}.", f"{wanted}.", case.hint)
-    return f"Solved: {len(cases)} plans judged rightly, {sum(bool(case.bad) for case in cases)} of them bad."
+    return f"Solved: {len(cases)} plans judged correctly, {sum(bool(case.bad) for case in cases)} of them bad."
 
 
 def plan_case(what: str) -> tuple[dict[str, Any], Any, int]:
@@ -59,14 +59,14 @@ def plan_case(what: str) -> tuple[dict[str, Any], Any, int]:
     return dict(case.plan), case.model, case.tp_size
 
 
-def _asked(lint: Lint, case: Case) -> Any:
+def _asked(lint: Lint, case: PlanCase) -> Any:
     """Call ``lint`` and return its result. The case is a call that works in a cell."""
     try:
         return ask(lint, dict(case.plan), case.model, case.tp_size, case=f"lint(*lab05.plan_case({case.what!r}))")
     except ExerciseError as error:
         if isinstance(error.__cause__, AttributeError) and "'weight'" in str(error.__cause__):
             hint = (
-                "A key has matched a module that is no Linear. A name matches with as many parts as the key: layers.* ends at the "
+                "A key has matched a module that is not a Linear. A name needs as many parts as the key: layers.* ends at the "
                 "layers, and zip stops at the shorter of two lists."
             )
             raise ExerciseError(f"{error}\nHint: {hint}") from error.__cause__
@@ -81,7 +81,7 @@ def _as_keys(answer: Any) -> frozenset[str]:
     return frozenset(answer)
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[PlanCase]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
     from labkit.spmd import ModelConfig, build_model
@@ -96,7 +96,7 @@ def _cases() -> list[Case]:
     columns, rows = ColwiseParallel(), RowwiseParallel()
     all_keys = "Report every bad key and nothing else."
     table: list[tuple[str, dict[str, Any], Any, int, str]] = [
-        ("the course's plan", good, model, 2, "Nothing is wrong with this plan. Is a pattern such as layers.* understood?"),
+        ("the course's plan", good, model, 2, "Nothing is wrong with this plan. Do you handle a pattern such as layers.*?"),
         ("a typo", {**good, "layers.*.attention.w0": rows}, model, 2, "A key that names no module has to be reported."),
         (
             "a pattern that skips a level",
@@ -133,8 +133,8 @@ def _cases() -> list[Case]:
             4,
             "Here the styles are the other way round, and the dims that they cut do divide. ColwiseParallel cuts dim 0 of weight.",
         ),
-        ("an odd last layer", good, last, 2, "A pattern matches several modules. Look at all of them, also at the last."),
-        ("an odd first layer", good, first, 2, "A pattern matches several modules. Look at all of them, also at the first."),
+        ("an odd last layer", good, last, 2, "A pattern matches several modules. Look at all of them, including the last."),
+        ("an odd first layer", good, first, 2, "A pattern matches several modules. Look at all of them, including the first."),
         (
             "patterns with a set and a question mark",
             {"layers.[01].feed_forward.w[13]": columns, "layers.*.attention.w?": columns, "layers.*.feed_forward.w[45]": columns},
@@ -153,7 +153,7 @@ def _cases() -> list[Case]:
     cases = []
     for what, plan, on, tp_size, hint in table:
         bad = frozenset(finding.key for finding in lint_plan(on, plan, tp_size) if finding.kind in ("unmatched", "uneven"))
-        cases.append(Case(what, plan, on, tp_size, bad, hint or all_keys))
+        cases.append(PlanCase(what, plan, on, tp_size, bad, hint or all_keys))
     return cases
 
 

@@ -29,7 +29,7 @@ def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
         A line with the numbers of tensors and files.
 
     Raises:
-        ExerciseError: A tensor is wrong (the message shows in how many elements), it cannot be put together, or DCP has read it.
+        ExerciseError: A tensor is wrong (the message shows in how many elements), it cannot be put together, or DCP read it.
 
     Ranks: controller.
     """
@@ -40,7 +40,7 @@ def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
             _judge(name, _rebuilt(rebuild, folder, name, truth), expected)
         num_files = len(list(folder.glob("*.distcp")))
     files = f"{num_files} file" + ("s" if num_files != 1 else "")
-    return f"Solved: {len(truth)} tensors rebuilt from {files}, all equal bit for bit, and no process group was there to help."
+    return f"Solved: {len(truth)} tensors rebuilt from {files}, all equal bit for bit, without a process group."
 
 
 def save_tensors(pool: Pool, folder: Path) -> Path:
@@ -80,7 +80,7 @@ def _rebuilt(rebuild: Rebuild, folder: Path, name: str, truth: dict[str, Any]) -
         refuse(f"{name}: rebuild raised {type(cause).__name__}: {said}.", "a whole tensor.", _hint_for_error(name, said, truth))
     if calls:
         refuse(
-            f"{name}: DCP has read the data.", "your own reading, from the bytes.", "Leave dcp.load out; read_metadata is enough."
+            f"{name}: DCP has read the data.", "that you read the bytes yourself.", "Leave dcp.load out; read_metadata is enough."
         )
     return got
 
@@ -94,7 +94,7 @@ def _hint_for_error(name: str, said: str, truth: dict[str, Any]) -> str:
             "long; index.fqn is its name; index.offset and the shape of the piece give one slice per dim."
         )
     if any(name != other and name in other for other in truth):
-        return "The piece is another tensor's: its name holds this name. index.fqn has to be equal to it."
+        return "The piece is another tensor's: its name contains this name. index.fqn has to be equal to it."
     if truth[name].dim() == 1:
         return "This tensor has one dim, and index.offset one number: make a slice for each dim that there is."
     return "Some tensors are cut by columns too: index.offset has one number per dim, and each dim needs its slice."
@@ -123,11 +123,11 @@ def _judge(name: str, got: Any, expected: Any) -> None:
         return
     same_elements = torch.equal(got.flatten().sort().values, expected.flatten().sort().values)
     if same_elements:
-        hint = "All elements are there, in another order. A piece belongs where index.offset says, not where its file comes."
+        hint = "All elements are there, in another order. Put a piece where index.offset says, not in the order of the files."
     elif int((got == 0).sum()) > int((expected == 0).sum()):
         hint = "Some elements are zero: pieces were left out, or one was written over another. Are all files and all dims used?"
     else:
-        hint = "Several pieces reach the same place, or a piece is read from a wrong byte. A copy is set, not added."
+        hint = "Several pieces reach the same place, or a piece is read from a wrong byte. Set a copy, do not add it."
     refuse(f"{name}: {wrong} of {got.numel()} elements are wrong.", "no wrong element.", hint)
 
 

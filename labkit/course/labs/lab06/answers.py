@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from labkit.checkpoint import Checkpoint, Chunk, Reader, ValueEntry, open_checkpoint, verify
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import hint_for, refuse, require_answers
 from labkit.course.labs.lab06.cases import Cases
-from labkit.errors import CheckpointError, ExerciseError
+from labkit.errors import CheckpointError, ExerciseError, UnsolvedError
 
 
 def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
-    """Exercise 1: which file is too short, and by how many bytes.
+    """Check exercise 1: the file that is too short, and the number of missing bytes.
 
     Args:
         cases: The planted cases.
@@ -28,13 +28,14 @@ def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
     Raises:
         ExerciseError: The answer is another file, or another number.
     """
+    require_answers(short_file=file, missing_bytes=missing_bytes)
     _require_file(cases.short, file)
     size_bytes = (cases.short / file).stat().st_size
     if file != cases._short_file:
         hint = "The index says where the last piece of each file ends: at its start plus its length."
         refuse(f"{file} has all of its {size_bytes:,} bytes.", "the file that ends too early.", hint)
     if not isinstance(missing_bytes, Real):
-        refuse(f"missing_bytes is {reprlib.repr(missing_bytes)}, {_kind(missing_bytes)} and no number.", "an int.")
+        refuse(f"missing_bytes is {reprlib.repr(missing_bytes)}, {_kind(missing_bytes)}, not a number.", "an int.")
     missing = _needed_bytes(cases.short, file) - size_bytes
     if missing_bytes != missing:
         hint = hint_for(
@@ -45,7 +46,7 @@ def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
             ],
             "The index says for each chunk where it starts and how long it is.",
         )
-        refuse(f"{missing_bytes} bytes are said to be missing.", "what the index needs, less what the file has.", hint)
+        refuse(f"{missing_bytes} missing bytes were found.", "what the index needs, less what the file has.", hint)
     return f"Solved: {file} has {size_bytes:,} bytes and lacks {missing:,}."
 
 
@@ -66,7 +67,7 @@ def _require_file(folder: Path, file: Any) -> None:
             (lambda given: not isinstance(given, str), f"A name is a text, and this is {_kind(file)}."),
         ],
     )
-    refuse(f"{reprlib.repr(file)} is no file of {folder.name}.", f"one of {', '.join(names)}.", hint)
+    refuse(f"{reprlib.repr(file)} is not a file of {folder.name}.", f"one of {', '.join(names)}.", hint)
 
 
 def _kind(answer: object) -> str:
@@ -83,7 +84,7 @@ def _needed_bytes(folder: Path, file: str) -> int:
 
 
 def check_not_finite(cases: Cases, names: Collection[str]) -> str:
-    """Exercise 2: which tensors of ``cases.not_finite`` hold NaN or inf.
+    """Check exercise 2: the tensors of ``cases.not_finite`` that hold NaN or inf.
 
     Args:
         cases: The planted cases.
@@ -95,6 +96,7 @@ def check_not_finite(cases: Cases, names: Collection[str]) -> str:
     Raises:
         ExerciseError: A tensor is missing in the answer, or there is one too many.
     """
+    require_answers(poisoned=names)
     given = _texts(names)
     if given != cases._not_finite:
         missed, extra = cases._not_finite - given, given - cases._not_finite
@@ -105,7 +107,7 @@ def check_not_finite(cases: Cases, names: Collection[str]) -> str:
                 (lambda found: bool(extra) and not missed, "These and others. Which of yours are finite in every element?"),
                 (lambda found: {f"optimizer.state.{name}" for name in found} == cases._not_finite, _PREFIX),
                 (lambda found: bool({name.removeprefix("model.") for name in found} & _parameters(cases._not_finite)), _MOMENT),
-                (lambda found: bool(missed), "NaN is not the only number that is not finite, and the model is not all there is."),
+                (lambda found: bool(missed), "inf is not finite either, and the model is not the whole checkpoint."),
             ],
         )
         refuse(f"{len(given)} named, {len(given & cases._not_finite)} of them right.", f"{len(cases._not_finite)} tensors.", hint)
@@ -121,7 +123,7 @@ def _parameters(moments: Iterable[str]) -> set[str]:
 
 
 def check_lost_state(cases: Cases, names: Collection[str]) -> str:
-    """Exercise 3: which parameters of ``cases.lost_state`` have no optimizer state.
+    """Check exercise 3: the parameters of ``cases.lost_state`` that have no optimizer state.
 
     Args:
         cases: The planted cases.
@@ -133,6 +135,7 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
     Raises:
         ExerciseError: A parameter is missing in the answer, or there is one too many.
     """
+    require_answers(without_moments=names)
     given = _texts(names)
     if given != cases._lost_state:
         right = given & cases._lost_state
@@ -149,14 +152,14 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
                 (lambda found: bool(found - cases._lost_state), "Some of these have their moments: look for their exp_avg."),
                 (lambda found: len(found) > 0, "There are more. Whole blocks are frozen together."),
             ],
-            "verify says no-state for each.",
+            "verify reports no-state for each.",
         )
         refuse(f"{len(given)} named, {len(right)} of them right.", f"{len(cases._lost_state)} parameters.", hint)
     block = next(iter(given)).split(".")[1]
     return f"Solved: all {len(given)} parameters of block {block} would start again from zero moments."
 
 
-_MODULE = "A block is no parameter. Name each of its parameters, as model.named_parameters() does."
+_MODULE = "A block is not a parameter. Name each of its parameters, as model.named_parameters() does."
 _NO_PARAMETER = "Not all of these are parameters. The head is the embedding under another name, and a rotary table is a buffer."
 
 
@@ -169,7 +172,7 @@ def _modules_among(names: Iterable[str], parameters: Collection[str]) -> set[str
 
 
 def check_stale_file(cases: Cases, file: Any) -> str:
-    """Exercise 4: which file of ``cases.stale`` is from an earlier step.
+    """Check exercise 4: the file of ``cases.stale`` that is from an earlier step.
 
     Args:
         cases: The planted cases.
@@ -181,18 +184,19 @@ def check_stale_file(cases: Cases, file: Any) -> str:
     Raises:
         ExerciseError: The answer is another file.
     """
+    require_answers(stale_file=file)
     _require_file(cases.stale, file)
     if file != cases._stale_file:
         refuse(
-            f"{file} holds the same as at the save that the index describes.",
-            "the file that does not.",
+            f"{file} is as it was at the save that the index describes.",
+            "the file that is not.",
             "Compare each chunk with the export. A chunk knows its file.",
         )
     return f"Solved: {file} is from an earlier step, and no other."
 
 
 def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
-    """Exercise 5: a DCP checkpoint made of ``cases.wrapped`` that the model loads, bit for bit the good one.
+    """Check exercise 5: a DCP checkpoint made from ``cases.wrapped`` that the model can load, bit for bit the good one.
 
     Args:
         cases: The planted cases.
@@ -203,7 +207,7 @@ def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
         A sentence with the number of compared tensors.
 
     Raises:
-        ExerciseError: Nothing is there, it is not a DCP checkpoint or not made of the case, names are missing, or bits differ.
+        ExerciseError: Nothing is there, it is not a DCP checkpoint or not made from the case, names are missing, or bits differ.
     """
     path = _repaired_path(cases, repaired)
     checkpoint = _opened_dcp(path)
@@ -217,9 +221,9 @@ def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
             [
                 (
                     lambda found: "wrapped-name" in found,
-                    "Names still carry the wrapper's, those of the optimizer's state included.",
+                    "Names still carry the wrapper's, including those of the optimizer's state.",
                 ),
-                (lambda found: "other-bits" in found, "The names are right and the numbers are not. Was it made of the case?"),
+                (lambda found: "other-bits" in found, "The names are right but the numbers are not. Was it made from the case?"),
                 (lambda found: "no-state" in found, "The optimizer's state belongs to it."),
             ],
             faults[0].line(),
@@ -228,20 +232,20 @@ def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
     compared = report.checked["compared tensors"]
     moments = sum(name.startswith("optimizer.") for name in _tensor_names(path))
     if not moments:
-        refuse("It holds no optimizer state.", "weights and moments.", "What of the case was left out on the way?")
+        refuse("It holds no optimizer state.", "weights and moments.", "Which part of the case was left out on the way?")
     _require_made_of(cases.wrapped, checkpoint)
     return f"Solved: {compared} tensors under the model's own names, {moments} of them moments, equal bit for bit."
 
 
 def _repaired_path(cases: Cases, repaired: Any) -> Path:
     if not isinstance(repaired, str | Path):
-        hint = "migrate returns what it wrote. repaired is where it wrote to." if repaired is not None else ""
-        refuse(f"repaired is {_kind(repaired)} and no path.", "the path of the new checkpoint.", hint)
+        hint = "migrate returns what it wrote. repaired has to be the place where it wrote." if repaired is not None else ""
+        refuse(f"repaired is {_kind(repaired)}, not a path.", "the path of the new checkpoint.", hint)
     path = Path(repaired)
     if path.resolve() in (cases.good.resolve(), cases.wrapped.resolve()):
-        refuse(f"{path.name} is one of the given checkpoints.", "a new folder, made of the case.")
+        refuse(f"{path.name} is one of the given checkpoints.", "a new folder, made from the case.")
     if not path.exists():
-        raise ExerciseError(f"there is nothing at {path} yet. Run the exercise's cell first.")
+        raise UnsolvedError(f"there is nothing at {path} yet. Fill in the exercise's cell and run it.")
     return path
 
 
@@ -259,15 +263,15 @@ def _opened_dcp(path: Path) -> Checkpoint:
 
 
 def _require_made_of(case: Path, checkpoint: Checkpoint) -> None:
-    """Require the values that only the case has: they belong neither to the model nor to the optimizer."""
+    """Require the values that only the case has, which belong neither to the model nor to the optimizer."""
     original = open_checkpoint(case)
     with Reader(original) as given, Reader(checkpoint) as made:
         for name, entry in original.values.items():
             if entry.section == "other" and (name not in checkpoint.values or made.value(name) != given.value(name)):
                 refuse(
-                    f"The tensors are right, and it lacks the case's {name!r}, {given.value(name)!r}.",
+                    f"The tensors are right, but it lacks the case's {name!r}, {given.value(name)!r}.",
                     "everything that the case holds.",
-                    "Was it made of the case, and not of the good checkpoint?",
+                    "Was it made from the case, and not from the good checkpoint?",
                 )
 
 
@@ -277,7 +281,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 def _texts(names: Collection[str]) -> frozenset[str]:
     if isinstance(names, str):
-        raise ExerciseError(f"one text is no set of names. Write {{{names!r}}}.")
+        raise ExerciseError(f"one text is not a set of names. Write {{{names!r}}}.")
     if not isinstance(names, Iterable):
-        raise ExerciseError(f"{names!r} is no set of names.")
+        raise ExerciseError(f"{names!r} is not a set of names.")
     return frozenset(map(str, names))

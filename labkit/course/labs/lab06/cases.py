@@ -158,7 +158,7 @@ def _save_without_state(folder: Path, names: list[str]) -> None:
 
 
 def _save_wrapped(folder: Path, run_name: str) -> None:
-    """Save with the names of a compiled model, each with the wrapper's prefix. The run's name marks what was made of this case."""
+    """Save with the names of a compiled model, each with the wrapper's prefix. The run's name marks copies made from this case."""
     state = _state()
     optimizer = state["optimizer"]
     wrapped = {"state": {_wrapped(name): value for name, value in optimizer["state"].items()}}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 Groups = Sequence[Sequence[int]]
@@ -15,7 +15,7 @@ BetweenBytes = Callable[[Groups, int, int], int]
 
 
 @dataclass(frozen=True)
-class Case:
+class GroupCase:
     """Groups of ranks, and the number of ranks whose successor is on another node."""
 
     what: str
@@ -25,7 +25,7 @@ class Case:
 
 
 def check_between_bytes(between_bytes: BetweenBytes) -> str:
-    """Exercise 1: ``between_bytes(groups, ranks_per_node, sent_bytes)`` is what all ranks together send to other nodes.
+    """Exercise 1: ``between_bytes(groups, ranks_per_node, sent_bytes)`` returns the bytes that all ranks send to other nodes.
 
     Args:
         between_bytes: Takes the groups of one axis as lists of ranks, each in the order of its ring, the number of ranks on a node,
@@ -40,7 +40,7 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
     Ranks: controller.
     """
     cases, sent = _cases(), 1_000
-    answers = [between_bytes([list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
+    answers = [ask(between_bytes, [list(group) for group in case.groups], case.ranks_per_node, sent) for case in cases]
     for answer in answers:
         if isinstance(answer, bool) or not isinstance(answer, int | float):
             raise ExerciseError(f"between_bytes returned {answer!r}. It has to return a number of bytes.")
@@ -54,27 +54,27 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
                 hint_for(
                     [answer / sent for answer in answers],
                     _MISTAKES,
-                    "Which ranks have their next one on another node? They send there.",
+                    "Which ranks have their successor on another node? They send there.",
                 ),
             )
     largest = max(sum(map(len, case.groups)) for case in cases)
     return f"Solved: {len(cases)} meshes of up to {largest:,} ranks, all right to the byte."
 
 
-def _if(count: Callable[[Case], float]) -> Callable[[Sequence[float]], bool]:
+def _if(count: Callable[[GroupCase], float]) -> Callable[[Sequence[float]], bool]:
     """Return a test of whether a mistake explains every answer, given the number of links that it counts as between nodes."""
     return lambda answers: all(answer == count(case) for answer, case in zip(answers, _cases(), strict=True))
 
 
-def _links(counts: Callable[[int, int, Case], bool]) -> Callable[[Sequence[float]], bool]:
+def _links(counts: Callable[[int, int, GroupCase], bool]) -> Callable[[Sequence[float]], bool]:
     return _if(lambda case: sum(counts(*link, case) for group in case.groups for link in _ring(group)))
 
 
-def _leaves(rank: int, following: int, case: Case) -> bool:
+def _leaves(rank: int, following: int, case: GroupCase) -> bool:
     return rank // case.ranks_per_node != following // case.ranks_per_node
 
 
-def _spans(group: Sequence[int], case: Case) -> int:
+def _spans(group: Sequence[int], case: GroupCase) -> int:
     return len({rank // case.ranks_per_node for rank in group})
 
 
@@ -85,9 +85,9 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: sum(len(group) for group in case.groups if _spans(group, case) > 1)),
-        "In a group that reaches over nodes not every rank sends out of its node: the next rank may be its neighbour.",
+        "In a group that spans nodes, not every rank sends out of its node: the next rank may be on the same node.",
     ),
-    (_links(lambda *_: True), "This is what is sent at all. What stays on its node does not count."),
+    (_links(lambda *_: True), "These are all bytes sent. Bytes that stay on a node do not count."),
     (
         _if(lambda case: sum(_spans(group, case) for group in case.groups if _spans(group, case) > 1)),
         "You count the nodes of a group. The order of the ring matters: it may leave the same node twice.",
@@ -102,11 +102,11 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: 2 * case.num_leaving),
-        "Twice too much: a rank sends to the next one of its ring only, not to the one before it.",
+        "Twice too much: a rank sends only to the next one of its ring, not to the one before it.",
     ),
     (
         _links(lambda rank, following, case: abs(rank - following) >= case.ranks_per_node),
-        "How far apart two numbers are does not say whether there is a border between them: compare the nodes of both ranks.",
+        "The distance of two numbers does not show whether a node ends between them: compare the nodes of both ranks.",
     ),
 ]
 
@@ -115,18 +115,18 @@ def _ring(group: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip(group, [*group[1:], group[0]], strict=True))
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[GroupCase]:
     def rows(num: int, size: int, step: int = 1, stride: int = 1) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(row * step + place * stride for place in range(size)) for row in range(num))
 
     return [
-        Case("groups inside nodes", rows(2, 4, step=4), 4, 0),
-        Case("FSDP over 8 ranks", rows(1, 8), 4, 2),
-        Case("HSDP's replicas, one on each of 2 nodes", rows(4, 2, stride=4), 4, 8),
-        Case("one group over a node and a half", rows(1, 6), 4, 2),
-        Case("each rank alone", rows(4, 1), 2, 0),
-        Case("one rank on each of 3 nodes", rows(1, 3), 1, 3),
-        Case("a ring that goes back and forth between 2 nodes", ((0, 4, 1, 5),), 4, 4),
-        Case("FSDP over 1,024 ranks", rows(1, 1024), 8, 128),
-        Case("HSDP's replicas on 128 nodes", rows(8, 128, stride=8), 8, 1024),
+        GroupCase("groups inside nodes", rows(2, 4, step=4), 4, 0),
+        GroupCase("FSDP over 8 ranks", rows(1, 8), 4, 2),
+        GroupCase("HSDP's replicas, one on each of 2 nodes", rows(4, 2, stride=4), 4, 8),
+        GroupCase("one group over a node and a half", rows(1, 6), 4, 2),
+        GroupCase("each rank alone", rows(4, 1), 2, 0),
+        GroupCase("one rank on each of 3 nodes", rows(1, 3), 1, 3),
+        GroupCase("a ring that goes back and forth between 2 nodes", ((0, 4, 1, 5),), 4, 4),
+        GroupCase("FSDP over 1,024 ranks", rows(1, 1024), 8, 128),
+        GroupCase("HSDP's replicas on 128 nodes", rows(8, 128, stride=8), 8, 1024),
     ]

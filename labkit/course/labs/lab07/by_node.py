@@ -37,7 +37,7 @@ class Tried:
 
 
 def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
-    """Exercise 2: ``all_reduce_by_node(tensor, mesh)`` gives the sum over all ranks and sends little between nodes.
+    """Exercise 2: ``all_reduce_by_node(tensor, mesh)`` returns the sum over all ranks and sends little between nodes.
 
     Args:
         pool: The pool; ``all_reduce_by_node`` is defined on its ranks.
@@ -55,7 +55,7 @@ def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
     seen = run_on_ranks(pool, _try, num_nodes, timeout_s=60)
     for rank, tried in seen.items():
         if tried.result is None:
-            raise ExerciseError(f"all_reduce_by_node returned no tensor on rank {rank}. It has to return the sum.")
+            raise ExerciseError(f"all_reduce_by_node did not return a tensor on rank {rank}. It has to return the sum.")
         if tried.result != tried.target:
             _refuse_result(rank, tried, pool.world_size, num_nodes)
     if any(tried.strange for tried in seen.values()):
@@ -78,8 +78,8 @@ def _hint_for_too_much(tried: Tried, *, whole: bool) -> str:
     if whole and tried.between_kinds >= {"reduce_scatter", "all_gather"}:
         return "The axes are the wrong way round: you cut between the nodes. Cut over local, inside a node, and reduce over node."
     if whole:
-        return "Every rank of a node sends the whole sum to the other nodes. Let each take care of a piece of it."
-    return "A ring over all ranks knows no nodes. Reduce inside first, so that each rank has one piece of its node's sum."
+        return "Every rank of a node sends the whole sum to the other nodes. Let each send one piece of it."
+    return "A ring over all ranks ignores nodes. Reduce inside first, so that each rank has one piece of its node's sum."
 
 
 def _refuse_result(rank: int, tried: Tried, world_size: int, num_nodes: int) -> None:
@@ -91,14 +91,14 @@ def _refuse_result(rank: int, tried: Tried, world_size: int, num_nodes: int) -> 
             "A rank has its piece only. The pieces of a node have to be put together again: which collective does that?",
         )
     wrong = sum(one != other for one, other in zip(result, tried.target, strict=True))
-    hint = "Add up inside of the node, between the nodes, and put the pieces together, each exactly once."
+    hint = "Add up inside the node, between the nodes, and put the pieces together, each exactly once."
     if result == tried.node_sum:
         hint = "This is the sum of this node. The other nodes are missing."
     elif sorted(result) == sorted(tried.target):
         hint = "All numbers are there, in another order: whose piece comes first?"
     for factor in {world_size, world_size // num_nodes, num_nodes} - {1}:
         if _is_multiple(tried.target, result, factor):
-            hint = f"All numbers are too small by a factor of {factor}: the sum is asked for, and no mean."
+            hint = f"All numbers are too small by a factor of {factor}: return the sum, not the mean."
         elif _is_multiple(result, tried.target, factor):
             hint = f"All numbers are too large by a factor of {factor}: something is added up more than once."
     refuse(f"{wrong} of {len(result)} numbers are wrong on rank {rank}.", "the sum over all ranks.", hint)

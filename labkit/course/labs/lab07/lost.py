@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from labkit.base import places
-from labkit.course.labs.checks import hint_for, refuse
+from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 LostNames = Callable[[Path, int, int], Set[str]]
@@ -17,7 +17,7 @@ Writers = Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class Case:
+class LossCase:
     """A checkpoint, described by the files that hold each tensor's pieces, and a node that is lost."""
 
     what: str
@@ -62,10 +62,10 @@ def check_lost_names(lost_names: LostNames) -> str:
     return f"Solved: {len(cases)} checkpoints, every lost tensor named and no other."
 
 
-def _answer(lost_names: LostNames, case: Case) -> frozenset[str]:
+def _answer(lost_names: LostNames, case: LossCase) -> frozenset[str]:
     with places.temporary("labkit-check-") as scratch:
         _write(Path(scratch), case.files)
-        answer = lost_names(Path(scratch), case.node, case.ranks_per_node)
+        answer = ask(lost_names, Path(scratch), case.node, case.ranks_per_node)
     if not isinstance(answer, Set):
         raise ExerciseError(f"lost_names returned {answer!r}. It has to return a set of names, each of them once.")
     return frozenset(answer)
@@ -79,7 +79,7 @@ def _second(file: str) -> int:
     return int(Path(file).stem.split("_")[-1])
 
 
-def _if(names: Callable[[Case], frozenset[str]]) -> Callable[[Sequence[frozenset[str]]], bool]:
+def _if(names: Callable[[LossCase], frozenset[str]]) -> Callable[[Sequence[frozenset[str]]], bool]:
     """Return a test of whether a mistake explains every answer, given the names that it takes to be lost."""
     return lambda answers: all(answer == names(case) for answer, case in zip(answers, _cases(), strict=True))
 
@@ -95,7 +95,7 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: frozenset(case.files) - case.lost),
-        "These are the tensors that are left whole. The lost ones are asked for.",
+        "These are the tensors that are left whole. Name the lost ones.",
     ),
     (
         _if(lambda case: case.lost_where(lambda file: case.node if _rank(file) // case.ranks_per_node != case.node else -1)),
@@ -103,7 +103,7 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: case.lost_where(lambda file: _rank(file) // case.ranks_per_node, all)),
-        "A tensor is lost when one of its pieces is, also when others are still there.",
+        "A tensor is lost when one of its pieces is, even if others are still there.",
     ),
     (
         _if(lambda case: case.lost_where(_rank)),
@@ -115,7 +115,7 @@ _MISTAKES: Any = [
     ),
     (
         _if(lambda case: case.lost_where(lambda file: int(file[2]) // case.ranks_per_node)),
-        "Ranks may have more than one digit: __12_0.distcp is of rank 12.",
+        "Ranks may have more than one digit: __12_0.distcp belongs to rank 12.",
     ),
     (
         _if(lambda case: case.lost_where(lambda file: _second(file) // case.ranks_per_node)),
@@ -124,18 +124,20 @@ _MISTAKES: Any = [
 ]
 
 
-def _cases() -> list[Case]:
+def _cases() -> list[LossCase]:
     def of(*ranks: int) -> tuple[str, ...]:
         return tuple(f"__{rank}_0.distcp" for rank in ranks)
 
     hsdp = {"embed.weight": of(0, 1), "head.weight": of(2, 3), "norm.weight": of(2)}
     return [
-        Case("two files from each rank", {"w1": ("__0_0.distcp", "__0_1.distcp"), "w2": ("__1_0.distcp", "__2_1.distcp")}, 0, 1),
-        Case("sharded over all ranks", {"embed.weight": of(0, 1, 2, 3), "norm.weight": of(0, 1, 2, 3)}, 1, 2),
-        Case("every piece written by one of its replicas", hsdp, 1, 2),
-        Case("the same, the other node", hsdp, 0, 2),
-        Case("16 ranks", {"w1": of(1, 3), "w2": of(12, 13), "w3": of(7, 8), "w4": of(0, 15)}, 1, 8),
-        Case("nobody wrote there", {"w1": of(0, 1)}, 3, 2),
+        LossCase(
+            "two files from each rank", {"w1": ("__0_0.distcp", "__0_1.distcp"), "w2": ("__1_0.distcp", "__2_1.distcp")}, 0, 1
+        ),
+        LossCase("sharded over all ranks", {"embed.weight": of(0, 1, 2, 3), "norm.weight": of(0, 1, 2, 3)}, 1, 2),
+        LossCase("every piece written by one of its replicas", hsdp, 1, 2),
+        LossCase("the same, the other node", hsdp, 0, 2),
+        LossCase("16 ranks", {"w1": of(1, 3), "w2": of(12, 13), "w3": of(7, 8), "w4": of(0, 15)}, 1, 8),
+        LossCase("a node that wrote nothing", {"w1": of(0, 1)}, 3, 2),
     ]
 
 

@@ -18,7 +18,7 @@ def num_nodes(world_size: int, batch_size: int) -> int:
     Ranks: controller.
     """
     if world_size not in _WORLD_SIZES:
-        raise ValueError(f"world_size is {world_size}, and this model can be shared out over 2, 3 or 4 ranks. Set one of these.")
+        raise ValueError(f"world_size is {world_size}, but this model can only be divided over 2, 3 or 4 ranks. Set one of these.")
     if batch_size % world_size:
         raise ValueError(f"{world_size} ranks do not divide a batch_size of {batch_size}. Set batch_size to 12.")
     return 2 if world_size % 2 == 0 else world_size

@@ -67,13 +67,13 @@ class Layout:
 
     def _box(self, mesh_shape: Sequence[int], coordinate: Sequence[int], placements: Sequence[Placement]) -> Box:
         offsets, sizes = local_box(self.shape, mesh_shape, coordinate, placements)
-        # DTensor places an empty shard behind the end, so all empty shards have the same box.
+        # DTensor places an empty shard past the end, so all empty shards have the same box.
         placed = zip(offsets, sizes, self.shape, strict=True)
         return tuple(length if size == 0 else offset for offset, size, length in placed), sizes
 
 
 def held_elements(layouts: Sequence[Layout], mesh: MeshRecord) -> Int64s:
-    """Return, for every rank, the number of elements that it holds of some tensors together."""
+    """Return, for every rank, the number of elements that it holds of all these tensors."""
     held = np.zeros(len(mesh.ranks), dtype=np.int64)
     counts: dict[Layout, int] = {}
     for layout in layouts:
@@ -85,7 +85,7 @@ def held_elements(layouts: Sequence[Layout], mesh: MeshRecord) -> Int64s:
 
 
 def _flat_coordinates(mesh: MeshRecord, axes: Sequence[str]) -> Int64s:
-    """Return, for every rank, its row-major index among the coordinates on some of the axes."""
+    """Return, for every rank, the row-major index of its coordinate on some of the axes."""
     places = np.unravel_index(np.arange(len(mesh.ranks)), mesh.shape)
     flat: Any = np.zeros(len(mesh.ranks), dtype=np.int64)
     for axis in axes:

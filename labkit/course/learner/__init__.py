@@ -1,0 +1,7 @@
+"""The learner's own copies of the labs: writing them, finding the solved exercises, and the start page."""
+
+from __future__ import annotations
+
+from labkit.course.learner.solved import progress
+
+__all__ = ["progress"]

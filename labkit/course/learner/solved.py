@@ -1,0 +1,133 @@
+"""The exercises that a learner has solved, judged by the saved outputs of the checks: no error, and something printed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nbformat import NotebookNode
+
+from labkit.course.files import NotebookError, read_notebook
+from labkit.course.handouts.copies.cells import about, tags, title
+from labkit.course.learner.copies import LabNotFoundError
+
+_EXERCISE = re.compile(r"^#{2,6} Exercise (\d+)[:.]?\s*([^★\n]*)", re.MULTILINE)
+_FACT = r"^\|\s*\*\*{}\*\*\s*\|\s*(.*?)\s*\|\s*$"
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """An exercise of a lab.
+
+    Attributes:
+        name: Its number and name, such as ``1: who has which rows?``.
+        state: ``solved``, ``tried`` (the last run of its check raised), or ``open`` (the check has not run).
+    """
+
+    name: str
+    state: str
+
+
+@dataclass(frozen=True)
+class LabState:
+    """The state of one lab in a learner's folder.
+
+    Attributes:
+        path: The learner's copy.
+        title: The lab's title.
+        about: What a reader will be able to do after it.
+        takes, needs: The time and the requirements, from its first cell.
+        exercises: Its exercises, in order.
+    """
+
+    path: Path
+    title: str
+    about: str
+    takes: str
+    needs: str
+    exercises: tuple[Exercise, ...]
+
+    @property
+    def num_solved(self) -> int:
+        """The number of solved exercises."""
+        return sum(exercise.state == "solved" for exercise in self.exercises)
+
+
+class Progress:
+    """The labs of a folder as a table: HTML-free markdown in a notebook, text in a terminal.
+
+    Args:
+        labs: The labs.
+    """
+
+    def __init__(self, labs: Sequence[LabState]) -> None:
+        self.labs = labs
+
+    def __repr__(self) -> str:
+        lines = []
+        for lab in self.labs:
+            lines.append(f"{lab.title}: {_count(lab)}")
+            lines += [f"  {exercise.state:6}  {exercise.name}" for exercise in lab.exercises]
+        return "\n".join(lines)
+
+    def _repr_markdown_(self) -> str:
+        rows = ["| Lab | After it you can | Takes | Needs | Solved |", "|---|---|---|---|---|"]
+        rows += [
+            f"| [{lab.title}]({lab.path.name}) | {lab.about} | {lab.takes} | {lab.needs} | {_count(lab)} |" for lab in self.labs
+        ]
+        return "\n".join(rows)
+
+
+def progress(folder: str | Path = ".") -> Progress:
+    """Return the state of all exercises of the labs in a folder, read from their saved copies.
+
+    Args:
+        folder: A folder that ``labkit lab`` has written.
+
+    Raises:
+        LabNotFoundError: The folder has no lab.
+
+    Ranks: controller.
+    """
+    labs = []
+    for path in sorted(Path(folder).glob("*.ipynb")):
+        try:
+            notebook = read_notebook(path)
+        except NotebookError:
+            continue  # half-written by an editor, or not a notebook
+        if exercises := tuple(_exercises(notebook.cells)):
+            labs.append(state_of(path, notebook, exercises))
+    if not labs:
+        raise LabNotFoundError(f"there is no lab in {folder}. labkit lab writes them.")
+    return Progress(labs)
+
+
+def state_of(path: Path, notebook: NotebookNode, exercises: tuple[Exercise, ...] | None = None) -> LabState:
+    """Return the state of a lab, read from its copy."""
+    opening = str(notebook.cells[0].source)
+    facts = (re.search(_FACT.format(name), opening, re.MULTILINE) for name in ("Takes", "Needs"))
+    takes, needs = (fact[1] if fact else "" for fact in facts)
+    return LabState(
+        path,
+        title(notebook),
+        about(notebook).removeprefix("After this lab you can ").removeprefix("After these ten minutes you can "),
+        takes,
+        needs,
+        tuple(_exercises(notebook.cells)) if exercises is None else exercises,
+    )
+
+
+def _exercises(cells: Iterable[NotebookNode]) -> Iterable[Exercise]:
+    name = ""
+    for cell in cells:
+        if cell.cell_type == "markdown" and (found := _EXERCISE.findall(cell.source)):
+            name = ": ".join(part.strip() for part in found[-1] if part.strip())
+        elif cell.cell_type == "code" and "check" in tags(cell):
+            failed = any(output.output_type == "error" for output in cell.outputs)
+            yield Exercise(name or "an exercise", "tried" if failed else "solved" if cell.outputs else "open")
+
+
+def _count(lab: LabState) -> str:
+    return f"{lab.num_solved} of {len(lab.exercises)}"
