@@ -304,7 +304,7 @@ def new_temporary(prefix: str, *, longest: int | None = None) -> str:
             if place not in _named_folders():
                 problem = problem or str(error)
                 continue
-            raise PlaceError(error.path, f"{error.reason}, and leads to temporary files. {_ANOTHER}") from None
+            raise PlaceError(error.path, f"{error.reason.removesuffix('.')}. Temporary files would go there. {_ANOTHER}") from None
         except OSError as error:
             problem = problem or f"{place}: {error.strerror}"
             continue
@@ -322,7 +322,7 @@ def new_temporary(prefix: str, *, longest: int | None = None) -> str:
 
 def temporary_folders() -> list[Path]:
     """Return where temporary files may go, the best place first: what TMPDIR, TEMP or TMP names, else the system's folders."""
-    return [place for place in (*_named_folders(), *map(Path, _TEMPORARY)) if place.is_dir()]
+    return [place for place in (*_named_folders(), *map(Path, _TEMPORARY)) if os.path.isdir(place)]
 
 
 def _named_folders() -> list[Path]:

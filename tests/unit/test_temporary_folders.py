@@ -53,7 +53,7 @@ def test_v2_a_named_folder_that_others_can_change_is_refused_with_the_next_step(
         bad = outer if what == "below an open one" else outer / "tmp"
         bad.chmod(0o770 if what == "open for a group" else 0o777)
     with pytest.raises(
-        PlaceError, match=r"outer.* can be changed by other users, .* Set TMPDIR to a folder that only you can write"
+        PlaceError, match=r"outer.* can be changed by other users\. .* Set TMPDIR to a folder that only you can write"
     ):
         places.new_temporary("labkit-")
     assert os.listdir(outer / "tmp") == []
@@ -111,6 +111,19 @@ def test_a_folder_for_sockets_has_a_short_path(tmp_path: Path, monkeypatch: pyte
     os.rmdir(made)
     made = places.new_temporary("labkit-")
     assert long in Path(made).parents
+
+
+@as_root
+def test_what_belongs_to_nobody_counts_as_root_s_only_where_root_is_not_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(tmp_path, 65534, 65534)
+    tmp_path.chmod(0o1777)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with pytest.raises(PlaceError, match="can be changed by other users"):
+        places.new_temporary("labkit-")
+    monkeypatch.setattr(places, "_hidden_root", lambda: 65534)
+    assert Path(places.new_temporary("labkit-")).parent == tmp_path
 
 
 MADE = "from labkit.base import places; print(places.new_temporary('labkit-'))"
