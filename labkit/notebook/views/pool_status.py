@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import html
-import shutil
 import subprocess
 from dataclasses import dataclass
 
 import psutil
 
+from labkit.base.machine import find_program
 from labkit.controller.hang.diagnosis import Diagnosis, RankState
 from labkit.controller.pool import WorkerPool
 from labkit.notebook.drawing.style import rank_style, text_table
@@ -93,12 +93,14 @@ def _own_memory(pid: int) -> int | None:
 
 def _gpu_bytes() -> dict[int, int]:
     """Return GPU memory by process id, as the driver reports it; empty if it does not, as in many containers."""
-    command = shutil.which("nvidia-smi")
+    command = find_program("nvidia-smi")
     if command is None:
         return {}
     query = [command, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_NVIDIA_S, stdin=subprocess.DEVNULL)
+        listing = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=_NVIDIA_S, stdin=subprocess.DEVNULL, cwd="/"
+        )
     except (OSError, subprocess.SubprocessError):
         return {}
     rows = (line.split(",") for line in listing.stdout.splitlines())
