@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-TORCH = ("2.11", "2.13", "2.14", "2.15")
+TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
 PYTHON = ("3.11", "3.12", "3.13")
 
 

@@ -7,6 +7,7 @@ import io
 import json
 import pathlib
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,14 @@ def test_properties_of_an_unknown_form_are_for_no_known_torch(tmp_path: Path, ch
     assert loaded_by_torch(tmp_path / "out")["epoch"] == 3
 
 
-@pytest.mark.parametrize("name", ["WindowsPath", "PosixPath"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "WindowsPath",
+        # In Python 3.13 alone the class is in the module that the index names.
+        pytest.param("PosixPath", marks=pytest.mark.skipif(sys.version_info[:2] == (3, 13), reason="Python 3.13 reads it")),
+    ],
+)
 def test_an_index_with_a_path_that_the_python_here_cannot_make_is_an_error_that_a_copy_mends(tmp_path: Path, name: str) -> None:
     class Foreign:
         def __reduce__(self) -> Any:
