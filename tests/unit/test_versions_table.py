@@ -10,13 +10,13 @@ from tests import scripts
 REPORT = """<testsuites><testsuite tests="5">
 <testcase name="a"/><testcase name="b"/>
 <testcase name="c"><failure message="AssertionError: 1 | 2&#10;more">text</failure></testcase>
-<testcase name="d"><error message="TraceError: gone">text</error></testcase>
+<testcase name="d"><error message="TraceError: gone: /tmp/x/y.py">text</error></testcase>
 <testcase name="e"><skipped message="no GPU"/></testcase>
 </testsuite></testsuites>"""
 
 
 def test_failures_and_errors_are_counted_with_their_first_line() -> None:
-    assert scripts.load("versions").counts(REPORT) == (2, 2, 1, "c: AssertionError: 1 / 2; d: TraceError: gone")
+    assert scripts.load("versions").counts(REPORT) == (2, 2, 1, "c: AssertionError: 1 / 2; d: TraceError: gone: ...")
 
 
 def test_a_later_run_of_the_same_replaces_its_row_alone() -> None:
