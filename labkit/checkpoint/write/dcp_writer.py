@@ -179,8 +179,7 @@ class DirectoryWriter(StorageWriter):
         self.sums[METADATA_FILE] = write_metadata(self.directory, metadata)
 
     def read_back(self, leaves: Mapping[str, Leaf], progress: Callable[[int], None]) -> None:
-        """Read back what this rank wrote: compare files on disk with their hashes, and values, as a load reads them, with
-        ``leaves``.
+        """Read back what this rank wrote: compare each file on disk with its hash, and each value with its leaf.
 
         Args:
             leaves: The leaves that were to be written, by key.
