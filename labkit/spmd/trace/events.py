@@ -173,8 +173,7 @@ class Trace:
 
 
 def short_name(block: str) -> str:
-    """Return the last part of a block's FQN, ``2`` for ``layers.2``; for several modules in a group, the first and last such
-    parts."""
+    """Return the last part of a block's FQN, ``2`` for ``layers.2``; for several modules, the first and last such parts."""
     parts = [name.rsplit(".", 1)[-1] for name in block.split(", ")]
     return parts[0] if len(parts) == 1 else f"{parts[0]}-{parts[-1]}"
 

@@ -48,8 +48,7 @@ class Observer(Protocol):
         """Handle the reduction of the group's gradients, which ``call`` performs."""
 
     def begin(self, group: Group, phase: str, call: Callable[[], Any]) -> Any:
-        """Handle the beginning of the group's ``forward`` or ``backward``: ``call`` prepares it; it begins when ``call``
-        returns."""
+        """Handle the beginning of the group's ``forward`` or ``backward``: it begins when ``call``, which prepares it, returns."""
 
     def end(self, group: Group, phase: str, call: Callable[[], Any]) -> Any:
         """Handle the end of the group's ``forward`` or ``backward``; ``call`` cleans up."""
