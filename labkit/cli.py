@@ -197,7 +197,7 @@ def script(notebook: Path, out: Path | None, parameters: tuple[tuple[str, str], 
                 file.write(text)
             return
         refuse_foreign(out, [notebook], is_script)
-        replace_file(out, text)
+        replace_file(out, text, is_script)
     except LabkitError as error:
         raise click.ClickException(str(error)) from None
     except OSError as error:

@@ -184,7 +184,8 @@ def _gpus() -> Iterator[Finding]:
         problem = f"the driver ({listed[0].driver}) lists {len(listed)} GPUs, but torch cannot use them"
         advice = f"Install a driver that supports CUDA {torch.version.cuda}, or a torch for an older CUDA."
     note = f", CUDA_VISIBLE_DEVICES={limit}" if limit is not None else ""
-    yield Finding("GPUs", f"{usable} usable by torch{note}", problem, advice)
+    use = "; a pool with more ranks shares them, over gloo through host memory" if usable else ""
+    yield Finding("GPUs", f"{usable} usable by torch{note}{use}", problem, advice)
     for gpu in listed:
         memory = f"{gpu.memory_bytes / GIB:.0f} GiB, {gpu.free_bytes / GIB:.0f} GiB free" if gpu.memory_bytes else "shared memory"
         yield Finding(f"GPU {gpu.index}", f"{gpu.name}, {memory}")
@@ -250,12 +251,13 @@ def _pools() -> Iterator[Finding]:
     yield _pool(2, "cpu")
     if torch.cuda.is_available():
         yield _pool(torch.cuda.device_count(), "cuda")
+        yield _pool(2 * torch.cuda.device_count(), "cuda", "pool on shared GPUs")
 
 
-def _pool(world_size: int, device: Literal["cpu", "cuda"]) -> Finding:
+def _pool(world_size: int, device: Literal["cpu", "cuda"], name: str = "") -> Finding:
     import labkit
 
-    name = f"pool on {device}"
+    name = name or f"pool on {device}"
     started = time.monotonic()
     try:
         with labkit.WorkerPool(world_size, device=device) as pool:

@@ -1,4 +1,8 @@
-"""Import of a function by a name such as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``."""
+"""Import of a function by a name such as ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``.
+
+The folder of the user's module comes last on the import path: others may be able to write there, and torch imports many modules
+only when it first needs them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ def find_function(reference: str) -> Callable[..., Any]:
     """Import the function that a text names, and return it. This runs the user's own module.
 
     Args:
-        reference: ``MODULE:FUNCTION``, also searched for in the current directory, or ``PATH/FILE.py:FUNCTION``.
+        reference: ``MODULE:FUNCTION``, also searched for in the current directory, or ``PATH/FILE.py:FUNCTION``, which may import
+            other modules of its folder. What is installed under the same name goes before these.
 
     Raises:
         FunctionNotFoundError: The text has another form, there is no such module, file or function, or importing the module failed
@@ -54,10 +59,13 @@ def described(error: BaseException) -> str:
 
 
 def _load_module(name: str) -> Any:
-    folder = str(Path.cwd())
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    _search_last(Path.cwd())
     return importlib.import_module(name)
+
+
+def _search_last(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
 
 
 def _load_file(path: Path) -> Any:
@@ -67,8 +75,7 @@ def _load_file(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Lets the file import modules from its own folder, as when it is run.
-    sys.path.insert(0, str(path.parent.resolve()))
+    _search_last(path.parent.resolve())
     before = sys.modules.get(path.stem)
     sys.modules[path.stem] = module
     try:

@@ -74,12 +74,12 @@ def available_memory_bytes() -> int:
 
 def nvidia_gpus() -> list[Gpu]:
     """Return the NVIDIA GPUs that the driver lists, in its order; empty without a working driver. Blocks for at most 20 s."""
-    command = shutil.which("nvidia-smi")
+    command = find_program("nvidia-smi")
     if command is None:
         return []
     query = [command, "--query-gpu=index,name,memory.total,memory.free,driver_version", "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20, stdin=subprocess.DEVNULL)
+        listing = subprocess.run(query, capture_output=True, text=True, check=True, timeout=20, stdin=subprocess.DEVNULL, cwd="/")
     except (OSError, subprocess.SubprocessError):
         return []
     return [gpu for gpu in map(_parse_gpu, listing.stdout.splitlines()) if gpu is not None]
@@ -99,10 +99,16 @@ def ends_lines(stream: TextIO) -> bool:
     return stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
+def find_program(name: str) -> str | None:
+    """Return the absolute path of a program; None if there is none. Relative entries of PATH, such as ``.``, are left out."""
+    folders = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
+    return shutil.which(name, path=os.pathsep.join(folders))
+
+
 def find_chromium() -> str | None:
     """Return the path of a Chromium or Chrome, which PDF handouts and browser tests need; None if there is none."""
     for name in _CHROMIUM_NAMES:
-        if path := shutil.which(name):
+        if path := find_program(name):
             return path
     return _MAC_CHROME if os.access(_MAC_CHROME, os.X_OK) else None
 

@@ -15,8 +15,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import io
 import os
+import secrets
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +39,10 @@ _KINDS = {
 _FOLDER = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_LINKS = 40  # as in Linux
+_TEMPORARY = ("/tmp", "/var/tmp", "/usr/tmp")  # as Python has it, but for the working directory
+# The most characters of a folder's path in which sockets are: a socket's own path has at most 107.
+FOR_SOCKETS = 76
+_ANOTHER = "Set TMPDIR to a folder that only you can write to."
 
 
 class PlaceError(LabkitError, ValueError):
@@ -257,8 +264,79 @@ def private_folder(base: Path, *names: str) -> str:
 
 def _refuse_changeable(path: Path, status: os.stat_result) -> None:
     shared = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
-    if shared or status.st_uid not in (0, os.geteuid()):
+    if shared or status.st_uid not in (0, os.geteuid(), _hidden_root()):
         raise PlaceError(path, "can be changed by other users")
+
+
+@functools.cache
+def _hidden_root() -> int:
+    """Return the user whom root's files seem to belong to: in a container without root, all whom it does not know are one."""
+    try:
+        names = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
+        nobody = int(Path("/proc/sys/kernel/overflowuid").read_text())
+    except OSError:
+        return 0
+    known = any(int(first) <= nobody < int(first) + int(count) for first, _, count in names)
+    return 0 if known else nobody
+
+
+def new_temporary(prefix: str, *, longest: int | None = None) -> str:
+    """Make a folder in the temporary folder that only the caller can enter, and return its path.
+
+    Python's own ``tempfile.mkdtemp`` does not ask who can exchange the folder on the way, and takes the working directory when
+    nothing else can be written to.
+
+    Args:
+        prefix: The beginning of its name.
+        longest: The most characters that its path may have. Where TMPDIR is too long for that, the folder is made in ``/tmp``.
+
+    Raises:
+        PlaceError: Others can change the folder that TMPDIR names, or there is none that can be used. The message says what to do.
+    """
+    problem = ""
+    for place in temporary_folders():
+        name = prefix + secrets.token_hex(4)
+        if longest is not None and len(os.fsencode(os.path.join(os.path.realpath(place), name))) > longest:
+            continue
+        try:
+            made = private_folder(place, name)
+        except PlaceError as error:
+            if place not in _named_folders():
+                problem = problem or str(error)
+                continue
+            raise PlaceError(error.path, f"{error.reason.removesuffix('.')}. Temporary files would go there. {_ANOTHER}") from None
+        except OSError as error:
+            problem = problem or f"{place}: {error.strerror}"
+            continue
+        try:
+            # A folder can be made where no file has room.
+            Path(made, "room").write_bytes(b"room")
+            os.unlink(os.path.join(made, "room"))
+        except OSError as error:
+            problem = problem or f"{place}: {error.strerror}"
+            shutil.rmtree(made, ignore_errors=True)
+        else:
+            return made
+    raise PlaceError("TMPDIR", f"names no folder for temporary files, and the system's cannot be used ({problem}). {_ANOTHER}")
+
+
+def temporary_folders() -> list[Path]:
+    """Return where temporary files may go, the best place first: what TMPDIR, TEMP or TMP names, else the system's folders."""
+    return [place for place in (*_named_folders(), *map(Path, _TEMPORARY)) if os.path.isdir(place)]
+
+
+def _named_folders() -> list[Path]:
+    return [Path(os.path.abspath(os.environ[name])) for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
+
+
+@contextlib.contextmanager
+def temporary(prefix: str, *, longest: int | None = None) -> Iterator[str]:
+    """Make a folder as :func:`new_temporary` does, and remove it at the end of the block."""
+    made = new_temporary(prefix, longest=longest)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 def write_new(name: str, data: bytes, dir_fd: int) -> None:

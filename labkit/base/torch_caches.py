@@ -12,7 +12,6 @@ import functools
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -36,13 +35,16 @@ def folder(environ: Mapping[str, str]) -> str:
     It is in the user's cache folder, under the machine's name: machines with different processors may share a home. If others can
     write to a folder on the way, it is in ``labkit-UID`` in the temporary folder. If somebody has taken that name too, it is a new
     folder that is deleted when this process ends.
+
+    Raises:
+        PlaceError: There is no place that only the caller can change; see :func:`labkit.base.places.new_temporary`.
     """
     home = environ.get("HOME") or os.path.expanduser("~")
     cache = environ.get("XDG_CACHE_HOME", "")
     base = Path(cache if os.path.isabs(cache) else os.path.join(home, ".cache"))
-    temporary = Path(tempfile.gettempdir())
     machine = platform.node().replace("/", "_") or "machine"
-    for place, names in ((base, (*_NAMES, machine)), (temporary, (f"labkit-{os.geteuid()}", *_NAMES[1:]))):
+    shared = (f"labkit-{os.geteuid()}", *_NAMES[1:])
+    for place, names in ((base, (*_NAMES, machine)), *((temporary, shared) for temporary in places.temporary_folders())):
         # The name may be taken, the home missing or full: then try the next place.
         with contextlib.suppress(PlaceError, OSError):
             return places.private_folder(place, *names)
@@ -51,7 +53,7 @@ def folder(environ: Mapping[str, str]) -> str:
 
 @functools.cache
 def _passing() -> str:
-    made = tempfile.mkdtemp(prefix="labkit-torch-")
+    made = places.new_temporary("labkit-torch-")
     maker = os.getpid()
     # A forked process inherits this handler, and must not delete the folder.
     atexit.register(lambda: shutil.rmtree(made, ignore_errors=True) if os.getpid() == maker else None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
+from labkit.base import torch_caches
 from labkit.base.machine import ends_lines
+from labkit.base.places import PlaceError
 from labkit.checkpoint.checks.findings import CODES
 from labkit.checkpoint.cli_output import errors_told, print_report, run_and_tell, write_json
 
@@ -121,10 +124,25 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
         console.print(table)
 
 
+def _with_private_caches(context: click.Context, option: click.Parameter, model: str | None) -> str | None:
+    """Keep what torch compiles for a model out of the temporary folder, where a neighbour's file could stop or steer it."""
+    if model is not None:
+        try:
+            os.environ.update(torch_caches.private(os.environ))
+        except PlaceError as error:
+            raise click.ClickException(str(error)) from None
+    return model
+
+
 @checkpoint.command("verify", epilog=VERIFY_HELP, short_help="Find what is missing, damaged or does not fit a model.")
 @click.argument("path", type=PATH)
 @click.option("--against", type=PATH, help="Another checkpoint, of any kind and sharding, that must hold the same bits.")
-@click.option("--model", metavar="FILE.py:FUNCTION", help=f"Compare names, shapes and ties with this model. {MODEL_HELP}")
+@click.option(
+    "--model",
+    metavar="FILE.py:FUNCTION",
+    callback=_with_private_caches,
+    help=f"Compare names, shapes and ties with this model. {MODEL_HELP}",
+)
 @click.option("--finite", is_flag=True, help="Also look for NaN and inf.")
 @click.option("--quick", is_flag=True, help="Look at the indices only, and read no tensor.")
 @click.option("--strict", is_flag=True, help="Warnings fail too.")
@@ -160,6 +178,7 @@ def verify_command(
 @click.option(
     "--model",
     metavar="FILE.py:FUNCTION",
+    callback=_with_private_caches,
     help=f"The model: for FSDP1 LOCAL, numbered optimizer state, tied names. {MODEL_HELP}",
 )
 @click.option(

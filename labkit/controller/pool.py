@@ -38,7 +38,9 @@ class WorkerPool:
 
     Args:
         world_size: The number of ranks.
-        device: ``cuda`` (one GPU per rank, NCCL), ``cpu`` (gloo), or ``auto``: ``cuda`` if there are enough GPUs.
+        device: ``cuda``, ``cpu``, or ``auto``: ``cuda`` if there is a GPU. With a GPU for each rank the ranks use NCCL. With fewer
+            GPUs the ranks share them and use gloo through host memory; their times are not those of several GPUs. The pool's own
+            line, ``repr(pool)``, says what it uses and why.
         launcher: ``local`` starts the ranks from this process. ``agents`` starts labkit's agents on this machine, which start the
             ranks in the same way as with :meth:`attach` on several machines. :meth:`attach` passes its machines here.
         num_nodes: With ``agents``: simulate that many machines on this one, each with the same number of ranks.
@@ -104,7 +106,8 @@ class WorkerPool:
         Args:
             num_nodes: The number of machines.
             workers_per_node: Ranks on each.
-            device: As for a local pool; ``auto`` means ``cuda`` if every machine has a GPU for each of its ranks.
+            device: As for a local pool, but ranks on several machines do not share GPUs: ``auto`` means ``cuda`` if every machine
+                has a GPU for each of its ranks.
             listen: The address on which this machine listens, ``tcp://INTERFACE:PORT``; port ``*`` takes a free one.
             host: The name or address under which the machines reach this one; None for its address on the network.
             key_file: The path of the key file (mode 0600). Copy it to every machine. It is removed when the pool is closed.
@@ -178,6 +181,11 @@ class WorkerPool:
     def device(self) -> str:
         """``cpu`` or ``cuda``."""
         return self._life.site.plan.device
+
+    @property
+    def devices(self) -> dict[int, str]:
+        """The device of each rank: ``cpu``, or the number of its GPU as in ``cuda:1``."""
+        return {rank: self._life.site.plan.device_of(rank) for rank in range(self.world_size)}
 
     @property
     def closed(self) -> bool:

@@ -16,7 +16,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import nbformat
 from nbformat import NotebookNode
@@ -31,6 +31,8 @@ _HEAD_BYTES = 4096
 # nbformat 4.5 introduced cell ids.
 _WITH_IDS = 5
 _MOST_BYTES = 512 << 20
+
+IsOwn = Callable[[BinaryIO], bool]
 
 
 class NotebookError(LabkitError, ValueError):
@@ -93,11 +95,10 @@ def sealed(notebook: NotebookNode, writer: str) -> str:
     return str(nbformat.writes(notebook)) + "\n"
 
 
-def is_sealed(path: Path, writer: str) -> bool:
+def is_sealed(file: BinaryIO, writer: str) -> bool:
     """Return whether a command wrote a notebook that is unchanged since."""
     try:
-        with places.open_regular(path, own=True) as file:
-            notebook = json.load(file)
+        notebook = json.load(file)
         mark = notebook["metadata"][_MARK]
         return bool(mark == {"written_by": writer, "sha256": _hash(nbformat.from_dict(_joined(notebook["cells"])))})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -123,22 +124,18 @@ def _hash(cells: Any) -> str:
     return hashlib.sha256(json.dumps(cells, sort_keys=True).encode()).hexdigest()
 
 
-def has_mark(path: Path, mark: str) -> bool:
+def has_mark(file: BinaryIO, mark: str) -> bool:
     """Return whether labkit wrote a text file, which then has ``mark`` near its beginning."""
-    try:
-        with places.open_regular(path, own=True) as file:
-            return mark.encode() in file.read(_HEAD_BYTES)
-    except (OSError, PlaceError):
-        return False
+    return mark.encode() in file.read(_HEAD_BYTES)
 
 
-def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], bool], *, within: Path | None = None) -> None:
+def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: IsOwn, *, within: Path | None = None) -> None:
     """Make sure that a file may be written.
 
     Args:
         path: The file to write.
         inputs: The files that the command reads, recognised even if their paths are spelled differently.
-        is_own: A function that returns whether this command wrote an existing file.
+        is_own: A function that returns whether this command wrote an existing file, given the open file.
         within: The folder that the user named, if the file is deeper inside it; the folders in between must be the user's own.
 
     Raises:
@@ -148,16 +145,26 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
     try:
         _refuse_unwritable(path)
         with _folder_of(path, within) as fd:
-            there = os.stat(path.name, dir_fd=fd, follow_symlinks=False)
-        same = next((source for source in inputs if os.path.exists(path) and os.path.samefile(source, path)), None)
+            same = next((source for source in inputs if os.path.exists(path) and os.path.samefile(source, path)), None)
+            if same is not None:
+                raise OverwriteError(f"{shown(path)} is {shown(same)} itself, which would be overwritten. Choose another place.")
+            _refuse_what_is_there(path, fd, is_own)
     except FileNotFoundError:
         return
     except OSError as error:
         raise OverwriteError(f"{shown(path)} cannot be written: {error.strerror}. Choose another name.") from None
     except PlaceError as error:
         raise OverwriteError(str(error)) from None
-    if same is not None:
-        raise OverwriteError(f"{shown(path)} is {shown(same)} itself, which would be overwritten. Choose another place.")
+
+
+def _refuse_what_is_there(path: Path, fd: int, is_own: IsOwn) -> None:
+    """Refuse to replace what is in a file's place, in its open folder, unless the command has written it.
+
+    Raises:
+        OverwriteError: See :func:`refuse_foreign`.
+        FileNotFoundError: Nothing is there.
+    """
+    there = os.stat(path.name, dir_fd=fd, follow_symlinks=False)
     kind = places.kind_of(there.st_mode)
     if kind == "a link":
         raise OverwriteError(f"{shown(path)} is a link, and its target would be lost. Choose another place.")
@@ -165,11 +172,20 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: Callable[[Path], 
         raise OverwriteError(f"{shown(path)} is {kind}, and nothing is written to it. Move it away, or choose another place.")
     if not places.is_mine(there):
         raise OverwriteError(f"{shown(path)} belongs to another user, and is not replaced. Choose another place.")
-    if not is_own(path):
+    if not is_written(path.name, is_own, dir_fd=fd):
         raise OverwriteError(
             f"{shown(path)} was not written by this command, or has been changed since. Nothing was touched. "
             "Move it away, or choose another place."
         )
+
+
+def is_written(path: str | Path, is_own: IsOwn, *, dir_fd: int | None = None) -> bool:
+    """Return whether a file is regular, the user's own, and a command's own according to ``is_own``."""
+    try:
+        with places.open_regular(path, dir_fd=dir_fd, own=True) as file:
+            return is_own(file)
+    except (OSError, PlaceError):
+        return False
 
 
 def _refuse_unwritable(path: Path) -> None:
@@ -195,16 +211,21 @@ def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterat
         yield fd
 
 
-def replace_file(path: Path, text: str, *, within: Path | None = None, make: bool = False) -> None:
+def replace_file(path: Path, text: str, is_own: IsOwn, *, within: Path | None = None, make: bool = False) -> None:
     """Write a text file in one step, so that readers find either the old file or the new one. Links are not followed.
+
+    An existing file is checked once more, in the folder that is written to, because folders may have been swapped since
+    :func:`refuse_foreign`.
 
     Args:
         path: The file.
         text: What to write.
+        is_own: As for :func:`refuse_foreign`.
         within: As for :func:`refuse_foreign`.
         make: Whether to make missing folders on the way.
 
     Raises:
+        OverwriteError: The command did not write the old file, which is unchanged.
         PlaceError: It would be written through a link or into another user's folder. The old file is unchanged.
         OSError: It cannot be written. The old file is unchanged.
     """
@@ -213,6 +234,8 @@ def replace_file(path: Path, text: str, *, within: Path | None = None, make: boo
         try:
             # A kernel may send half of a surrogate pair, which becomes a JSON escape.
             places.write_new(draft, text.encode("utf-8", "backslashreplace"), fd)
+            with contextlib.suppress(FileNotFoundError):
+                _refuse_what_is_there(path, fd, is_own)
             os.replace(draft, path.name, src_dir_fd=fd, dst_dir_fd=fd)
         except BaseException as error:
             if isinstance(error, OSError):

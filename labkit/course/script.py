@@ -12,7 +12,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from IPython.core.inputtransformer2 import TransformerManager
 
@@ -94,9 +94,9 @@ def _in_docstring(text: str) -> str:
     return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
-def is_script(path: Path) -> bool:
+def is_script(file: BinaryIO) -> bool:
     """Return whether a file is a script that `write_script` wrote."""
-    return has_mark(path, _WRITTEN)
+    return has_mark(file, _WRITTEN)
 
 
 def _cell(notebook: Path, name: str, source: str, tags: set[str], futures: dict[str, None]) -> Iterator[str]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import pickle
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from labkit.wire.door import PIECE_BYTES, Door
+from labkit.wire.door import MOST_BYTES, PIECE_BYTES, Door
 from labkit.wire.node_messages import FromNode, ToNode
 from labkit.wire.transport import Keys, guarded_context
 from labkit.wire.wake import Wake
@@ -30,6 +31,7 @@ SILENCE_MS = 3000
 QUEUED_MESSAGES = 1000
 # How long a closed hub keeps sending queued messages.
 LINGER_MS = 1000
+AGAIN_S = 1.0
 
 
 class Hub:
@@ -118,7 +120,7 @@ class Hub:
 
 
 class HubLink:
-    """The agent's end.
+    """The agent's end. It comes back after whatever answers at the address, which may be a neighbour who has taken a free port.
 
     Args:
         address: The hub's address, ``tcp://host:port``.
@@ -129,7 +131,7 @@ class HubLink:
         socket: The socket to poll for messages, and for room to send.
         monitor: The socket to poll for changes of the connection.
         connected: Whether the hub is connected.
-        refused: Whether the hub rejected the key.
+        refused: Whether what answers rejects the key. Anybody can say that, without knowing any key.
 
     """
 
@@ -145,9 +147,11 @@ class HubLink:
             self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             self.socket.setsockopt(zmq.HANDSHAKE_IVL, SILENCE_MS)
             self.socket.setsockopt(zmq.CONNECT_TIMEOUT, SILENCE_MS)
+            self.socket.setsockopt(zmq.MAXMSGSIZE, MOST_BYTES)  # before a key is proved, too
             _prepare(self.socket)
             self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket()
             self.connected = self.refused = False
+            self._address, self._lost_at = address, 0.0
             self.socket.connect(address)
             undo.pop_all()
 
@@ -157,12 +161,23 @@ class HubLink:
         while self.monitor.poll(0):
             event = recv_monitor_message(self.monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                self.connected, made = True, True
+                self.connected, made, self.refused = True, True, False
             elif event == zmq.EVENT_DISCONNECTED:
-                self.connected, made = False, False
+                self.connected, made, self._lost_at = False, False, time.monotonic()
+            elif event == zmq.EVENT_CONNECT_RETRIED:
+                self._lost_at = 0.0
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self.refused = True
+        if self._lost_at and time.monotonic() > self._lost_at + AGAIN_S:
+            self._connect_again()
         return made
+
+    def _connect_again(self) -> None:
+        """Do what ZeroMQ leaves out after an answer that is no handshake, or a refusal: it gives the address up."""
+        self._lost_at = 0.0
+        with contextlib.suppress(zmq.ZMQError):  # it no longer knows the address
+            self.socket.disconnect(self._address)
+        self.socket.connect(self._address)
 
     def receive(self) -> tuple[ToNode, list[bytes]] | None:
         """Return the next message and its further parts, or None."""

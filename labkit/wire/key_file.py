@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -22,7 +23,7 @@ class KeyFile:
 
     Attributes:
         server_public, client_public, client_secret: The pool's CURVE keys, 40 characters of Z85 each.
-        owner: ``pid@host`` of the notebook.
+        owner: ``pid.start@host`` of the notebook; the start tells it from a later process of that pid.
     """
 
     server_public: str
@@ -33,14 +34,17 @@ class KeyFile:
     @classmethod
     def of(cls, keys: Keys) -> KeyFile:
         """Take from a pool's keys the part that goes to the machines."""
-        owner = f"{os.getpid()}@{socket.gethostname()}"
+        owner = f"{os.getpid()}.{_start_of(os.getpid())}@{socket.gethostname()}"
         return cls(keys.server_public.decode(), keys.client_public.decode(), keys.client_secret.decode(), owner)
 
     @property
     def in_use(self) -> bool:
         """True if the notebook that wrote the file still runs on this machine and is not this process."""
-        pid, _, host = self.owner.partition("@")
-        return host == socket.gethostname() and pid.isdigit() and int(pid) != os.getpid() and os.path.exists(f"/proc/{pid}")
+        process, _, host = self.owner.partition("@")
+        pid, _, start = process.partition(".")
+        if host != socket.gethostname() or not pid.isdigit() or int(pid) == os.getpid():
+            return False
+        return start == _start_of(int(pid)) != ""
 
     def keys(self) -> Keys:
         """Return the keys, without the server's secret key."""
@@ -61,6 +65,16 @@ class KeyFile:
             return cls(**read_private(path, "Copy it here from the notebook's machine, with mode 0600."))
         except TypeError:
             raise InvalidPoolError(f"{path} is not a labkit key file. WorkerPool.attach() writes one.") from None
+
+
+def _start_of(pid: int) -> str:
+    """Return when a process of the caller's has started, in the system's ticks; empty if there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name of its program, in parentheses, may hold anything.
+            return file.read().rpartition(b")")[2].split()[19].decode() if places.is_mine(os.fstat(file.fileno())) else ""
+    except OSError:
+        return ""
 
 
 def write_private(path: Path, content: dict[str, Any]) -> None:
@@ -91,6 +105,15 @@ def write_private(path: Path, content: dict[str, Any]) -> None:
         raise InvalidPoolError(f"the key file {path} cannot be written: {error} Or name another: key_file=...") from None
     except OSError as error:
         raise InvalidPoolError(f"the key file {path} cannot be written: {error.strerror}. Name another: key_file=...") from None
+
+
+def remove_private(path: Path, content: dict[str, Any]) -> None:
+    """Remove a file that :func:`write_private` wrote, if it is still there and no other is in its place."""
+    with contextlib.suppress(OSError, ValueError), places.opened(path.parent) as folder:  # ValueError: a PlaceError, or no JSON
+        with places.open_regular(path.name, dir_fd=folder, own=True) as file:
+            same = json.load(file) == json.loads(json.dumps(content))
+        if same:
+            os.unlink(path.name, dir_fd=folder)
 
 
 def read_private(path: Path, otherwise: str) -> dict[str, Any]:

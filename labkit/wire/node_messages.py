@@ -99,6 +99,7 @@ class StartRank(WireRecord):
         handle: The controller's number for that process.
         local_world_size: Ranks on that machine.
         defaults: Environment variables to set if the machine does not set them.
+        num_gpus: GPUs for these ranks; if they are fewer, the ranks share them.
     """
 
     handle: int
@@ -109,6 +110,7 @@ class StartRank(WireRecord):
     group: GroupSpec
     joining: bool
     defaults: dict[str, str]
+    num_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import io
 import mmap
 import os
 import pickle
+import shutil
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from typing import Any
 
 import cloudpickle
 
+from labkit.base import places
 from labkit.errors import WireError
 from labkit.wire.record import WireRecord
 
@@ -74,10 +75,11 @@ class MemoryFile:
             self._fd = os.memfd_create("labkit-payload", os.MFD_CLOEXEC)
             # Other processes of the same user open an anonymous file through its owner's descriptor table.
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-            self._unlink = False
+            self._folder = ""
         else:
-            self._fd, self.path = tempfile.mkstemp(prefix="labkit-payload-")
-            self._unlink = True
+            self._folder = places.new_temporary("labkit-payload-")
+            self.path = os.path.join(self._folder, "payload")
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._fd, size_bytes)
 
     def write(self, offset: int, data: memoryview) -> None:
@@ -93,8 +95,8 @@ class MemoryFile:
             return
         os.close(self._fd)
         self._fd = -1
-        if self._unlink:
-            os.unlink(self.path)
+        if self._folder:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 @dataclass(slots=True)

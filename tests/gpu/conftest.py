@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,15 @@ from labkit.base import machine
 def num_ranks() -> int:
     """One rank per GPU, at most two, for tests that need no second rank but show more with one."""
     return min(2, len(machine.nvidia_gpus()))
+
+
+@pytest.fixture(scope="module")
+def one_gpu() -> Iterator[None]:
+    """Let pools see one GPU only, so that their ranks share it on every machine."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0])
+    yield
+    patch.undo()
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Seed rows S0.1 to S0.4 on NCCL, with the scenarios that tests/process runs on gloo."""
+"""Seed rows S0.1 to S0.4 on GPUs, with the scenarios that tests/process runs on gloo."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from labkit.spmd.model.initialize import build_model
 from tests.notebooks.test_lab01_exercises import exercise
 from tests.process.s0_scenarios import LOAD_PATHS, UNEVEN, LoadPath, plain_parameters_drift, round_trip, train_mixed
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(1)
 
 KEYS = set(build_model(UNEVEN).state_dict())
 

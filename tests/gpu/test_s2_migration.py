@@ -1,4 +1,4 @@
-"""Seed rows S2.1 to S2.3 on NCCL, with the scenarios of tests/process, and the check of notebook 03 that needs ranks."""
+"""Seed rows S2.1 to S2.3 on GPUs, with the scenarios of tests/process, and the check of notebook 03 that needs ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labkit.course.labs import lab03
 from tests.notebooks.test_lab03_exercises import IMPORTS, exercise
 from tests.process.s2_scenarios import SIZES, Form, both_state_dicts, full_on_rank_0, load_in_fsdp2, train_fsdp1_and_save
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(1)
 
 
 @pytest.fixture(scope="module")

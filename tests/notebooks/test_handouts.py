@@ -533,6 +533,25 @@ def test_a_notebook_that_has_not_been_run_is_run_first(make_notebook: MakeNotebo
     assert "made 42" in (made.folders["instructor"] / "fresh.html").read_text()
 
 
+@pytest.mark.parametrize("how", ["counts", "outputs", "many"])
+def test_v8_a_notebook_that_has_been_run_in_part_is_refused_and_not_run(
+    make_notebook: MakeNotebook, tmp_path: Path, how: str
+) -> None:
+    hidden = [f"open({str(tmp_path / 'ran')!r}, 'w')"] * (7 if how == "many" else 1)
+    path = make_notebook("half", "print(1)", *hidden)
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells[0].execution_count = notebook.cells[1].execution_count = None if how == "outputs" else 1
+    notebook.cells[1].outputs = [new_output("stream", text="1\n")]
+    nbformat.write(notebook, path)
+    with pytest.raises(
+        HandoutError, match=r"half.ipynb has been run in part only: not .*cell 3.* Run all its cells, or clear"
+    ) as error:
+        make_handouts([path], tmp_path / "out", chromium="")
+    assert ("cell 8" in str(error.value), "and 2 more" in str(error.value)) == (False, how == "many")
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("tex", [r"$\frac{1$", r"$$\begin{cases}1\end{cases}$$"])
 def test_a_formula_that_cannot_be_drawn_is_named(tex: str) -> None:
     with pytest.raises(HandoutError, match="the formula"):

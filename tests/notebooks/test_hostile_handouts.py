@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import subprocess
+import sys
+import tempfile
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from labkit.course.handouts.copies.instructor import instructor_copy
 from labkit.course.handouts.pages.page import Page, make_page
 from labkit.course.handouts.pages.print_page import make_print_page, write_pdf
 from labkit.course.handouts.pages.safe import POLICY, sanitized
+from tests.conftest import TESTS
 from tests.notebooks.hostile_notebooks import CHANGED, PAYLOADS, Traps, hostile_notebook, payload
 
 SECRET = "CanaryThatNobodyMayRead"
@@ -159,6 +162,67 @@ def test_s8_the_policy_and_the_printer_each_hold_without_the_sanitizer(
     write_pdf((tmp_path / "raw.html").read_text().replace(POLICY, ""), tmp_path / "open.pdf", CHROMIUM)
     assert SECRET not in _text(tmp_path / "open.pdf")
     assert asked[1] == []  # the printer has no network, whatever the page allows
+
+
+@needs_chromium
+@pytest.mark.timeout(300)
+def test_v1_the_printer_starts_in_a_private_folder_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the working directory its libraries would look for others to load, which a neighbour may have put there."""
+    wrapper, told = tmp_path / "chromium", tmp_path / "told"
+    wrapper.write_text(f'#!/bin/sh\n{{ pwd; echo "$TMPDIR"; stat -c %a .; }} > {told}\nexec {CHROMIUM} "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    before = {path.name for path in Path(tempfile.gettempdir()).iterdir()}
+    write_pdf("<p>printed</p>", tmp_path / "page.pdf", "./chromium")
+    assert (tmp_path / "page.pdf").read_bytes().startswith(b"%PDF")
+    folder, temporary, mode = told.read_text().split()
+    assert folder == temporary
+    assert Path(folder).name.startswith("labkit-print-")
+    assert mode == "700"
+    assert {path.name for path in Path(tempfile.gettempdir()).iterdir()} == before
+
+
+FORMULA = """
+import sys
+from labkit.course.handouts.pages.formulas import formula
+before = "matplotlib" in sys.modules
+print(before, hash(formula("x^2", display=True)), open("here").read())
+"""
+
+
+@pytest.mark.parametrize("what", ["fifo", "tex", "colour"])
+def test_v5_a_matplotlibrc_in_the_working_directory_neither_holds_nor_steers_handouts(tmp_path: Path, what: str) -> None:
+    (tmp_path / "here").write_text("here")
+
+    def drawn(environ: dict[str, str]) -> str:
+        given = {**os.environ, "PYTHONPATH": str(TESTS.parent), "PYTHONHASHSEED": "0", "SOURCE_DATE_EPOCH": "0", **environ}
+        command = [sys.executable, "-P", "-c", FORMULA]
+        return subprocess.run(command, cwd=tmp_path, env=given, capture_output=True, text=True, check=True, timeout=60).stdout
+
+    before = drawn({})
+    assert before.startswith("False ")
+    assert before.endswith(" here\n")
+    rc = tmp_path / "matplotlibrc"
+    if what == "fifo":
+        os.mkfifo(rc)
+        assert drawn({}) == before
+    else:
+        rc.write_text({"tex": "text.usetex: True", "colour": "text.color: red\nmathtext.fontset: cm"}[what])
+        assert drawn({}) == before
+        assert drawn({"MATPLOTLIBRC": str(rc)}) == before  # nor do the user's own settings
+
+
+def test_v1_no_program_is_taken_from_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("chromium", "nvidia-smi"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "_MAC_CHROME", "/missing")
+    monkeypatch.setenv("PATH", f".:{os.pathsep}")
+    assert machine.find_chromium() is None
+    assert machine.find_program("nvidia-smi") is None
+    monkeypatch.setenv("PATH", f".:{tmp_path}")
+    assert machine.find_chromium() == str(tmp_path / "chromium")
 
 
 def _dom(page: Path, folder: Path) -> str:

@@ -405,6 +405,21 @@ def test_s5_a_folder_exchanged_for_a_link_while_a_notebook_runs_costs_no_file_be
     assert notebook.read_bytes() == before
 
 
+def test_v4_a_folder_exchanged_for_another_of_mine_while_a_notebook_runs_costs_no_file_in_it(
+    make_notebook: MakeNotebook, tmp_path: Path
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "lab.ipynb").write_text("the only copy of my work")
+    (tmp_path / "precious" / "index.html").write_text("my page")
+    notebook = make_notebook("lab", "import os; os.rename('out', 'away'); os.rename('precious', 'out')")
+    result = _labkit("run", notebook, "--out", "out")
+    assert result.exit_code == 1, result.output
+    assert "was not written by this command" in result.output
+    assert (tmp_path / "out" / "lab.ipynb").read_text() == "the only copy of my work"
+    assert (tmp_path / "out" / "index.html").read_text() == "my page"
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.html", "lab.ipynb"]
+
+
 def test_s5_a_copy_that_somebody_has_changed_is_refused_and_an_unchanged_one_replaced(
     make_notebook: MakeNotebook, tmp_path: Path
 ) -> None:

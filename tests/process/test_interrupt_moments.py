@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from labkit import RunInterrupted, WorkerPool
-from labkit.controller.run.runner import Runner
+from labkit.controller.run.repair import Repair
 from tests.process import interrupt_scenarios as scenarios
 from tests.process.interrupts import ARRIVES_WITHIN_S, ENDS_WITHIN_S, interrupt_when, signs_of
 
@@ -63,15 +63,15 @@ def test_an_interrupt_while_the_ranks_are_being_mended_does_no_harm(
     pool: WorkerPool, after_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An impatient user presses Ctrl-C again after the first one has already worked."""
-    rebuild, pressed = Runner._rebuild, []
+    rebuild, pressed = Repair._rebuild, []
 
-    def disturbed(runner: Runner, *args: Any) -> Any:
+    def disturbed(repair: Repair, *args: Any) -> Any:
         if not pressed:
             pressed.append(threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)))
             pressed[0].start()
-        return rebuild(runner, *args)
+        return rebuild(repair, *args)
 
-    monkeypatch.setattr(Runner, "_rebuild", disturbed)
+    monkeypatch.setattr(Repair, "_rebuild", disturbed)
     # labkit installs its own handler while it waits, and then restores this one.
     previous = signal.signal(signal.SIGINT, lambda number, frame: None)
     try:

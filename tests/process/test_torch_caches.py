@@ -92,7 +92,7 @@ def test_h2_a_place_that_others_can_change_is_not_used(kind: str, tmp_path: Path
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     temporary.chmod(0o1777)
-    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setenv("TMPDIR", str(temporary))
     environ = {"XDG_CACHE_HOME": str(base)}
     assert torch_caches.folder(environ) == str(temporary / "labkit-0" / "torchinductor")
     assert os.listdir(tmp_path / "elsewhere") == []

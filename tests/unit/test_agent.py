@@ -80,3 +80,15 @@ def test_c5_process_that_is_known_only_when_its_world_is_closed_is_killed_and_be
     left = played.agent._left()
     assert left is not None
     assert left.ranks == ((2, 0, 4002),)
+
+
+def test_v3_a_refusal_ends_no_ranks_before_their_time_and_is_told(played: Played, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whoever holds the notebook's port can refuse, without knowing any key."""
+    agent = played.agent
+    agent._met = agent._link.refused = True
+    told = "what answers at tcp://127.0.0.1:1 knows another key: copy the notebook's present key file to this machine"
+    assert agent._mind_silence() is None
+    assert agent._mind_silence() is None
+    assert capsys.readouterr().err == f"labkit: {told}. Until then this goes on trying.\n"
+    agent._silent_s = agent._linger_s + 0.1
+    assert agent._mind_silence() == told

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import html
+import json
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from labkit.controller.machines.launch_text import TRUST, Launch
 from labkit.controller.machines.node import Node
 from labkit.controller.machines.tables import arrival_html, arrival_text
 from labkit.errors import InvalidPoolError, WorkerStartError
-from labkit.wire.key_file import KeyFile
+from labkit.wire.key_file import KeyFile, remove_private
 from labkit.wire.transport import Keys
 from labkit.worker.__main__ import main as agent_main
 
@@ -196,6 +198,65 @@ def test_s13_a_failure_on_the_way_leaves_no_secret_beside_the_key_file(tmp_path:
     with pytest.raises(InvalidPoolError, match="No space left"):
         KeyFile.of(Keys.generate()).write(tmp_path / "labkit.key")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize("who", ["the notebook", "a later process of that pid", "another user's process", "nobody", "an old file"])
+def test_v10_a_key_file_is_in_use_by_the_process_that_wrote_it_and_no_other(who: str) -> None:
+    other = subprocess.Popen(["sleep", "60"], user=65534 if who.startswith("another") and os.geteuid() == 0 else None)
+    try:
+        start = Path(f"/proc/{other.pid}/stat").read_text().split()[21]
+        owner = {"a later process of that pid": f"{other.pid}.{int(start) - 1}", "an old file": str(other.pid)}.get(who)
+        made = replace(KeyFile.of(Keys.generate()), owner=f"{owner or f'{other.pid}.{start}'}@{socket.gethostname()}")
+        if who == "nobody":
+            other.kill()
+            other.wait()
+        assert made.in_use == (who == "the notebook" or (who.startswith("another") and os.geteuid() != 0))
+    finally:
+        other.kill()
+        other.wait()
+    assert not KeyFile.of(Keys.generate()).in_use  # this process itself
+    pid, start = KeyFile.of(Keys.generate()).owner.partition("@")[0].split(".")
+    assert (int(pid), start) == (os.getpid(), Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+
+
+@pytest.mark.parametrize("there", ["the file", "another pool's", "a link", "a folder", "nothing", "no text"])
+def test_v10_only_the_key_file_that_was_written_is_removed(tmp_path: Path, there: str) -> None:
+    path = tmp_path / "labkit.key"
+    made = KeyFile.of(Keys.generate())
+    made.write(path)
+    if there != "the file":
+        path.rename(tmp_path / "away")
+    if there == "another pool's":
+        KeyFile.of(Keys.generate()).write(path)
+    elif there == "a link":
+        path.symlink_to("away")
+    elif there == "a folder":
+        path.mkdir()
+    elif there == "no text":
+        path.write_bytes(b"\xff")
+    remove_private(path, asdict(made))
+    assert os.path.lexists(path) == (there not in ("the file", "nothing"))
+    assert (tmp_path / "away").exists() == (there != "the file")
+
+
+def test_v10_a_folder_exchanged_while_a_key_file_is_looked_at_costs_no_file_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = KeyFile.of(Keys.generate())
+    for name in ("folder", "precious"):
+        (tmp_path / name).mkdir()
+        made.write(tmp_path / name / "labkit.key")
+    read = json.load
+
+    def exchanged(file: Any) -> Any:
+        (tmp_path / "folder").rename(tmp_path / "away")
+        (tmp_path / "precious").rename(tmp_path / "folder")
+        return read(file)
+
+    monkeypatch.setattr(json, "load", exchanged)
+    remove_private(tmp_path / "folder" / "labkit.key", asdict(made))
+    assert (os.listdir(tmp_path / "folder"), os.listdir(tmp_path / "away")) == (["labkit.key"], [])
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")

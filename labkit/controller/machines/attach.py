@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
-import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from labkit.base import places
 from labkit.controller.machines.agents import LocalAgents
 from labkit.controller.machines.launch_text import Launch
 from labkit.controller.machines.nodes import Nodes
@@ -20,7 +19,7 @@ from labkit.controller.output import present_screen
 from labkit.controller.start import pool_plan
 from labkit.controller.start.pool_plan import PoolPlan
 from labkit.errors import InvalidPoolError
-from labkit.wire.key_file import KeyFile, read_private, write_private
+from labkit.wire.key_file import KeyFile, read_private, remove_private, write_private
 from labkit.wire.transport import Keys
 
 
@@ -94,7 +93,7 @@ class AttachedSite:
         self.meeting, self.key_file, self._caller, self._keys = meeting, key_file, caller, keys
         self.outlives_notebook = outlives_notebook
         self._nodes: Nodes | None = None
-        self._written: KeyFile | None = None
+        self._written: dict[Path, dict[str, Any]] = {}
         self._plan: PoolPlan | None = None
 
     @property
@@ -144,12 +143,15 @@ class AttachedSite:
         try:
             self._caller.begin()
             self._refuse_foreign_file()
-            self._written = KeyFile.of(keys)
-            self._written.write(self.key_file)
+            agents_half = KeyFile.of(keys)
+            agents_half.write(self.key_file)
+            self._written[self.key_file] = asdict(agents_half)
             if self.outlives_notebook:
                 listen = f"{meeting.listen.rpartition(':')[0]}:{self._nodes.port}"
                 own = {name: value.decode() for name, value in asdict(keys).items()}
-                write_private(notebook_half(self.key_file), {"keys": own, "meeting": asdict(meeting) | {"listen": listen}})
+                own_half = {"keys": own, "meeting": asdict(meeting) | {"listen": listen}}
+                write_private(notebook_half(self.key_file), own_half)
+                self._written[notebook_half(self.key_file)] = own_half
             connect = f"tcp://{meeting.host}:{self._nodes.port}"
             self._caller.call(Launch(*size, connect, str(self.key_file), meeting.linger_s, on_gpus=meeting.device != "cpu"))
         except BaseException:
@@ -188,11 +190,9 @@ class AttachedSite:
         nodes, self._nodes = self._nodes, None
         if nodes is not None:
             nodes.leave()
-        with contextlib.suppress(OSError, InvalidPoolError):
-            if self._written is not None and KeyFile.read(self.key_file) == self._written:  # else another pool owns it
-                self.key_file.unlink()
-                notebook_half(self.key_file).unlink(missing_ok=True)
-        self._written = None
+        for path, content in self._written.items():
+            remove_private(path, content)  # another pool may own the path by now
+        self._written.clear()
         self._caller.end()
 
     def _refuse_foreign_file(self) -> None:
@@ -289,7 +289,7 @@ _LOCAL_LINGER_S, _PLAYED_LINGER_S = 3.0, 10.0
 
 def local_site(num_nodes: int, workers_per_node: int, device: str) -> AttachedSite:
     """Return a site of simulated machines on this one: an agent is started here for each, and connects over the loopback device."""
-    folder = Path(tempfile.mkdtemp(prefix="labkit-key-"))
+    folder = Path(places.new_temporary("labkit-key-"))
     linger_s = _PLAYED_LINGER_S if num_nodes > 1 else _LOCAL_LINGER_S
     meeting = Meeting(num_nodes, workers_per_node, "tcp://127.0.0.1:*", "127.0.0.1", device, linger_s, on_one_machine=True)
     return AttachedSite(meeting, folder / "labkit.key", LocalAgents(folder), outlives_notebook=False)

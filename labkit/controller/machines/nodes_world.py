@@ -36,7 +36,8 @@ class NodesWorld:
         """Start the process of one rank; see :class:`labkit.controller.start.world.World`."""
         per_node = self._nodes.workers_per_node
         handle = self._nodes.next_handle()
-        message = StartRank(handle, rank, rank % per_node, per_node, self._plan.device, group, joining, ENVIRONMENT)
+        plan = self._plan
+        message = StartRank(handle, rank, rank % per_node, per_node, plan.device, group, joining, ENVIRONMENT, plan.num_gpus)
         return self._nodes.start(message, on_exit)
 
     @property

@@ -13,12 +13,15 @@ from labkit.controller.start.launchers import fork_server
 from labkit.controller.start.launchers.launcher import Launcher
 from labkit.controller.start.launchers.spawn import SpawnLauncher
 from labkit.errors import InvalidPoolError, PoolStateError
+from labkit.wire.spec import gpu_of
 
 DEVICES = ("auto", "cpu", "cuda")
 LAUNCHERS = ("local", "agents")
 DEFAULT_WORLD_SIZE = 2
 # More processes than this on one machine are more often a typing error than intended.
 MOST_WORKERS = 256
+# Each rank takes memory of its GPU for itself alone, some hundred MiB. More ranks than this share one only where asked to.
+MOST_ON_A_GPU = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,16 +33,35 @@ class PoolPlan:
         device: The device they compute on.
         num_gpus: The number of GPUs of the machine that has the fewest; 0 if they were not counted.
         num_nodes: The number of machines.
+        reason: Why the ranks compute on the CPU, if labkit chose this.
     """
 
     world_size: int
     device: Literal["cpu", "cuda"]
     num_gpus: int
     num_nodes: int = 1
+    reason: str = ""
+
+    @property
+    def shares_gpus(self) -> bool:
+        """True if there are fewer GPUs than ranks, so that ranks share them."""
+        return self.device == "cuda" and self.num_gpus * self.num_nodes < self.world_size
+
+    def device_of(self, rank: int) -> str:
+        """Return the device of a rank, ``cpu`` or ``cuda:1``."""
+        if self.device == "cpu":
+            return "cpu"
+        return f"cuda:{gpu_of(rank % (self.world_size // self.num_nodes), self.num_gpus)}"
 
     def describe(self) -> str:
-        """Describe the plan in words."""
-        backend = "one GPU each, NCCL" if self.device == "cuda" else "CPU processes, gloo"
+        """Describe the plan in one line: what the ranks compute on, what they communicate over, and why."""
+        if self.shares_gpus:
+            gpus = "one GPU" if self.num_gpus == 1 else f"{self.num_gpus} GPUs"
+            backend = f"{gpus} shared, gloo through host memory (NCCL needs one for each rank): times are not those of several GPUs"
+        elif self.device == "cuda":
+            backend = "one GPU each, NCCL"
+        else:
+            backend = "CPU processes, gloo" + (f" ({self.reason})" if self.reason else "")
         where = f" on {self.num_nodes} machines" if self.num_nodes > 1 else ""
         return f"{self.world_size} rank{'s' if self.world_size != 1 else ''}{where}, {backend}"
 
@@ -108,7 +130,7 @@ def is_endpoint(text: str) -> bool:
 
 
 def attached_plan(num_nodes: int, workers_per_node: int, device: str, num_gpus: int) -> PoolPlan:
-    """Choose the device of an attached pool.
+    """Choose the device of an attached pool. On several machines each rank has a GPU of its own, or all compute on the CPU.
 
     Args:
         num_nodes: The number of machines.
@@ -119,13 +141,17 @@ def attached_plan(num_nodes: int, workers_per_node: int, device: str, num_gpus: 
     Raises:
         InvalidPoolError: The user asked for ``cuda`` and a machine has too few GPUs.
     """
+    if num_nodes == 1:
+        return make_plan(workers_per_node, device, lambda: num_gpus)
     if device == "cuda" and num_gpus < workers_per_node:
         raise InvalidPoolError(
             f"device='cuda' with {workers_per_node} ranks on each machine needs as many GPUs there, and one machine shows "
             f"{num_gpus}. Use device='auto' or 'cpu', or a smaller workers_per_node."
         )
-    enough = num_gpus >= workers_per_node
-    return PoolPlan(num_nodes * workers_per_node, "cuda" if device != "cpu" and enough else "cpu", num_gpus, num_nodes)
+    if device != "cpu" and num_gpus >= workers_per_node:
+        return PoolPlan(num_nodes * workers_per_node, "cuda", num_gpus, num_nodes)
+    reason = "" if device == "cpu" else f"one machine shows {_gpus(num_gpus)}"
+    return PoolPlan(num_nodes * workers_per_node, "cpu", num_gpus, num_nodes, reason)
 
 
 def _refuse_in_rank() -> None:
@@ -164,16 +190,21 @@ def make_plan(world_size: int | None, device: str, count_gpus: Callable[[], int]
         count_gpus: Counts the GPUs of the machine.
 
     Raises:
-        InvalidPoolError: The user asked for ``cuda`` and there are too few GPUs.
+        InvalidPoolError: The user asked for ``cuda`` and there is no GPU.
     """
     num_gpus = count_gpus() if device != "cpu" else 0
     wanted = world_size or (num_gpus or DEFAULT_WORLD_SIZE)
-    if device == "cuda" and num_gpus < wanted:
-        found = "no GPU" if num_gpus == 0 else f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"
-        raise InvalidPoolError(
-            f"device='cuda' with world_size={wanted} needs {wanted} GPUs, one per rank (NCCL refuses two ranks on one GPU); "
-            f"this machine shows {found}. Use device='auto' or 'cpu', or a smaller world_size."
-        )
-    if device == "cuda" or (device == "auto" and num_gpus >= wanted and num_gpus > 0):
-        return PoolPlan(wanted, "cuda", num_gpus)
-    return PoolPlan(wanted, "cpu", num_gpus)
+    if device == "cuda" and num_gpus == 0:
+        raise InvalidPoolError("device='cuda' needs a GPU; torch finds none on this machine. Use device='auto' or 'cpu'.")
+    if device == "cpu":
+        return PoolPlan(wanted, "cpu", num_gpus)
+    if num_gpus == 0:
+        return PoolPlan(wanted, "cpu", num_gpus, reason="torch finds no GPU")
+    if device == "auto" and wanted > num_gpus * MOST_ON_A_GPU:
+        reason = f"more than {MOST_ON_A_GPU} ranks for each of {_gpus(num_gpus)}; device='cuda' shares them all the same"
+        return PoolPlan(wanted, "cpu", num_gpus, reason=reason)
+    return PoolPlan(wanted, "cuda", num_gpus)
+
+
+def _gpus(count: int) -> str:
+    return "no GPU" if count == 0 else f"{count} GPU{'s' if count > 1 else ''}"

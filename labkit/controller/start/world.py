@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from labkit.base import torch_caches
+from labkit.base import places, torch_caches
 from labkit.controller.start import pool_plan
 from labkit.controller.start.launchers.fork_server import ForkServer
 from labkit.controller.start.launchers.launcher import Launcher, OnExit
@@ -143,9 +142,7 @@ class LocalWorld:
 
     def _make_directory(self) -> str:
         """Make the pool's private directory (mode 0700), for its sockets and the ranks' meeting places."""
-        base = tempfile.gettempdir()
-        # Unix socket paths have at most 108 bytes.
-        directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
+        directory = places.new_temporary("labkit-", longest=places.FOR_SOCKETS)
         if isinstance(self._launcher, ForkServer):
             self._launcher.guard_directory(directory)
         return directory
@@ -168,6 +165,7 @@ class LocalWorld:
             cwd=os.getcwd(),
             sys_path=tuple(path or os.getcwd() for path in sys.path),
             joining=joining,
+            num_gpus=self._plan.num_gpus,
         )
 
     def kill(self, handle: int) -> None:

@@ -12,7 +12,7 @@ from nbformat import NotebookNode
 from labkit.base import machine
 from labkit.course.files import papermill_of, read_notebook, shown
 from labkit.course.handouts.bundle import INDEX, Entry, write_index, write_zip
-from labkit.course.handouts.copies.cells import about, is_executed, title, without_dead_links
+from labkit.course.handouts.copies.cells import about, has_results, is_executed, left_out_of_run, title, without_dead_links
 from labkit.course.handouts.copies.instructor import instructor_copy
 from labkit.course.handouts.copies.solutions import Secrets, require_paired_markers
 from labkit.course.handouts.copies.student import student_copy
@@ -26,6 +26,7 @@ AUDIENCES: tuple[Audience, ...] = ("student", "instructor")
 RUN_TIMEOUT_S = 600.0
 # These copies contain solutions, so do not put them beside the students' folder: somebody may publish it with its surroundings.
 EXECUTED = "instructor/executed"
+_MOST_NAMED = 5
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,9 @@ def make_handouts(
         on_result: The same.
 
     Raises:
-        HandoutError: A notebook fails when run, or cannot be made into a page; or something in ``out`` is in the way.
-        PlaceError: Handouts would be written through a link, or into another user's folder.
-        SolutionLeakError: A student's file would hold a line of a solution.
-        NotebookError: A file is not a notebook.
-        ValueError: Two notebooks have the same name.
+        HandoutError: A notebook was run only in part, fails when run, or cannot be made into a page; or something in ``out`` is in
+        the way. PlaceError: Handouts would be written through a link, or into another user's folder. SolutionLeakError: A student's
+        file would hold a line of a solution. NotebookError: A file is not a notebook. ValueError: Two notebooks have the same name.
 
     Blocks for at most ``timeout_s`` plus 30 s per notebook to be run, and about 10 s per notebook and audience after that.
     Ranks: controller.
@@ -132,6 +131,13 @@ def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
         if papermill_of(notebook).get("exception"):
             raise HandoutError(
                 f"{shown(path)} is the copy of a run that failed. Run the notebook again, or pass the notebook itself."
+            )
+        # Whoever sees results does not expect it to be run, and may have it from somebody else.
+        if has_results(notebook) and (left := left_out_of_run(notebook)):
+            named = shown(", ".join(left[:_MOST_NAMED])) + (f" and {len(left) - _MOST_NAMED} more" * (len(left) > _MOST_NAMED))
+            raise HandoutError(
+                f"{shown(path)} has been run in part only: not {named}. Nothing was run. "
+                "Run all its cells, or clear all its outputs: then it is run here."
             )
     return read
 

@@ -26,7 +26,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     NOTEBOOKS are those in notebooks/ when none is named. Makes a set for students in OUT/student (solutions are holes, predictions
     are open) and one in OUT/instructor (solutions, outputs, notes), each as notebooks, HTML pages that open offline, PDFs for
     printing, an index page, and a zip beside the two folders. Notebooks that have not been run are run first; their executed
-    copies, with solutions, go to OUT/instructor/executed. PDFs need Chromium.
+    copies, with solutions, go to OUT/instructor/executed. One of which some cells have been run is refused. PDFs need Chromium.
 
     Students get a hole in place of the code between "### BEGIN SOLUTION" and "### END SOLUTION". Cells tagged "instructor" or
     "solution" are in the instructor's set only.

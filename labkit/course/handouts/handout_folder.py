@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import signal
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -107,7 +106,7 @@ class HandoutFolder:
                 os.mkdir(draft, 0o700, dir_fd=self._fd)
                 with (
                     places.inside(self._fd, self.out, draft) as self._draft_fd,
-                    tempfile.TemporaryDirectory(prefix="labkit-handouts-", ignore_cleanup_errors=True) as built,
+                    places.temporary("labkit-handouts-") as built,
                 ):
                     yield Path(built)
             finally:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import click
 import nbformat
 from nbformat import NotebookNode
 
-from labkit.base.places import PlaceError
 from labkit.course.files import is_sealed, read_notebook, refuse_foreign, replace_file, sealed, shown
 from labkit.course.handouts.copies.cells import tags
 from labkit.errors import LabkitError
@@ -59,6 +58,10 @@ def _metadata(grade_id: str, *, points: int | None = None, **is_true: bool) -> d
     return {"schema_version": 3, "grade_id": grade_id, **kinds} | ({} if points is None else {"points": points})
 
 
+def _is_assignment(file: BinaryIO) -> bool:
+    return is_sealed(file, _WRITER)
+
+
 @click.command()
 @click.argument("notebooks", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("-o", "--out", type=click.Path(file_okay=False, path_type=Path), default=Path("build/nbgrader"), show_default=True)
@@ -76,7 +79,7 @@ def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
             target = out / "source" / path.stem / f"{path.stem}.ipynb"
             if target in made:
                 raise AssignmentError(f"there are several notebooks named {shown(path.stem)}")
-            refuse_foreign(target, notebooks, lambda path: is_sealed(path, _WRITER), within=out)
+            refuse_foreign(target, notebooks, _is_assignment, within=out)
             made[target] = sealed(assignment_of(read_notebook(path)), _WRITER)
     except AssignmentError as error:
         raise click.ClickException(f"{shown(path)}: {error}") from None
@@ -84,8 +87,8 @@ def nbgrader(notebooks: tuple[Path, ...], out: Path) -> None:
         raise click.ClickException(str(error)) from None
     for target, text in made.items():
         try:
-            replace_file(target, text, within=out, make=True)
-        except PlaceError as error:
+            replace_file(target, text, _is_assignment, within=out, make=True)
+        except LabkitError as error:
             raise click.ClickException(str(error)) from None
         except OSError as error:
             raise click.ClickException(f"{shown(target)} cannot be written: {error.strerror}") from None

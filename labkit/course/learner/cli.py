@@ -8,13 +8,13 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import BinaryIO, NoReturn
 
 import click
 import nbformat
 
 from labkit.base.plain_text import printable
-from labkit.course.files import is_sealed, replace_file, sealed, shown
+from labkit.course.files import is_sealed, is_written, replace_file, sealed, shown
 from labkit.course.learner.copies import SOLVED, Copy, chosen, is_checkout, student_labs, write_copies
 from labkit.course.learner.solved import progress as progress_of
 from labkit.errors import LabkitError
@@ -92,7 +92,7 @@ def _tell(copies: list[Copy], into: Path) -> None:
 def _write_start(folder: Path) -> None:
     """Write the start page, with the current table as its cell's output, unless the learner has changed it."""
     path = folder / START
-    if os.path.lexists(path) and not is_sealed(path, _START_WRITER):
+    if os.path.lexists(path) and not is_written(path, _is_start):
         return
     table = progress_of(folder)
     cell = nbformat.v4.new_code_cell(_CELL, id="progress")
@@ -100,7 +100,11 @@ def _write_start(folder: Path) -> None:
     cell.outputs = [nbformat.v4.new_output("display_data", data)]
     page = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(_WELCOME, id="welcome"), cell])
     page.metadata["kernelspec"] = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
-    replace_file(path, sealed(page, _START_WRITER), within=folder, make=True)
+    replace_file(path, sealed(page, _START_WRITER), _is_start, within=folder, make=True)
+
+
+def _is_start(file: BinaryIO) -> bool:
+    return is_sealed(file, _START_WRITER)
 
 
 def _open(folder: Path, first: str, options: Sequence[str]) -> NoReturn:
@@ -111,7 +115,7 @@ def _open(folder: Path, first: str, options: Sequence[str]) -> NoReturn:
         PRIVATE,
         f"--ServerApp.root_dir={folder.resolve()}",
         f"--LabApp.default_url=/lab/tree/{first}",
-        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []), # without it, JupyterLab refuses to run as root
+        *(["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []),  # JupyterLab refuses root without it
     ]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-P", "-m", "jupyterlab", *flags, *options])

@@ -15,12 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import BinaryIO
 
 import nbformat
 from nbformat import NotebookNode
 
 import labkit
-from labkit.course.files import is_sealed, mark_of, read_notebook, refuse_foreign, replace_file, sealed
+from labkit.course.files import is_sealed, is_written, mark_of, read_notebook, refuse_foreign, replace_file, sealed
 from labkit.course.handouts.copies.solutions import Secrets
 from labkit.course.handouts.copies.student import student_copy
 from labkit.errors import LabkitError
@@ -113,11 +114,15 @@ def _write(stem: str, notebook: NotebookNode, folder: Path) -> Copy:
         mark = mark_of(path) if there else None
         if mark is not None and mark.get("sha256") == version:
             return Copy(path, "kept")
-        if not there or is_sealed(path, WRITER):
-            refuse_foreign(path, [], lambda path: is_sealed(path, WRITER), within=folder)
-            replace_file(path, text, within=folder, make=True)
+        if not there or is_written(path, _is_copy):
+            refuse_foreign(path, [], _is_copy, within=folder)
+            replace_file(path, text, _is_copy, within=folder, make=True)
             return Copy(path, "renewed" if there else "made" if number == 1 else "beside")
     raise AssertionError("count() has no end")
+
+
+def _is_copy(file: BinaryIO) -> bool:
+    return is_sealed(file, WRITER)
 
 
 def _without_outputs(notebook: NotebookNode) -> NotebookNode:

@@ -38,7 +38,7 @@ class ExecutedCopy(NotebookExecutionManager):  # type: ignore[misc]  # papermill
 
     def save(self, **_: Any) -> None:
         """Save the notebook as it is now."""
-        replace_file(Path(self.output_path), nbformat.writes(self.nb))
+        replace_file(Path(self.output_path), nbformat.writes(self.nb), lambda _: True)
 
 
 class Client(PapermillNotebookClient):  # type: ignore[misc]

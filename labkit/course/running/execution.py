@@ -10,30 +10,29 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import nbformat
 import psutil
 from nbformat import NotebookNode
 
 import labkit
-from labkit.base import torch_caches
+from labkit.base import places, torch_caches
 from labkit.base.limits import LIMITS
 from labkit.base.own_python import own_python
-from labkit.course.files import plain, replace_file, sealed, shown
+from labkit.course.files import is_sealed, plain, replace_file, sealed, shown
 from labkit.course.parameters import INJECTED, source_of
 from labkit.course.running import outputs
 
 Status = Literal["passed", "failed", "timed out", "died", "output cut", "interrupted", "not run"]
 Event = tuple["Attempt", int, int]
 
-WRITER = "labkit run"
+_WRITER = "labkit run"
 # Files in the folder of an attempt.
 COPY, READER_OUTPUT = "copy.ipynb", "reader.txt"
 _LAST_WORDS_CHARS = 2000
@@ -108,8 +107,7 @@ class Attempt:
         self._done_at: float | None = None
         self._done: dict[str, Any] | None = None
         self.started = self.clock()
-        # Short: a Unix socket's path ends at about 100 characters.
-        self._folder = Path(tempfile.mkdtemp(prefix="labkit-run-"))
+        self._folder = Path(places.new_temporary("labkit-run-", longest=places.FOR_SOCKETS))
         self._process = self._start_reader()
 
     def _start_reader(self) -> subprocess.Popen[bytes]:
@@ -213,7 +211,7 @@ class Attempt:
             )
             status = "output cut" if status == "passed" and cut else status
             try:
-                replace_file(self.executed, sealed(copy, WRITER))
+                replace_file(self.executed, sealed(copy, _WRITER), is_executed_copy)
             except (OSError, ValueError) as problem:
                 status, error = "failed", f"its executed copy cannot be written: {problem}\n{error}".rstrip()
         if cell and status != "passed":
@@ -246,6 +244,11 @@ class Attempt:
                 cell.outputs = [nbformat.v4.new_output("stream", name="stderr", text=text)]
                 copy.metadata.papermill["exception"] = True
         return copy
+
+
+def is_executed_copy(file: BinaryIO) -> bool:
+    """Return whether a file is an executed copy as a run has left it."""
+    return is_sealed(file, _WRITER)
 
 
 def _json_value(value: Any) -> Any:

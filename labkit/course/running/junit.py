@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 from xml.etree import ElementTree as ET
 
 from labkit.course.files import has_mark, refuse_foreign, replace_file, shown
@@ -24,7 +25,7 @@ def require_place(path: Path, notebooks: Sequence[Path]) -> None:
     Raises:
         OverwriteError: The path is one of the notebooks, or a file that no earlier run wrote.
     """
-    refuse_foreign(path, notebooks, lambda found: has_mark(found, _MARK))
+    refuse_foreign(path, notebooks, _is_report)
 
 
 def write_report(results: Sequence[NotebookResult], path: Path) -> None:
@@ -54,7 +55,11 @@ def write_report(results: Sequence[NotebookResult], path: Path) -> None:
         suite.append(_case(result))
     ET.indent(root)
     text = f'<?xml version="1.0" encoding="utf-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
-    replace_file(path, text, make=True)
+    replace_file(path, text, _is_report, make=True)
+
+
+def _is_report(file: BinaryIO) -> bool:
+    return has_mark(file, _MARK)
 
 
 def _tag(result: NotebookResult) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from labkit.base import machine, places
-from labkit.course.files import NotebookError, OverwriteError, is_sealed, refuse_foreign, shown
+from labkit.course.files import NotebookError, OverwriteError, refuse_foreign, shown
 from labkit.course.parameters import refuse_unknown, source_of
-from labkit.course.running.execution import WRITER, Attempt, Event, NotebookResult
+from labkit.course.running.execution import Attempt, Event, NotebookResult, is_executed_copy
 
 if importlib.util.find_spec("papermill") is None:  # only the process that reads a notebook imports it
     raise ModuleNotFoundError("No module named 'papermill'")
@@ -99,7 +99,7 @@ def _plan(notebooks: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -
         # Some file systems treat names as equal that differ only in case.
         name = next(name for name in names if name.casefold() not in taken)
         taken.add(name.casefold())
-        refuse_foreign(out / name, notebooks, lambda path: is_sealed(path, WRITER))
+        refuse_foreign(out / name, notebooks, is_executed_copy)
         plan.append((notebook, out / name))
     return plan
 

@@ -9,7 +9,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote
 
 from labkit.base.version import __version__
@@ -57,7 +57,7 @@ def write_summary(results: Sequence[NotebookResult], out: Path, parameters: Mapp
         f"{''.join(_row(result, out) for result in results)}</tbody>\n</table>\n</body>\n</html>\n"
     )
     page = require_place(out, ())
-    replace_file(page, text)
+    replace_file(page, text, _is_summary)
     return page
 
 
@@ -67,8 +67,12 @@ def require_place(out: Path, notebooks: Sequence[Path]) -> Path:
     Raises:
         OverwriteError: The path is one of the notebooks, or a file that no earlier run wrote.
     """
-    refuse_foreign(out / PAGE, notebooks, lambda path: has_mark(path, _MARK))
+    refuse_foreign(out / PAGE, notebooks, _is_summary)
     return out / PAGE
+
+
+def _is_summary(file: BinaryIO) -> bool:
+    return has_mark(file, _MARK)
 
 
 def _row(result: NotebookResult, out: Path) -> str:

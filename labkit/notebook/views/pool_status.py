@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import html
-import shutil
 import subprocess
 from dataclasses import dataclass
 
 import psutil
 
+from labkit.base.machine import find_program
 from labkit.controller.hang.diagnosis import Diagnosis, RankState
 from labkit.controller.pool import WorkerPool
 from labkit.notebook.drawing.style import rank_style, text_table
@@ -27,7 +27,7 @@ class RankStatus:
     Attributes:
         rank: The rank.
         pid: Its process id.
-        device: ``cpu``, or ``cuda:1`` for its own GPU.
+        device: ``cpu``, or its GPU, as in ``cuda:1``. Ranks may share one.
         state: A state of `labkit.controller.hang.diagnosis.RankState`; ``idle`` between runs.
         memory_bytes: The memory that would be freed if only this process ended; None if it is dead or on another machine.
         gpu_bytes: Its memory on its GPU; None on the CPU and if the driver does not report it.
@@ -57,18 +57,16 @@ def rank_statuses(pool: WorkerPool) -> list[RankStatus]:
     """
     states = {state.rank: state for state in (pool.look() or Diagnosis("idle", "")).states}
     on_gpu = _gpu_bytes() if pool.device == "cuda" else {}
-    places, dead, found = pool.places, pool.dead_ranks, []
+    devices, places, dead, found = pool.devices, pool.places, pool.dead_ranks, []
     for rank, pid in sorted(pool.pids.items()):
         machine = places.get(rank, "")
         memory_bytes = None if machine else _own_memory(pid)
         state = states.get(rank)
-        local_rank = sum(places.get(other, "") == machine for other in range(rank))
-        device = f"cuda:{local_rank}" if pool.device == "cuda" else pool.device
         gone = rank in dead if machine else memory_bytes is None
         word = "dead" if gone else state.state if state else "idle"
         runs, for_s = _work(state) if state and word in ("working", "waiting", "native") else ("", None)
         on_device = None if machine else on_gpu.get(pid)
-        found.append(RankStatus(rank, pid, device, word, memory_bytes, on_device, runs, for_s, machine))
+        found.append(RankStatus(rank, pid, devices[rank], word, memory_bytes, on_device, runs, for_s, machine))
     return found
 
 
@@ -95,12 +93,14 @@ def _own_memory(pid: int) -> int | None:
 
 def _gpu_bytes() -> dict[int, int]:
     """Return GPU memory by process id, as the driver reports it; empty if it does not, as in many containers."""
-    command = shutil.which("nvidia-smi")
+    command = find_program("nvidia-smi")
     if command is None:
         return {}
     query = [command, "--query-compute-apps=pid,used_gpu_memory", "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, check=True, timeout=_NVIDIA_S, stdin=subprocess.DEVNULL)
+        listing = subprocess.run(
+            query, capture_output=True, text=True, check=True, timeout=_NVIDIA_S, stdin=subprocess.DEVNULL, cwd="/"
+        )
     except (OSError, subprocess.SubprocessError):
         return {}
     rows = (line.split(",") for line in listing.stdout.splitlines())

@@ -18,7 +18,7 @@ from torch._C import _distributed_c10d as _c10d
 from labkit.base.limits import LIMITS
 from labkit.wire.messages import GroupSpec
 from labkit.wire.spec import WorkerSpec
-from labkit.worker.groups import backends, loopback_peers, new_groups
+from labkit.worker.groups import backends, loopback_peers, new_groups, through_host
 from labkit.worker.groups.addresses import INTERFACE, addresses_of
 from labkit.worker.groups.conditions import Condition, GroupCondition
 from labkit.worker.groups.judgement import judge
@@ -50,7 +50,7 @@ class ProcessGroups:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self.device = torch.device("cuda", spec.local_rank) if spec.device == "cuda" else torch.device("cpu")
+        self.device = torch.device("cuda", spec.gpu) if spec.device == "cuda" else torch.device("cpu")
         self.gate = StepGate(self.device)
         self._lock = threading.Lock()
         self._renewed_by = 0
@@ -100,9 +100,13 @@ class ProcessGroups:
         bound: dict[str, Any] = {}
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        if self._spec.shares_gpu:
+            through_host.install()
+        elif self.device.type == "cuda":
+            # With gloo torch would then split groups for meshes, which gloo cannot do.
             bound["device_id"] = self.device
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo",
+            backend_of(self._spec),
             store=self._store,
             rank=self._spec.rank,
             world_size=self._spec.world_size,
@@ -235,7 +239,9 @@ class ProcessGroups:
         """
         ones = torch.ones(1)
         if self.device.type == "cuda":
-            dist.all_reduce(ones.to(self.device))
+            on_device = ones.to(self.device)
+            if not self._spec.shares_gpu:  # else both go through the same gloo backend, and the next one connects it
+                dist.all_reduce(on_device)
             torch.cuda.synchronize()
         dist.all_reduce(ones)
         self.formed_ns = time.time_ns()
@@ -244,6 +250,13 @@ class ProcessGroups:
         """Return, by name, when each present group got its present backends, in nanoseconds as in torch's flight recorder."""
         names = map(backends.group_name, backends.groups())
         return {name: max(self.formed_ns, new_groups.born_ns(name)) for name in names}
+
+
+def backend_of(spec: WorkerSpec) -> str:
+    """Return what torch calls the backends of a pool's groups."""
+    if spec.device == "cpu":
+        return "gloo"
+    return "cpu:gloo,cuda:gloo" if spec.shares_gpu else "cpu:gloo,cuda:nccl"
 
 
 def _order(group: Any) -> tuple[bool, str]:

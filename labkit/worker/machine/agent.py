@@ -15,7 +15,7 @@ import pickle
 import shutil
 import signal
 import socket
-import tempfile
+import sys
 import time
 import uuid
 from collections.abc import Sequence
@@ -24,6 +24,7 @@ from typing import Any
 
 import zmq
 
+from labkit.base import places
 from labkit.base.machine import MemoryAtDeath
 from labkit.errors import InvalidPoolError
 from labkit.wire.hub import HubLink
@@ -66,6 +67,9 @@ class Agent:
         claim: The node rank that it claims.
         linger_s: How long the ranks wait for a notebook that has fallen silent.
         wait_s: How long to wait for the notebook's first message.
+
+    Raises:
+        PlaceError: Others can change the temporary folder.
     """
 
     def __init__(self, address: str, keys: Keys, claim: NodeClaim, linger_s: float, wait_s: float) -> None:
@@ -74,11 +78,12 @@ class Agent:
         self._asked_to_end = ""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        os.rmdir(self._make_directory())  # a machine that cannot make one says so before the notebook counts on it
         self._starter = RankStarter()
         self._link = HubLink(address, keys, self._life)
         self._num_gpus: int | None = None
         self._silent_s, self._looked_at = 0.0, time.monotonic()
-        self._met = False
+        self._met = self._told_of_refusal = False
         self._wire: ControllerWire | None = None
         self._directory = self._store = ""
         self._world = ""
@@ -178,14 +183,19 @@ class Agent:
         now = time.monotonic()
         if self._asked_to_end:
             return f"it was asked to end ({self._asked_to_end})"
-        if self._link.refused:
-            return f"the notebook at {self._address} knows another key. Copy its present key file to this machine"
+        # Whoever holds the port can refuse, so ranks that wait for their notebook wait on.
+        other_key = f"what answers at {self._address} knows another key: copy the notebook's present key file to this machine"
+        if self._link.refused and not self._told_of_refusal:
+            self._told_of_refusal = True
+            sys.stderr.write(f"labkit: {other_key}. Until then this goes on trying.\n")
         # While this process is stopped or its machine sleeps, it cannot receive anything: that time does not count.
         passed, self._looked_at = min(now - self._looked_at, 4 * LOOK_MS / 1000), now
         self._silent_s = 0.0 if self._link.connected else self._silent_s + passed
         limit = self._linger_s if self._met else self._wait_s
         if self._silent_s <= limit:
             return None
+        if self._link.refused:
+            return other_key
         if self._met:
             return f"the notebook has been silent for {limit:g} s"
         return f"no notebook with this key answers at {self._address} after {limit:g} s: is the address right, and the port open?"
@@ -232,12 +242,15 @@ class Agent:
         elif isinstance(tag, OpenWorld):
             self._close_world()
             self._world = tag.name
-            base = tempfile.gettempdir()
-            self._directory = tempfile.mkdtemp(prefix="labkit-", dir=base if len(base) < 60 else "/tmp")
+            self._directory = self._make_directory()
             self._starter.send("directory", self._directory)
             self._wire = ControllerWire(self._directory, Keys.generate())
         else:
             assert isinstance(tag, AreYouThere)
+
+    def _make_directory(self) -> str:
+        """Make a private directory for a world's sockets."""
+        return places.new_temporary("labkit-", longest=places.FOR_SOCKETS)
 
     def _open_store(self, tag: OpenStore) -> None:
         if self._store:

@@ -92,4 +92,5 @@ def make_spec(tag: StartRank, endpoint: Endpoint, directory: str) -> WorkerSpec:
         cwd=os.getcwd(),
         sys_path=tuple(with_folder(sys.path, os.getcwd())),
         joining=tag.joining,
+        num_gpus=tag.num_gpus,
     )

@@ -19,13 +19,14 @@ from labkit import errors
 from labkit.base.progress import running
 from labkit.base.tracebacks import is_library
 from labkit.wire.messages import RankReport, RecordedCollective, TaskReport
-from labkit.worker.groups import backends, loopback_peers, new_groups
+from labkit.worker.groups import backends, loopback_peers, new_groups, through_host
 from labkit.worker.groups.process_group import DEFAULT_GROUP, ProcessGroups
 from labkit.worker.steps.run_state import RunState
 
 LAST_COLLECTIVES = 20
 _PACKAGE = os.path.dirname(errors.__file__)
-_MAKES = (new_groups.__file__, loopback_peers.__file__)
+# Frames of these are between torch's: when a group is made, and in a collective through host memory.
+_BETWEEN = (new_groups.__file__, loopback_peers.__file__, through_host.__file__)
 _FOR_CELLS = tuple(os.path.join(_PACKAGE, folder, "") for folder in ("spmd", "checkpoint", "course"))
 
 
@@ -132,10 +133,11 @@ def _waits_in(frame: FrameType | None) -> tuple[str, int | None]:
     name, function = frame.f_code.co_filename.replace(os.sep, "/"), frame.f_code.co_name
     if function in ("synchronize", "wait", "wait_stream") and "/torch/" in name:
         return function, None
-    if "/torch/distributed/" not in name and "/torch/_ops.py" not in name and frame.f_code.co_filename not in _MAKES:
+    if "/torch/distributed/" not in name and "/torch/_ops.py" not in name and frame.f_code.co_filename not in _BETWEEN:
         return "", None
-    # When a group is made, frames of labkit are between torch's.
-    while frame is not None and ("/torch/" in frame.f_code.co_filename.replace(os.sep, "/") or frame.f_code.co_filename in _MAKES):
+    while frame is not None and (
+        "/torch/" in frame.f_code.co_filename.replace(os.sep, "/") or frame.f_code.co_filename in _BETWEEN
+    ):
         # Return the function that readers know: new_group, and not the helper in which it waits.
         if frame.f_code.co_filename.endswith("distributed_c10d.py") and not frame.f_code.co_name.startswith("_"):
             return frame.f_code.co_name, _partner(frame)

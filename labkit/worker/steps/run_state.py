@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType
 
 from labkit.worker.steps import cut
@@ -18,7 +19,7 @@ from labkit.worker.steps.step_board import StepBoard
 HOLD_S = 1.5
 
 
-def interrupt_borrowed_threads(main: int) -> None:
+def interrupt_borrowed_threads(main: int) -> set[int]:
     """Raise KeyboardInterrupt in the threads of native code that are running Python now.
 
     On a GPU, autograd runs backward and its hooks in a separate thread. Meanwhile the main thread waits in native code and handles
@@ -26,10 +27,21 @@ def interrupt_borrowed_threads(main: int) -> None:
 
     Args:
         main: The main thread, which gets a signal instead.
+
+    Returns:
+        The threads.
     """
     own = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
-    for ident in set(sys._current_frames()) - own - {main}:
+    borrowed = set(sys._current_frames()) - own - {main}
+    for ident in borrowed:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(KeyboardInterrupt))
+    return borrowed
+
+
+def take_back_interrupts(threads: Iterable[int]) -> None:
+    """Take back the KeyboardInterrupt of threads that have left Python without raising it; they would raise it in the next run."""
+    for ident in threads:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), None)
 
 
 class RunState:
@@ -56,6 +68,7 @@ class RunState:
         self._held_since: float | None = None
         self._unwinding_since: float | None = None
         self._main = threading.main_thread().ident or 0
+        self._interrupted_threads: set[int] = set()
         # Otherwise a signal for a run that ends at this moment would hit the next one.
         self._changing = threading.Lock()
         signal.signal(signal.SIGINT, self._on_sigint)
@@ -76,6 +89,8 @@ class RunState:
         """End the run of the main thread."""
         with self._changing:
             self.run_id = None
+            interrupted, self._interrupted_threads = self._interrupted_threads, set()
+        take_back_interrupts(interrupted)
         self.board.end()
         if self.interrupt_requested:
             self._orphans.end()
@@ -117,7 +132,7 @@ class RunState:
             # Use a signal and not PyThreadState_SetAsyncExc: a signal also ends sleeps and system calls.
             signal.pthread_kill(self._main, signal.SIGINT)
             if self._in_user_code and not self._holds and not self.board.behind():
-                interrupt_borrowed_threads(self._main)
+                self._interrupted_threads |= interrupt_borrowed_threads(self._main)
 
     def _is_unwinding(self) -> bool:
         """Return whether the reader's own clean-up after the first interrupt is running. It may run for HOLD_S at most."""

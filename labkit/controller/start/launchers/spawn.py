@@ -80,7 +80,7 @@ class SpawnLauncher:
         """Return the number of CUDA devices, asked in a separate process; see :class:`Launcher`."""
         code = "import torch; print(torch.cuda.device_count())"
         result = subprocess.run(
-            own_python("-c", code), env=own_environ(os.environ), capture_output=True, text=True, check=False, timeout=120
+            own_python("-c", code), env=own_environ(os.environ), capture_output=True, text=True, check=False, timeout=120, cwd="/"
         )
         return int(result.stdout.strip() or 0) if result.returncode == 0 else 0
 

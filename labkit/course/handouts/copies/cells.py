@@ -169,8 +169,19 @@ def seconds(cells: Iterable[NotebookNode]) -> float | None:
 
 def is_executed(notebook: NotebookNode) -> bool:
     """Return whether every code cell that is not empty has run."""
-    return all(
-        cell.execution_count is not None or "injected-parameters" in tags(cell)
-        for cell in notebook.cells
+    return not left_out_of_run(notebook)
+
+
+def left_out_of_run(notebook: NotebookNode) -> list[str]:
+    """Name the code cells that have not run, and are not empty."""
+    return [
+        f"cell {number} (id {cell.get('id', 'unknown')})"
+        for number, cell in enumerate(notebook.cells, start=1)
         if cell.cell_type == "code" and cell.source.strip()
-    )
+        if cell.execution_count is None and "injected-parameters" not in tags(cell)
+    ]
+
+
+def has_results(notebook: NotebookNode) -> bool:
+    """Return whether any code cell looks as if it has run."""
+    return any(cell.cell_type == "code" and (cell.execution_count is not None or cell.outputs) for cell in notebook.cells)

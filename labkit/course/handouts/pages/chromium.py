@@ -1,7 +1,8 @@
 """Chromium as a printer: it gets a page as text and runs, fetches and opens nothing that the page asks for.
 
 The page is written into an empty document, which may not open files. Scripts are disabled, and the only way to a network is a proxy
-that does not exist. Commands go through a pipe (``--remote-debugging-pipe``), so no port is open.
+that does not exist. Commands go through a pipe (``--remote-debugging-pipe``), so no port is open. It starts in a folder of its own:
+the Vulkan loader and SwiftShader look for libraries and settings below the working directory, where others may write.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import os
 import select
 import subprocess
 import sys
-import tempfile
 import time
 from typing import Any
 
+from labkit.base import places
 from labkit.course.handouts.errors import HandoutError
 
 PDF_TIMEOUT_S = 120
@@ -40,6 +41,8 @@ _START = (
     "r, w = (fcntl.fcntl(int(fd), fcntl.F_DUPFD, 10) for fd in sys.argv[1:3])\n"
     "os.dup2(r, 3)\nos.dup2(w, 4)\nos.execv(sys.argv[3], sys.argv[3:])"
 )
+# In the folder, Chromium makes a folder and a socket, whose names have some 55 characters.
+_LONGEST = 50
 _PRINT = {"printBackground": True, "preferCSSPageSize": True, "displayHeaderFooter": False, "generateDocumentOutline": True}
 
 
@@ -49,14 +52,21 @@ class _Browser:
     def __init__(self, chromium: str, folder: str, deadline: float) -> None:
         command, self._commands = os.pipe()
         self._answers, answer = os.pipe()
-        arguments = [chromium, *_FLAGS, "--generate-pdf-document-outline", f"--user-data-dir={folder}/profile"]
+        arguments = [os.path.abspath(chromium), *_FLAGS, "--generate-pdf-document-outline", f"--user-data-dir={folder}/profile"]
         if hasattr(os, "geteuid") and os.geteuid() == 0:
             arguments.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
         self._errors = open(f"{folder}/errors.txt", "w+")  # noqa: SIM115  # closed with the browser
         start = [sys.executable, "-I", "-S", "-c", _START, str(command), str(answer), *arguments, "about:blank"]
         nothing = subprocess.DEVNULL
         self._process = subprocess.Popen(
-            start, stdin=nothing, stdout=nothing, stderr=self._errors, pass_fds=(command, answer), start_new_session=True
+            start,
+            stdin=nothing,
+            stdout=nothing,
+            stderr=self._errors,
+            pass_fds=(command, answer),
+            start_new_session=True,
+            cwd=folder,
+            env={**os.environ, "TMPDIR": folder},  # what it leaves there goes with the folder
         )
         os.close(command)
         os.close(answer)
@@ -108,7 +118,7 @@ def print_pdf(page: str, chromium: str, name: str) -> bytes:
     Raises:
         HandoutError: Chromium fails or takes longer than PDF_TIMEOUT_S; the message contains ``name``.
     """
-    with tempfile.TemporaryDirectory(prefix="labkit-print-", ignore_cleanup_errors=True) as folder:
+    with places.temporary("labkit-print-", longest=_LONGEST) as folder:
         browser = _Browser(chromium, folder, time.monotonic() + PDF_TIMEOUT_S)
         try:
             target = browser.ask("Target.createTarget", url="about:blank")["targetId"]

@@ -7,6 +7,8 @@ import io
 from functools import lru_cache
 from pathlib import Path
 
+from labkit.course.handouts.pages.own_matplotlib import own_matplotlib
+
 # Family, weight, style, and matplotlib's file.
 _FACES = (
     ("Handout Sans", 400, "normal", "DejaVuSans.ttf"),
@@ -36,12 +38,11 @@ def font_css(text: str) -> str:
 
 @lru_cache(maxsize=64)
 def _subset(file: str, characters: str) -> bytes:
-    import matplotlib as mpl
     from fontTools import subset
 
     options = subset.Options(flavor="woff", layout_features=["kern"], notdef_outline=True)
     options.drop_tables += ["FFTM"]  # a time stamp of the font's editor
-    font = subset.load_font(str(Path(mpl.get_data_path(), "fonts", "ttf", file)), options)
+    font = subset.load_font(str(Path(own_matplotlib().get_data_path(), "fonts", "ttf", file)), options)
     subsetter = subset.Subsetter(options)
     subsetter.populate(text=characters)
     subsetter.subset(font)

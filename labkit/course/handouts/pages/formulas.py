@@ -10,6 +10,7 @@ import html
 import io
 
 from labkit.course.handouts.errors import HandoutError
+from labkit.course.handouts.pages.own_matplotlib import own_matplotlib
 
 _SIZE_PT = {False: 11.0, True: 12.5}
 
@@ -24,13 +25,15 @@ def formula(tex: str, *, display: bool) -> str:
     Raises:
         HandoutError: mathtext cannot draw it.
     """
-    from matplotlib import rc_context
+    mpl = own_matplotlib()
     from matplotlib.font_manager import FontProperties
     from matplotlib.mathtext import math_to_image
 
     picture = io.BytesIO()
     try:
-        with rc_context({"mathtext.fontset": "dejavusans", "svg.fonttype": "path", "svg.hashsalt": "labkit"}):
+        with mpl.rc_context():
+            mpl.rcdefaults()  # not the user's, under which a page would look otherwise, or TeX would draw the formula
+            mpl.rcParams.update({"mathtext.fontset": "dejavusans", "svg.fonttype": "path", "svg.hashsalt": "labkit"})
             depth = math_to_image(f"${tex.strip()}$", picture, FontProperties(size=_SIZE_PT[display]), dpi=72, format="svg")
     except ValueError as error:
         raise HandoutError(f"the formula {tex.strip()!r} cannot be drawn: {error}") from None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from labkit.base import places
 from labkit.course.labs.checks import Pool, ask, from_cell, hint_for, refuse, require_on_ranks, run_on_ranks, trying
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
     require_on_ranks(pool, "AppState")
-    with tempfile.TemporaryDirectory(prefix="labkit-check-") as folder:
+    with places.temporary("labkit-check-") as folder:
         seen = run_on_ranks(pool, _resume, folder, timeout_s=timeout_s)[0]
     mistakes: list[tuple[Callable[[Resumed], bool], str]] = [
         (

@@ -9,12 +9,12 @@ import hashlib
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from labkit.base import places
 from labkit.course.labs.checks import ask, hint_for, refuse, trying
 
 MANIFEST = "manifest.json"
@@ -43,7 +43,7 @@ def check_manifest(checkpoint: Path, older: Path, write_manifest: WriteManifest,
 
     Ranks: controller.
     """
-    with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
+    with places.temporary("labkit-check-") as scratch:
         published = Path(scratch, "published")
         _copy(checkpoint, published)
         _check_intact(published, Path(scratch, "intact"), write_manifest, find_damage)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from labkit.base import places
 from labkit.course.labs.checks import Pool, ask, from_cell, refuse
 from labkit.errors import ExerciseError
 
@@ -34,7 +34,7 @@ def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
 
     Ranks: controller.
     """
-    with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
+    with places.temporary("labkit-check-") as scratch:
         folder = Path(scratch, "checkpoint")
         truth = pool.run(_save, str(folder))[0]
         for name, expected in truth.items():

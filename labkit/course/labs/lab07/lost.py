@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pickle
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from labkit.base import places
 from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
@@ -63,7 +63,7 @@ def check_lost_names(lost_names: LostNames) -> str:
 
 
 def _answer(lost_names: LostNames, case: LossCase) -> frozenset[str]:
-    with tempfile.TemporaryDirectory(prefix="labkit-check-") as scratch:
+    with places.temporary("labkit-check-") as scratch:
         _write(Path(scratch), case.files)
         answer = ask(lost_names, Path(scratch), case.node, case.ranks_per_node)
     if not isinstance(answer, Set):
