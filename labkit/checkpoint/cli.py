@@ -125,7 +125,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
 
 
 def _with_private_caches(context: click.Context, option: click.Parameter, model: str | None) -> str | None:
-    """Keep what torch compiles for a model out of the temporary folder, where a neighbour's file could stop or steer it."""
+    """Keep what torch compiles for a model out of the temporary folder, where other users' files could interfere."""
     if model is not None:
         try:
             os.environ.update(torch_caches.private(os.environ))

@@ -158,7 +158,7 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: IsOwn, *, within:
 
 
 def _refuse_what_is_there(path: Path, fd: int, is_own: IsOwn) -> None:
-    """Refuse to replace what is in a file's place, in its open folder, unless the command has written it.
+    """Refuse to replace what has a file's name in its open folder, unless this command wrote it.
 
     Raises:
         OverwriteError: See :func:`refuse_foreign`.

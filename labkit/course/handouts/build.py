@@ -132,7 +132,7 @@ def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
             raise HandoutError(
                 f"{shown(path)} is the copy of a run that failed. Run the notebook again, or pass the notebook itself."
             )
-        # Whoever sees results does not expect it to be run, and may have it from somebody else.
+        # A user who sees results does not expect it to be run, and may have got it from somebody else.
         if has_results(notebook) and (left := left_out_of_run(notebook)):
             named = shown(", ".join(left[:_MOST_NAMED])) + (f" and {len(left) - _MOST_NAMED} more" * (len(left) > _MOST_NAMED))
             raise HandoutError(

@@ -173,7 +173,7 @@ def is_executed(notebook: NotebookNode) -> bool:
 
 
 def left_out_of_run(notebook: NotebookNode) -> list[str]:
-    """Name the code cells that have not run, and are not empty."""
+    """Name the non-empty code cells that have not run."""
     return [
         f"cell {number} (id {cell.get('id', 'unknown')})"
         for number, cell in enumerate(notebook.cells, start=1)
