@@ -123,7 +123,7 @@ def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
     # With acc_events, torch would build Python objects for all events, which takes six times as long as a small step.
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _without_the_profilers_log(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # called after the only cycle
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # after a cycle; there is only one
         with profiler:
             step()
     results: Any = profiler.profiler
