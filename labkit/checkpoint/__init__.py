@@ -1,7 +1,7 @@
-"""Checkpoint tools: look, verify, migrate, reshard, and a save that cannot lose the last good checkpoint.
+"""Checkpoint tools: inspect, verify, migrate, reshard, and save without risking the last good checkpoint.
 
-They work without a notebook and without a pool; ``labkit checkpoint`` offers the same on the command line. Each name below loads
-its module when it is first used, so that looking into a checkpoint does not import the code that writes one.
+They need neither a notebook nor a pool; ``labkit checkpoint`` offers them on the command line. Each name below loads its module on
+first use, so that inspecting a checkpoint does not import the code that writes one.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ FOR_TORCH = click.option(
 @click.pass_context
 def checkpoint(context: click.Context) -> None:
     """Look into checkpoints, verify, migrate and reshard them. Needs no GPU, no ranks, and runs nothing from a file."""
-    # All that is made per tensor stays to the end, so looking for cycles in it again and again would take a third of the time.
+    # Objects made per tensor live until the end, so repeated garbage collection would take a third of the time.
     context.call_on_close(functools.partial(gc.set_threshold, *gc.get_threshold()))
     gc.set_threshold(*RARE_COLLECTIONS)
 
@@ -125,7 +125,7 @@ def show_command(path: Path, patterns: tuple[str, ...], as_json: bool, chunks: b
 
 
 def _with_private_caches(context: click.Context, option: click.Parameter, model: str | None) -> str | None:
-    """Keep what torch compiles for a model out of the temporary folder, where a neighbour's file could stop or steer it."""
+    """Keep what torch compiles for a model out of the temporary folder, where other users' files could interfere."""
     if model is not None:
         try:
             os.environ.update(torch_caches.private(os.environ))

@@ -1,4 +1,4 @@
-"""What the commands of ``labkit checkpoint`` print."""
+"""Output of the ``labkit checkpoint`` commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ INTERRUPTED_EXIT_CODE = 130
 
 @contextmanager
 def errors_told() -> Iterator[None]:
-    """Report errors of files and arguments as one message, and end the command."""
+    """Report an error about files or arguments as one message, and end the command."""
     try:
         yield
     except BrokenPipeError:
@@ -49,7 +49,7 @@ def write_json(content: object) -> None:
 
 
 def run_and_tell(work: Callable[[], Result]) -> None:
-    """Run a migration or a change of shards, and print what it has written. Exit with 130 if it was interrupted."""
+    """Run a migration or a reshard, and print what it wrote. Exit with 130 if interrupted."""
     from labkit.checkpoint.wording import bytes_text, counted
 
     # A scheduler's SIGTERM ends the work like Ctrl-C, with the usual cleanup.
@@ -73,7 +73,7 @@ def run_and_tell(work: Callable[[], Result]) -> None:
 
 
 def print_report(report: Report) -> None:
-    """Print what ``verify`` has found: one line a finding, then the verdict."""
+    """Print what ``verify`` found: one line per finding, then the verdict."""
     from labkit.checkpoint.wording import counted
 
     for finding in report.findings:

@@ -25,8 +25,8 @@ _COMPLEX = {torch.complex32: torch.float16, torch.complex64: torch.float32, torc
 def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
     """Return whether every value of one dtype can be represented exactly in another.
 
-    float32 to float64 is; float16 to bfloat16 is not (mantissa), nor is bfloat16 to float16 (range), nor int64 to float64,
-    nor any number to bool.
+    float32 to float64 is lossless. Not lossless are float16 to bfloat16 (mantissa), bfloat16 to float16 (range), int64 to float64,
+    and any number to bool.
     """
     if source == target:
         return True
@@ -64,7 +64,7 @@ def parse_dtypes(texts: Sequence[str]) -> dict[str, torch.dtype]:
 
 
 def is_convertible(target: torch.dtype) -> bool:
-    """Return whether torch converts numbers to a dtype: it does not for quantized dtypes and those of less than 8 bits."""
+    """Return whether torch can convert numbers to a dtype; it cannot for quantized dtypes and those below 8 bits."""
     try:
         torch.zeros(1).to(target)
     except RuntimeError:

@@ -28,7 +28,7 @@ __all__ = [
 
 #: What to do about a file that is missing or cut off.
 COPY_ADVICE = "Copy it from where it was saved, or use an earlier checkpoint."
-# The path in errors about the caller's state.
+# Used as the path in errors about the caller's state.
 STATE = "the state"
 
 
@@ -53,7 +53,7 @@ class AmbiguousCheckpointError(CheckpointFormatError):
     """A path can be read in several ways, and labkit does not guess which one is meant.
 
     Attributes:
-        readings: The paths that may be meant, in a form that can be given instead.
+        readings: The paths that may be meant, in a form that the caller can pass instead.
     """
 
     def __init__(self, path: object, reason: str, readings: Sequence[str], *, advice: str) -> None:
@@ -65,7 +65,7 @@ class AmbiguousCheckpointError(CheckpointFormatError):
         return Exception.__str__(self)
 
     def seen_from(self, root: object) -> AmbiguousCheckpointError:
-        """Return the same error with paths relative to a directory, as required by an option that names parts of it."""
+        """Return the same error with paths relative to a directory, for an option that takes such paths."""
         here = f"{root}/"
         readings = [reading.replace(here, "") for reading in self.readings]
         return AmbiguousCheckpointError(self.path, self.reason, readings, advice=self.advice.replace(here, ""))
@@ -78,7 +78,7 @@ class UnsafeCheckpointError(CheckpointFormatError):
         names: The dotted names in the pickle that are outside the list, sorted.
     """
 
-    #: At most this many names are spelled out in the message; the attribute holds all of them.
+    #: The message lists at most this many names; the attribute holds all of them.
     max_listed = 12
 
     def __init__(self, path: object, names: Sequence[str], *, advice: str = "") -> None:
@@ -137,11 +137,11 @@ class CheckpointMismatchError(CheckpointError):
         problems: One sentence per problem.
     """
 
-    #: At most this many problems are spelled out in the message; the attribute holds all of them.
+    #: The message lists at most this many problems; the attribute holds all of them.
     max_listed = 12
-    #: The statement about ``path`` in the first line.
+    #: What the first line says about ``path``.
     verdict = "does not fit"
-    #: Characters that are not escaped in problems: line breaks, if the problems are already printable and may have several lines.
+    #: Characters not to escape in problems: line breaks, for problems that are already printable and may span lines.
     _kept = ""
 
     def __init__(self, path: object, problems: Sequence[str], *, advice: str = "") -> None:
@@ -171,7 +171,7 @@ class FQNMismatchError(CheckpointMismatchError):
     ``problems`` are sentences about names that are neither.
     """
 
-    #: If there are problems of several kinds, at most this many of each are spelled out.
+    #: If there are several kinds of problems, the message lists at most this many of each.
     max_listed_of_each = 5
 
     def __init__(
@@ -192,7 +192,7 @@ class FQNMismatchError(CheckpointMismatchError):
         super().__init__(path, [problem for group in self._groups for problem in group], advice=advice)
 
     def _listed(self) -> list[str]:
-        """Return some problems of each kind, so that the names that each side lacks can be compared."""
+        """Return some problems of each kind, so that a reader can compare what each side lacks."""
         groups = [group for group in self._groups if group]
         if len(groups) < 2 or len(self.problems) <= self.max_listed:
             return super()._listed()
@@ -219,7 +219,7 @@ class VerificationError(CheckpointMismatchError):
     Attributes:
         codes: The errors' codes, sorted.
 
-    ``problems`` are the findings, as lines for people.
+    ``problems`` holds the findings, formatted for people.
     """
 
     _kept = "\n"

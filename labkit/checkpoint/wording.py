@@ -21,11 +21,11 @@ def bytes_text(size: int) -> str:
 
 
 def listed(names: Sequence[str], number: int | None = None, most: int = 3) -> str:
-    """List the first of some names: ``a, b, c and 13 more``; ``number`` is their total if not all of them are given."""
+    """List the first few names: ``a, b, c and 13 more``; ``number`` is the total if ``names`` does not hold them all."""
     more = (len(names) if number is None else number) - len(names[:most])
     return ", ".join(names[:most]) + (f" and {more:,} more" if more else "")
 
 
 def quoted(text: object) -> str:
-    """Return a name or path between quotes for a shell, so that it can be copied whatever is in it or follows."""
+    """Quote a name or path for a shell, so that it can be copied whatever it contains and whatever follows it."""
     return "'" + str(text).replace("'", "'\"'\"'") + "'"

@@ -1,1 +1,1 @@
-"""The parts that turn notebooks into a course: the runner, handouts, and checks of exercises."""
+"""What turns notebooks into a course: the runner, handouts, and checks of exercises."""

@@ -1,9 +1,9 @@
-"""Reading of notebooks and writing of files for the commands: only files that labkit wrote itself are replaced.
+"""Reading of notebooks and writing of files for the commands, which replace only files that labkit wrote itself.
 
-The rule: a file may be replaced if it is yours, carries labkit's own mark and is as labkit left it. A notebook's mark is a hash
-of its cells in its metadata; a text's is a line near its beginning. Inputs, links and everything else count as somebody's own work
-and are refused. A file that you have marked by hand cannot be told apart. :mod:`labkit.base.places` has the rule for folders
-that others may write to.
+The rule: a file may be replaced if it is yours, carries labkit's mark and is unchanged since. A notebook's mark is a hash of its
+cells, kept in its metadata; a text file's is a line near the beginning. Inputs, links and everything else count as somebody's work
+and are refused. A file that you marked by hand cannot be told apart. :mod:`labkit.base.places` has the rule for folders that others
+can write to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from labkit.base.places import NotRegularError, PlaceError
 from labkit.errors import LabkitError
 
 _MARK = "labkit"
-# A mark is near the beginning, so there is no need to read all of a file that may be large or binary.
+# Marks are near the beginning, so there is no need to read all of a possibly large or binary file.
 _HEAD_BYTES = 4096
 # nbformat 4.5 introduced cell ids.
 _WITH_IDS = 5
@@ -44,17 +44,17 @@ class OverwriteError(LabkitError, ValueError):
 
 
 def shown(path: Path | str) -> str:
-    """Return a path as one line of plain text: line breaks and bytes that are not UTF-8 become escapes."""
+    """Return a path as one line of plain text, with line breaks and bytes that are not UTF-8 escaped."""
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in str(path))
 
 
 def plain(text: str) -> str:
-    """Return a text without characters that control a terminal, except line breaks and tabs."""
+    """Remove a text's terminal control characters, except line breaks and tabs."""
     return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
 
 
 def papermill_of(part: NotebookNode) -> dict[str, Any]:
-    """Return papermill's record about a notebook or a cell; empty if it is missing or not a record."""
+    """Return papermill's record in a notebook or cell; empty if there is no valid one."""
     found = part.metadata.get("papermill")
     return dict(found) if isinstance(found, dict) else {}
 
@@ -81,7 +81,7 @@ def read_notebook(path: Path) -> NotebookNode:
         raise NotebookError(f"{shown(path)} is {error.kind}, and was not opened.") from None
     except OSError as error:
         raise NotebookError(f"{shown(path)} cannot be read: {error.strerror}.") from None
-    except Exception as error:  # nbformat raises its parser's errors and its own
+    except Exception as error:  # nbformat raises both its parser's errors and its own
         reason = shown((str(error).splitlines() or [type(error).__name__])[0][:300])
         raise NotebookError(
             f"{shown(path)} is not a valid notebook: {reason}. Open it in JupyterLab and save it there, or choose another."
@@ -90,13 +90,13 @@ def read_notebook(path: Path) -> NotebookNode:
 
 
 def sealed(notebook: NotebookNode, writer: str) -> str:
-    """Return a notebook as the text of a file, marked with the command that writes it."""
+    """Return a notebook as text for a file, marked with the command that writes it."""
     notebook.metadata[_MARK] = {"written_by": writer, "sha256": _hash(notebook.cells)}
     return str(nbformat.writes(notebook)) + "\n"
 
 
 def is_sealed(file: BinaryIO, writer: str) -> bool:
-    """Return whether a notebook was written by a command and has not been changed since."""
+    """Return whether a command wrote a notebook that is unchanged since."""
     try:
         notebook = json.load(file)
         mark = notebook["metadata"][_MARK]
@@ -106,7 +106,7 @@ def is_sealed(file: BinaryIO, writer: str) -> bool:
 
 
 def mark_of(path: Path) -> dict[str, Any] | None:
-    """Return the mark of the command that wrote a notebook, even if it has been changed since; None if it has no mark."""
+    """Return the mark of the command that wrote a notebook, even if it was changed since; None if it has no mark."""
     try:
         with places.open_regular(path) as file:
             mark = json.load(file)["metadata"][_MARK]
@@ -116,7 +116,7 @@ def mark_of(path: Path) -> dict[str, Any] | None:
 
 
 def _joined(cells: list[dict[str, Any]]) -> Any:
-    """Return cells as nbformat reads them: lists of lines are joined into one text."""
+    """Return cells as nbformat reads them, with lists of lines joined into one text."""
     return nbformat.v4.rwbase.rejoin_lines(nbformat.from_dict({"cells": cells}))["cells"]
 
 
@@ -125,7 +125,7 @@ def _hash(cells: Any) -> str:
 
 
 def has_mark(file: BinaryIO, mark: str) -> bool:
-    """Return whether labkit wrote a text file: ``mark`` is near its beginning."""
+    """Return whether labkit wrote a text file, which then has ``mark`` near its beginning."""
     return mark.encode() in file.read(_HEAD_BYTES)
 
 
@@ -134,13 +134,13 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: IsOwn, *, within:
 
     Args:
         path: The file to write.
-        inputs: The files that the command reads. They are recognised even if their paths are spelled differently.
-        is_own: A function that returns whether this command wrote an existing file, which is open.
-        within: The folder that the user has named, if the file lies deeper: folders in it have to be the user's own.
+        inputs: The files that the command reads, recognised even if their paths are spelled differently.
+        is_own: A function that returns whether this command wrote an existing file, given the open file.
+        within: The folder that the user named, if the file is deeper inside it; the folders in between must be the user's own.
 
     Raises:
-        OverwriteError: It is one of the inputs, a link, a folder, not the command's own, or another user's; or it would be written
-            through a link, into another user's folder, or into one that the user may not write to.
+        OverwriteError: It is an input, a link, a folder, not this command's, or another user's; or it would be written through a
+            link, into another user's folder, or into one that the user may not write to.
     """
     try:
         _refuse_unwritable(path)
@@ -158,7 +158,7 @@ def refuse_foreign(path: Path, inputs: Iterable[Path], is_own: IsOwn, *, within:
 
 
 def _refuse_what_is_there(path: Path, fd: int, is_own: IsOwn) -> None:
-    """Refuse to replace what is in a file's place, in its open folder, unless the command has written it.
+    """Refuse to replace what has a file's name in its open folder, unless this command wrote it.
 
     Raises:
         OverwriteError: See :func:`refuse_foreign`.
@@ -180,7 +180,7 @@ def _refuse_what_is_there(path: Path, fd: int, is_own: IsOwn) -> None:
 
 
 def is_written(path: str | Path, is_own: IsOwn, *, dir_fd: int | None = None) -> bool:
-    """Return whether a file is a regular one of the user's, and a command's own by the command's function."""
+    """Return whether a file is regular, the user's own, and a command's own according to ``is_own``."""
     try:
         with places.open_regular(path, dir_fd=dir_fd, own=True) as file:
             return is_own(file)
@@ -189,7 +189,7 @@ def is_written(path: str | Path, is_own: IsOwn, *, dir_fd: int | None = None) ->
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Check, as far as possible beforehand, that a file of this name and its missing folders can be made."""
+    """Check, as far as possible in advance, that a file of this name and its missing folders can be made."""
     folder = next(folder for folder in path.absolute().parents if os.path.lexists(folder))
     code = 0
     if len(os.fsencode(path.name)) > os.pathconf(folder, "PC_NAME_MAX"):
@@ -212,9 +212,9 @@ def _folder_of(path: Path, within: Path | None, *, make: bool = False) -> Iterat
 
 
 def replace_file(path: Path, text: str, is_own: IsOwn, *, within: Path | None = None, make: bool = False) -> None:
-    """Write a text file in one step: readers find either the old file or the new one. A link is not followed.
+    """Write a text file in one step, so that readers find either the old file or the new one. Links are not followed.
 
-    What is there is looked at once more, in the folder that is written to: folders may have been exchanged since
+    An existing file is checked once more, in the folder that is written to, because folders may have been swapped since
     :func:`refuse_foreign`.
 
     Args:
@@ -222,7 +222,7 @@ def replace_file(path: Path, text: str, is_own: IsOwn, *, within: Path | None = 
         text: What to write.
         is_own: As for :func:`refuse_foreign`.
         within: As for :func:`refuse_foreign`.
-        make: Make the folders on the way if they are missing.
+        make: Whether to make missing folders on the way.
 
     Raises:
         OverwriteError: The command did not write the old file, which is unchanged.
@@ -232,14 +232,14 @@ def replace_file(path: Path, text: str, is_own: IsOwn, *, within: Path | None = 
     draft = f".labkit-{secrets.token_hex(8)}"
     with _folder_of(path, within, make=make) as fd:
         try:
-            # A kernel may send half of a surrogate pair; it becomes JSON's escape for it.
+            # A kernel may send half of a surrogate pair, which becomes a JSON escape.
             places.write_new(draft, text.encode("utf-8", "backslashreplace"), fd)
             with contextlib.suppress(FileNotFoundError):
                 _refuse_what_is_there(path, fd, is_own)
             os.replace(draft, path.name, src_dir_fd=fd, dst_dir_fd=fd)
         except BaseException as error:
             if isinstance(error, OSError):
-                error.filename = str(path)  # the user does not know of the draft
+                error.filename = str(path)  # the user does not know about the draft
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(draft, dir_fd=fd)
             raise

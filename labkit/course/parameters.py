@@ -1,4 +1,4 @@
-"""The parameters of a notebook: the names that its cell tagged ``parameters`` sets."""
+"""A notebook's parameters: the names that its cell tagged ``parameters`` sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")"), s
 
 
 class UnknownParameterError(LabkitError, ValueError):
-    """A notebook does not have a given parameter. papermill would ignore it with a warning.
+    """A notebook lacks a given parameter, which papermill would ignore with a warning.
 
     Attributes:
         notebook: The notebook.
@@ -71,7 +71,7 @@ def source_of(value: Any) -> str:
 
 
 def known_parameters(notebook: Path) -> list[str]:
-    """Return the names assigned in the notebook's cell tagged ``parameters``, in order; none without such a cell.
+    """Return the names assigned in a notebook's cell tagged ``parameters``, in order; none if it has no such cell.
 
     Raises:
         NotebookError: The file is not a notebook, or that cell is not plain Python.
@@ -92,7 +92,7 @@ def is_parameters(cell: NotebookNode) -> bool:
 
 
 def refuse_unknown(notebook: Path, names: Iterable[str]) -> None:
-    """Make sure that a notebook has parameters of these names.
+    """Make sure that a notebook has parameters with these names.
 
     Raises:
         UnknownParameterError: It lacks one.
@@ -104,10 +104,10 @@ def refuse_unknown(notebook: Path, names: Iterable[str]) -> None:
 
 
 def inject(notebook: NotebookNode, sources: Mapping[str, str]) -> None:
-    """Set parameters in a cell after the one tagged ``parameters``, replacing such cells of an earlier run.
+    """Set parameters in a cell after the one tagged ``parameters``, replacing such cells from an earlier run.
 
     Args:
-        notebook: A notebook that has parameters of these names.
+        notebook: A notebook that has parameters with these names.
         sources: Their values, from `source_of`.
     """
     source = "\n".join(["# Parameters", *(f"{name} = {value}" for name, value in sources.items())])

@@ -1,6 +1,6 @@
-"""Conversion of a notebook into one script for torchrun: its ``%%spmd`` cells become plain code, and rank 0 runs the rest.
+"""Conversion of a notebook into a script for torchrun: ``%%spmd`` cells become plain code, and rank 0 runs the rest.
 
-The script runs on `labkit.spmd.script.torchrun`. Cells that teach a failure are left out: without a pool that frees the ranks, the
+The script uses `labkit.spmd.script.torchrun`. Cells that demonstrate a failure are left out: with no pool to free the ranks, the
 first one would end the script.
 """
 
@@ -21,10 +21,10 @@ from labkit.course.parameters import is_parameters, refuse_unknown, source_of
 from labkit.errors import LabkitError
 from labkit.spmd.script.cells import future_flags, is_future, is_silenced
 
-# A cell with this tag only makes sense in the notebook, for example one that looks at the state after a failed cell.
+# A cell with this tag makes sense only in the notebook, for example because it looks at the state after a failed cell.
 NOTEBOOK_ONLY = "notebook-only"
 _SPMD = re.compile(r"\A\s*%%spmd\b(?P<line>.*)\n?")
-# labkit's magics that have no meaning in a script.
+# labkit's magics that mean nothing in a script.
 _DROPPED_LINES = re.compile(r"^(%load_ext labkit\b|%pool\b).*\n?", re.MULTILINE)
 _WIDTH = 118
 _WRITTEN = "as one script, written by `labkit script`."
@@ -74,7 +74,7 @@ def write_script(notebook: Path, parameters: Mapping[str, Any] | None = None) ->
 
 
 def _head(name: str, futures: Iterable[str]) -> str:
-    """Return the script's beginning. Imports of its ``%%spmd`` cells from ``__future__`` have to come before all other code."""
+    """Return the script's beginning. The ``from __future__`` imports in its ``%%spmd`` cells must precede all other code."""
     titled, file = (_in_docstring(text) for text in (shown(name), shlex.quote(shown(f"{Path(name).stem}.py"))))
     imports = "".join(f"from __future__ import {feature}\n" for feature in futures)
     return f'''"""The cells of {titled} {_WRITTEN}
@@ -124,7 +124,7 @@ def _kernel_cell(notebook: Path, name: str, source: str, tags: set[str]) -> Iter
 
 
 def _literal(source: str) -> str:
-    """Return the source as a string literal that is readable in the script."""
+    """Return source as a string literal that is readable in the script."""
     for quotes in ("'''", '"""'):
         if quotes not in source and not source.endswith(quotes[0]):
             text = f"r{quotes}\n{source}\n{quotes}"
@@ -159,7 +159,7 @@ def _spmd_cell(notebook: Path, name: str, line: str, body: str, futures: dict[st
 
 
 def _without(body: str, statements: Iterable[ast.stmt]) -> str:
-    """Return a cell without some statements. A statement that shares a line with others is replaced by ``pass``."""
+    """Return a cell without some statements; one that shares a line with others is replaced by ``pass``."""
     lines = body.encode().split(b"\n")
     for statement in reversed(list(statements)):
         assert statement.end_lineno is not None
@@ -171,13 +171,13 @@ def _without(body: str, statements: Iterable[ast.stmt]) -> str:
 
 
 def _divide(body: str, last: ast.Expr | None) -> tuple[str, str]:
-    """Return the statements before the last expression, with their comments, and the expression itself."""
+    """Split a cell into the statements before its last expression, with their comments, and the expression itself."""
     if last is None:
         return body.strip("\n"), ""
     lines = body.split("\n")
     before = lines[: last.lineno - 1]
     first_line = lines[last.lineno - 1].encode()
-    # Keep statements before it on its own line, as in `a = 1; a`.
+    # Keep statements before it on the same line, as in `a = 1; a`.
     before.append(first_line[: last.col_offset].decode().rstrip().rstrip(";"))
     expression = "\n".join([first_line[last.col_offset :].decode(), *lines[last.lineno : last.end_lineno]])
     assert last.end_lineno is not None
@@ -198,7 +198,7 @@ def _handed_on(out: str | None, value: str, ranks: str) -> str:
 
 
 def _on_ranks(code: str, value: str, out: str | None, ranks: tuple[int, ...] | None) -> Iterator[str]:
-    """Yield the body of a cell. If only some ranks run it, all ranks pass on its value, after the ``if``."""
+    """Yield the body of a cell. If only some ranks run it, all ranks pass its value on after the ``if``."""
     if ranks is None:
         yield from filter(None, [code, _handed_on(out, value, "")])
         return
@@ -225,7 +225,7 @@ def _options(notebook: Path, name: str, line: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     for option, kind in (("--ranks", str), ("--timeout", str), ("--out", str), ("--needs", int), ("--expect", str)):
         parser.add_argument(option, type=kind, default=1 if kind is int else None)
-    parser.add_argument("--tabs", action="store_true")  # it changes only the notebook's display
+    parser.add_argument("--tabs", action="store_true")  # this changes only the notebook's display
     try:
         options, rest = parser.parse_known_args(shlex.split(line))
     except (argparse.ArgumentError, ValueError) as error:
@@ -236,7 +236,7 @@ def _options(notebook: Path, name: str, line: str) -> argparse.Namespace:
 
 
 def _ranks(notebook: Path, name: str, text: str) -> tuple[int, ...]:
-    """Return the ranks of ``--ranks 0-2,4``. They may include ranks that the script does not have."""
+    """Return the ranks in ``--ranks 0-2,4``, which may include ranks that the script does not have."""
     ranks: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")

@@ -1,7 +1,7 @@
-"""Plans of a training job before any rank runs: memory, traffic and checkpoint on every rank.
+"""Plans of a training job, made before any rank runs: memory, traffic and checkpoint on every rank.
 
-The numbers come from torch's own FSDP2, tensor parallelism and checkpoint planner. These run in a child process, on a fake
-process group and on tensors without data. Importing this package does not import torch.
+The numbers come from torch's own FSDP2, tensor parallelism and checkpoint planner, which run in a child process, on a fake process
+group and on tensors without data. Importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Planning of a checkpoint of all ranks with DCP's own planner, from the local plan of one rank and its tensors' layouts.
+"""Planning of all ranks' checkpoint with DCP's own planner, from one rank's local plan and its tensors' layouts.
 
 Ranks' local plans differ only in the boxes of their tensors. So all plans are derived from one, and the planner processes them as
-it does on a coordinator. If that would take too long, it plans one tensor of each layout, then two, and the results are
-extrapolated: files, metadata and planner treat tensors one by one, so each further tensor adds the same.
+it would on the coordinator. If that would take too long, it plans one tensor of each layout, then two, and the results are
+extrapolated: files, metadata and the planner handle tensors one by one, so each further tensor adds the same amount.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from labkit.plan.records import CheckpointPlan, TrainingJob
 from labkit.plan.simulate import Simulation
 from labkit.spmd.shards.layouts import MeshRecord
 
-# Above either limit the planner runs over only some tensors. Planning up to a limit takes a few seconds.
+# Above either limit, the planner runs over only some tensors. At a limit, planning takes a few seconds.
 MAX_ITEMS, MAX_PAIRS = 150_000, 2_000_000
 
 
@@ -38,8 +38,8 @@ def plan_checkpoint(job: TrainingJob, mesh: MeshRecord, simulations: Sequence[Si
     Args:
         job: The job.
         mesh: The mesh of all ranks.
-        simulations: Simulations of some ranks, with the coordinator (rank 0) first. The plans derived for these ranks are compared
-            with those from the simulations.
+        simulations: Simulations of some ranks, beginning with the coordinator (rank 0). The plans derived for these ranks are
+            compared with the simulated ones.
 
     Raises:
         AssertionError: A simulated rank made a different plan, so labkit's arithmetic does not match this torch.
@@ -61,14 +61,14 @@ class _Proposals:
 
     def __init__(self, first: Simulation, mesh: MeshRecord) -> None:
         self.mesh, self.layouts, self.values = mesh, first.state, first.values
-        # Plans reach the coordinator pickled: objects shared within one rank's plan stay shared, but ranks share none. The
-        # metadata take objects from the first rank and the last, and from others only what those two lack. So three copies suffice.
+        # Plans reach the coordinator pickled: objects shared within one rank's plan stay shared, but different ranks share none.
+        # The metadata take objects from the first and last rank, and from others only what those two lack, so three copies suffice.
         raw = pickle.dumps(first.local_plan)
         self.first, self.last, self._others = (_Template(pickle.loads(raw)) for _ in range(3))
         self._boxes: dict[Layout, tuple[list[Box], list[int]]] = {}
 
     def boxes(self, name: str) -> tuple[list[Box], list[int]] | None:
-        """Return the boxes of a tensor and each rank's index into them; None if all ranks propose the same box."""
+        """Return a tensor's boxes and each rank's index into them; None if all ranks propose the same box."""
         layout = self.layouts[name]
         if layout is None or not layout.axes:
             return None
@@ -87,7 +87,7 @@ class _Proposals:
         return sum(by_layout.get(self.layouts[name], 0) for name in self.first.items)
 
     def of_all(self, names: Sequence[str]) -> list[SavePlan]:
-        """Return the local plans of all ranks, for some tensors."""
+        """Return the local plans of all ranks for some tensors."""
         columns: list[list[WriteItem]] = []
         for name in names:
             item, found = self._others.items[name], self.boxes(name)
@@ -103,13 +103,13 @@ class _Proposals:
         return plans
 
     def _of(self, template: _Template, names: Sequence[str], rank: int) -> SavePlan:
-        """Return one rank's plan, which shares no item with another rank's plan."""
+        """Return one rank's plan, which shares no items with other ranks' plans."""
         found = [(template.items[name], self.boxes(name)) for name in names]
         items = [item if boxes is None else _with_box(item, boxes[0][boxes[1][rank]]) for item, boxes in found]
         return SavePlan(items, planner_data=template.paths)
 
     def check(self, simulation: Simulation) -> None:
-        """Compare the plan derived for a rank with the plan that this rank made in its simulation."""
+        """Compare the plan derived for a rank with the one from its simulation."""
         names = list(self.first.items)
         planned = simulation.local_plan.items
         assert [item.index.fqn for item in planned] == names, f"rank {simulation.rank} saves other tensors than rank 0"
@@ -163,7 +163,7 @@ def _extrapolated(job: TrainingJob, proposals: _Proposals, num_items: int) -> Ch
     for name in proposals.first.items:
         alike.setdefault(proposals.layouts[name] or type(proposals.values[name]), []).append(name)
     began_s = time.process_time()
-    # Even without items, the planner merges the ranks' names.
+    # Even for plans without items, the planner merges the ranks' names.
     global_plans, metadata = DefaultSavePlanner().create_global_plan(proposals.of_all([]))
     planning_s = time.process_time() - began_s
     _, empty_bytes = _written(job, proposals, global_plans, metadata)
@@ -173,7 +173,7 @@ def _extrapolated(job: TrainingJob, proposals: _Proposals, num_items: int) -> Ch
         planning_s += len(group) * (two.planning_s / len(group[:2]) + one.checking_s)
         num_shards += len(group) * one.num_shards
         file_bytes += len(group) * one.file_bytes
-        # Only the first tensor adds the names of files and classes.
+        # Only the first tensor adds names of files and classes.
         metadata_bytes += one.metadata_bytes - empty_bytes + (len(group) - 1) * (two.metadata_bytes - one.metadata_bytes)
     return CheckpointPlan(
         _tensor_bytes(proposals),
@@ -191,7 +191,7 @@ def _extrapolated(job: TrainingJob, proposals: _Proposals, num_items: int) -> Ch
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The result of planning and writing some tensors. ``checking_s`` is the planner's time to check the plan."""
+    """The result of planning and writing some tensors. ``checking_s`` is how long the planner takes to check the plan."""
 
     planning_s: float
     checking_s: float
@@ -257,7 +257,7 @@ class _Counter(io.RawIOBase):
 
 @cache
 def _archive_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Return the size of a shard saved by ``torch.save``. The shard's memory is never touched, so the system provides none."""
+    """Return the size of a shard saved by ``torch.save``. The shard's memory is never touched, so the system never provides it."""
     return _saved_bytes(torch.empty(shape, dtype=dtype))
 
 

@@ -12,11 +12,11 @@ from labkit.plan.records import JobError
 
 def main() -> None:
     """Process one job and write a pickled `Plan`, or the text of a `JobError`."""
-    # The user's functions may print; keep their output out of the answer.
+    # The user's functions may print, so keep their output out of the answer.
     with os.fdopen(os.dup(1), "wb") as answer:
         os.dup2(2, 1)
-        # Functions pickled by name are imported on the parent's path. Import torch before that, on this process's own path: the
-        # parent's path may begin with the working directory.
+        # Functions pickled by name are imported with the parent's path. Import torch first, with this process's own path, because
+        # the parent's may begin with the working directory.
         path = pickle.load(sys.stdin.buffer)
         from labkit.plan.compute import compute_plan
 

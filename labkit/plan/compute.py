@@ -22,8 +22,8 @@ from labkit.spmd.shards.layouts import MeshRecord
 def compute_plan(job: TrainingJob) -> Plan:
     """Compute the plan of a job.
 
-    Rank 0 is simulated first. Its layouts show which ranks hold the most and the least. These two and the ranks that the job names
-    are simulated too.
+    Rank 0 is simulated first. Its layouts show which ranks hold the most and the least; these two are simulated next, along with
+    the ranks that the job names.
 
     Raises:
         JobError: The job cannot be planned.

@@ -1,4 +1,4 @@
-"""Layouts of tensors on the mesh, and the box that every rank holds."""
+"""Layouts of tensors on the mesh, and the box that each rank holds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Layout:
     Attributes:
         shape: The global shape.
         dtype: Its dtype.
-        axes: The mesh axes that it is laid out on, outermost first; empty for a plain tensor, which every rank has whole.
+        axes: The mesh axes that it is laid out on, outermost first; empty for a plain tensor, which every rank holds whole.
         placements: The placement on each of these axes.
     """
 
@@ -52,9 +52,9 @@ class Layout:
         return prod(self.shape)
 
     def boxes(self, mesh: MeshRecord) -> tuple[list[Box], Int64s]:
-        """Return the distinct boxes that ranks hold, and for every rank the index of its own.
+        """Return the distinct boxes that ranks hold, and each rank's index into them.
 
-        `local_box` reproduces the arithmetic of DTensor; every plan compares it with what the simulated ranks really hold.
+        `local_box` reproduces DTensor's arithmetic; every plan compares it with what the simulated ranks actually hold.
         """
         cutting = [(axis, place) for axis, place in zip(self.axes, self.placements, strict=True) if place is not None]
         sizes = [mesh.shape[mesh.axes.index(axis)] for axis, _ in cutting]
@@ -73,7 +73,7 @@ class Layout:
 
 
 def held_elements(layouts: Sequence[Layout], mesh: MeshRecord) -> Int64s:
-    """Return, for every rank, the number of elements that it holds of all these tensors."""
+    """Return, for every rank, how many elements of all these tensors it holds."""
     held = np.zeros(len(mesh.ranks), dtype=np.int64)
     counts: dict[Layout, int] = {}
     for layout in layouts:
@@ -85,7 +85,7 @@ def held_elements(layouts: Sequence[Layout], mesh: MeshRecord) -> Int64s:
 
 
 def _flat_coordinates(mesh: MeshRecord, axes: Sequence[str]) -> Int64s:
-    """Return, for every rank, the row-major index of its coordinate on some of the axes."""
+    """Return, for every rank, the row-major index of its coordinate on some axes."""
     places = np.unravel_index(np.arange(len(mesh.ranks)), mesh.shape)
     flat: Any = np.zeros(len(mesh.ranks), dtype=np.int64)
     for axis in axes:

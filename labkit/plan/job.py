@@ -1,4 +1,4 @@
-"""Conversion of a job's texts into the objects that they name, with checks for jobs that cannot be planned."""
+"""Conversion of the names in a job into the objects they refer to, with checks for jobs that cannot be planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def mesh_of(job: TrainingJob) -> MeshRecord:
     """Return the job's mesh.
 
     Raises:
-        JobError: It cannot be read, has too many ranks, or has an axis that labkit cannot lay a model over.
+        JobError: It cannot be parsed, has too many ranks, or has an axis over which labkit cannot lay out a model.
     """
     try:
         axes = parse_mesh(job.mesh)
@@ -37,7 +37,7 @@ def mesh_of(job: TrainingJob) -> MeshRecord:
             f"the mesh {job.mesh!r} has an axis {unknown[0]!r}, which cannot be planned. FSDP shards over one of "
             f"{', '.join(DATA_AXES)}; HSDP has replicate outside of it; tensor parallelism is tp, innermost."
         )
-    # replicate, then the axis of FSDP, then tp: each at most once; the axis of FSDP is required.
+    # replicate, then FSDP's axis, then tp, each at most once; FSDP's axis is required.
     places = [0 if name in REPLICATE_AXES else 1 if name in DATA_AXES else 2 for name in names]
     if places != sorted(set(places)) or 1 not in places:
         raise JobError(
@@ -83,10 +83,10 @@ def build_model(job: TrainingJob) -> nn.Module:
 
 
 def blocks_of(job: TrainingJob, model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are sharded separately, and whose activations are kept, recomputed or moved.
+    """Return the modules that are sharded separately and whose activations are kept, recomputed or moved.
 
     Raises:
-        JobError: The model has no module of a class that the job names; or the job names none and the model has no ``ModuleList``.
+        JobError: The model has no module of a class that the job names, or the job names none and the model has no ``ModuleList``.
     """
     classes = {type(module).__name__: type(module) for module in model.modules()}
     if job.blocks:
@@ -124,12 +124,12 @@ def tp_plan_of(job: TrainingJob) -> Mapping[str, ParallelStyle]:
 
 
 def loss_of(job: TrainingJob) -> Callable[[nn.Module, Tensor], Tensor]:
-    """Return the function of model and batch that computes the loss."""
+    """Return the function that computes the loss from model and batch."""
     return _function(job.loss, "loss")
 
 
 def optimizer_of(job: TrainingJob, model: nn.Module) -> torch.optim.Optimizer | None:
-    """Build the optimizer over a model's parameters as they are now.
+    """Build the optimizer over a model's current parameters.
 
     Raises:
         JobError: There is no optimizer of this name, or it cannot be built with its defaults.
@@ -157,7 +157,7 @@ def mixed_precision_of(job: TrainingJob) -> MixedPrecisionPolicy:
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """Return the dtype that a text such as ``bfloat16`` names.
+    """Return the dtype named by a text such as ``bfloat16``.
 
     Raises:
         JobError: There is no such dtype.

@@ -1,4 +1,4 @@
-"""The private parts of torch that planning uses, which may change without notice.
+"""Private parts of torch that planning uses, and which may change without notice.
 
 `self_test` exercises all of them; the test suite runs it on every supported torch.
 """
@@ -53,14 +53,14 @@ _MANY_SHARDS, _SOME_SHARDS = 512, (256, 512)
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Create a default process group in which this process is one of many ranks, though no other rank exists.
+    """Create a default process group that makes this process one of many ranks, although no other rank exists.
 
     Collectives return at once and move nothing. Ranks: local, in a process without a default group.
 
     Raises:
         RuntimeError: A default group exists.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend as well
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # this also registers the backend
 
     if dist.is_initialized():
         raise RuntimeError("a default process group exists in this process")
@@ -76,10 +76,10 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 @contextmanager
 def few_chunks() -> Iterator[None]:
-    """Make ``fully_shard`` use one empty chunk for all ranks that get no row of a parameter while the block runs.
+    """While the block runs, let ``fully_shard`` use a single empty chunk for all ranks that get no row of a parameter.
 
-    torch splits every parameter for all ranks, but keeps only this rank's chunk and the first. With few rows and many ranks, most
-    of the split is empty tensors that are never used: with 1,024 ranks they take half the time of sharding.
+    torch splits every parameter for all ranks, but keeps only the first chunk and this rank's. With few rows and many ranks, most
+    chunks are empty tensors that are never used: with 1,024 ranks, making them takes half the time of sharding.
     """
     original = _fsdp_param._chunk_with_empty
 
@@ -95,26 +95,26 @@ def few_chunks() -> Iterator[None]:
 
 
 def without_data() -> FakeTensorMode:
-    """Return a mode in which tensors have shape, dtype, device and storage size, but no data. Tensors on meta may be used in it."""
+    """Return a mode in which tensors have shape, dtype, device and storage size, but no data. It also accepts tensors on meta."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def with_data() -> AbstractContextManager[Any]:
-    """Return a context manager inside `without_data` in which tensors are real again."""
+    """Return a context manager for use inside `without_data` that makes new tensors real again."""
     return unset_fake_temporarily()
 
 
 def unchecked_global_plan(plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-    """Run ``DefaultSavePlanner.create_global_plan`` on the ranks' plans, without its check of the result."""
+    """Run ``DefaultSavePlanner.create_global_plan`` on the ranks' plans, but skip its check of the result."""
     global_plans, metadata = create_default_global_save_plan(dedup_save_plans(plans))
     return global_plans, replace(metadata, planner_data=plans[0].planner_data)
 
 
 def checking_seconds(metadata: Metadata) -> float:
-    """Measure the time that ``DefaultSavePlanner`` takes to check a plan for overlaps and gaps.
+    """Measure how long ``DefaultSavePlanner`` takes to check a plan for overlaps and gaps.
 
-    The planner compares the shards of a tensor along the tensor's longest dim only. So if another dim is sharded, it compares
-    every pair of shards. With more than `_MANY_SHARDS` shards, only the first ones are timed, and a parabola is fitted.
+    The planner looks at a tensor's shards only along its longest dim, so if another dim is sharded, it compares every pair of
+    shards. Above `_MANY_SHARDS` shards, only the first ones are timed, and a parabola is fitted.
     """
     found = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     num_shards = max((len(entry.chunks) for entry in found), default=0)
@@ -128,7 +128,7 @@ def checking_seconds(metadata: Metadata) -> float:
 def _seconds_to_check(entries: list[TensorStorageMetadata]) -> float:
     logger = logging.getLogger(_validate_global_plan.__module__)
     level = logger.level
-    logger.setLevel(logging.CRITICAL)  # it would warn about the shards that are left out
+    logger.setLevel(logging.CRITICAL)  # it would warn about the shards left out
     try:
         began_s = time.process_time()
         _validate_global_plan([SavePlan([])], Metadata({str(place): entry for place, entry in enumerate(entries)}))
@@ -138,17 +138,17 @@ def _seconds_to_check(entries: list[TensorStorageMetadata]) -> float:
 
 
 def files_of(items: Sequence[WriteItem], threads: int) -> list[list[WriteItem]]:
-    """Divide a rank's items over its files as ``FileSystemWriter`` does."""
+    """Divide a rank's items among its files as ``FileSystemWriter`` does."""
     return _split_by_size_and_type(threads, list(items))
 
 
 def written(item: WriteItem, file: str, start: int, length: int) -> WriteResult:
-    """Return what ``FileSystemWriter`` reports for an item that it has written."""
+    """Return what ``FileSystemWriter`` reports for an item that it wrote."""
     return WriteResult(item.index, length, _StorageInfo(file, start, length))
 
 
 def metadata_bytes(metadata: Metadata, results: list[list[WriteResult]], directory: str) -> int:
-    """Return the size of ``.metadata`` as ``FileSystemWriter`` would write it for a directory. Nothing is written to disk."""
+    """Return the size of the ``.metadata`` that ``FileSystemWriter`` would write for a directory. Nothing is written to disk."""
     writer = _MetadataOnly(directory)
     writer.finish(metadata, results)
     return len(writer.fs.content)
@@ -161,7 +161,7 @@ class _MetadataOnly(FileSystemWriter):
 
 
 class _InMemory:
-    """A file system with one file, which is kept in memory."""
+    """A file system with a single file, kept in memory."""
 
     def __init__(self) -> None:
         self.content = b""
@@ -183,7 +183,7 @@ class _InMemory:
 
 
 def self_test() -> None:
-    """Shard a linear layer for two of three ranks in turn, run a step, and compare with the expected results.
+    """Shard a linear layer for two of three ranks in turn, run a step, and compare with expected results.
 
     Raises:
         AssertionError: This torch is not as expected.

@@ -1,4 +1,4 @@
-"""Planning in a child process, so that the caller's process group, modules and memory stay as they are."""
+"""Planning in a child process, so that the caller's process group, modules and memory are not affected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LAST_LINES = 12
 
 
 class PlanningFailedError(LabkitError, RuntimeError):
-    """The planning process ended without a plan: a bug in labkit, an unsupported torch, or no memory."""
+    """The planning process ended without a plan because of a bug in labkit, an unsupported torch, or lack of memory."""
 
 
 def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
@@ -38,8 +38,8 @@ def make_plan(job: TrainingJob, *, timeout_s: float | None = None) -> Plan:
         PlanningFailedError: The process ended without a plan.
         TimeoutError: It took longer than ``timeout_s`` seconds.
 
-    Ranks: controller or local. It starts a process that ends before this returns, and also if this process dies.
-    Blocks: some seconds for the course's model; a model with many layers takes longer, see `labkit.plan.Plan.seconds`.
+    Ranks: controller or local. It starts a process that ends before this returns, or if this process dies.
+    Blocks: some seconds for the course's model, longer for a model with many layers; see `labkit.plan.Plan.seconds`.
     """
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
@@ -79,7 +79,7 @@ def _ask(process: subprocess.Popen[bytes], job: TrainingJob) -> bytes:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        # Keep stdin open: the child ends when it closes, as it does when this process dies.
+        # Keep stdin open: the child ends when it closes, which also happens when this process dies.
         process.stdin.write(pickle.dumps(sys.path) + cloudpickle.dumps(job))
         process.stdin.flush()
     except BrokenPipeError:

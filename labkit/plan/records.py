@@ -1,4 +1,4 @@
-"""A training job and its plan: plain data without torch, so that the kernel can show it."""
+"""A training job and its plan: plain data without torch, so that the kernel can show them."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ class JobError(LabkitError, ValueError):
 class TrainingJob:
     """One training job: a model, the ranks that train it, and how they train it.
 
-    A function is given as ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or the function itself. A function from a notebook cell is
-    pickled by value.
+    Give functions as ``MODULE:FUNCTION``, ``FILE.py:FUNCTION`` or the function itself; those from notebook cells are pickled by
+    value.
 
     Attributes:
-        model: Builds the whole model; called without arguments under ``torch.device("meta")``, so that it takes no memory.
+        model: Builds the whole model. It is called without arguments under ``torch.device("meta")``, so the model takes no memory.
         mesh: Axes and sizes, outermost first: ``dp=128,tp=8``, or ``replicate=16,shard=8`` for HSDP, with or without ``tp``.
-        ranks_per_node: Ranks ``0 .. ranks_per_node - 1`` are on the first node, and so on.
+        ranks_per_node: Ranks on each node: ranks ``0 .. ranks_per_node - 1`` are on the first, and so on.
         batch: Shape of one rank's batch.
         batch_dtype: Its dtype, such as ``int64`` for tokens.
-        loss: Returns the loss; called with model and batch. The default takes int64 tokens (rows, seq + 1).
-        blocks: Class names of the modules that are sharded separately. If empty, these are the modules in each
-            ``nn.ModuleList`` of the model, except in lists nested inside another.
+        loss: Returns the loss, given model and batch. The default takes int64 tokens (rows, seq + 1).
+        blocks: Class names of the modules to shard separately. If empty, these are the modules in each of the model's
+            ``nn.ModuleList``, except in lists nested inside another.
         tp_plan: Returns the plan for ``parallelize_module``; needed if the mesh has an axis ``tp``.
-        optimizer: A class of ``torch.optim``, used with its defaults, or a function of the parameters; None to plan none.
-        dtype: The dtype in which the parameters are stored; None keeps those that ``model`` returns.
+        optimizer: A class in ``torch.optim``, used with its defaults, or a function of the parameters; None for no optimizer.
+        dtype: The dtype in which parameters are stored; None keeps the dtypes of the model that was built.
         param_dtype, reduce_dtype: As in ``MixedPrecisionPolicy``.
-        reshard_after_forward: As in ``fully_shard``, for the blocks.
-        activations: How to treat the tensors that the blocks save for backward: ``keep``, ``recompute`` (activation
-            checkpointing), ``move`` to the host, or ``move-inputs``, which recomputes from inputs kept on the host.
+        reshard_after_forward: As in ``fully_shard``, but only for the blocks.
+        activations: How to treat the tensors that the blocks save for backward: ``keep``; ``recompute`` (activation checkpointing);
+            ``move`` to the host; or ``move-inputs``, which recomputes from inputs kept on the host.
         move_min_bytes: Storages smaller than this are not moved.
-        checkpoint: The state that ``torch.distributed.checkpoint.save`` saves.
+        checkpoint: Which state ``torch.distributed.checkpoint.save`` saves.
         checkpoint_dir: The checkpoint's directory. Nothing is written there; its name is part of the metadata.
         checkpoint_threads: As ``thread_count`` of ``FileSystemWriter``.
-        ranks: Ranks to plan besides the ones that hold the most and the least.
-        peak: Whether to find the step's peak memory too, which takes about as long again.
+        ranks: Ranks to plan in addition to those that hold the most and the least.
+        peak: Whether to also find the step's peak memory, which doubles the time.
     """
 
     model: str | Callable[[], Any]
@@ -81,11 +81,12 @@ class RankPlan:
         coordinate: Its coordinate on the mesh.
         node: Its node.
         num_elements: Elements of its shards of the parameters, without padding.
-        memory: Bytes when the step's backward has ended and the optimizer has its state; ``activations`` are those at the end
-            of forward. FSDP2 pads uneven shards: parameters and gradients count with their padded size. Activations are those that
-            torch's kernels for the CPU save; an attention kernel of a GPU may save a little more or less.
+        memory: Bytes after the step's backward, when the optimizer has its state; only ``activations`` are as at the end of
+            forward. FSDP2 pads uneven shards, so parameters and gradients count with their padded sizes. Activations are what
+            torch's CPU kernels save; a GPU's attention kernel may save slightly more or less.
         host_bytes: Bytes of activations kept on the host.
-        peak: The most memory that the step takes at once, by torch's ``FSDPMemTracker``; None if the job did not ask for it.
+        peak: The most memory that the step takes at once, according to torch's ``FSDPMemTracker``; None if the job did not ask for
+            it.
     """
 
     rank: int
@@ -99,20 +100,20 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of one step that have the same kind and mesh axis.
+    """All collectives in one step that have the same kind and mesh axis.
 
-    Bytes assume rings in the order of the ranks: each rank passes ``(n - 1) / n`` of the whole to the next rank of its group, and
-    an all-reduce does so twice. Bytes go between nodes if the next rank is on another node.
+    Bytes assume rings in rank order: each rank passes ``(n - 1) / n`` of the whole to the next rank in its group, in an all-reduce
+    twice. They go between nodes if that next rank is on another node.
 
     Attributes:
         kind: ``all_gather``, ``reduce_scatter``, ``all_reduce`` ...
-        axis: The mesh axis; several joined by ``+``.
+        axis: The mesh axis; several are joined by ``+``.
         group_size: Ranks in a group.
-        num_nodes: The largest number of nodes over which a group extends.
+        num_nodes: The most nodes that any group extends over.
         num_calls: Calls that each rank makes.
-        size_bytes: Whole tensors of all these calls together, as in `labkit.spmd.trace.events.Collective`.
+        size_bytes: The whole tensors of all these calls together, as in `labkit.spmd.trace.events.Collective`.
         sent_bytes: Bytes that one rank sends.
-        node_out_bytes: Bytes that leave one node, for the node that sends the most.
+        node_out_bytes: Bytes that leave the node that sends the most.
         inside_bytes: Bytes that all ranks together send inside their nodes.
         between_bytes: Bytes that all ranks together send to other nodes.
     """
@@ -135,16 +136,16 @@ class CheckpointPlan:
 
     Attributes:
         tensor_bytes: The data of all tensors, each element counted once.
-        file_bytes: The size of all ``.distcp`` files: the data, and the archive around each shard.
-        num_files: The number of ``.distcp`` files. A rank writes one for each thread, even if nothing is left for it to write.
+        file_bytes: The total size of the ``.distcp`` files: the data, and the archive around each shard.
+        num_files: The number of ``.distcp`` files. A rank writes one per thread, even if there is nothing to put in it.
         num_empty_files: The number of empty files; None if it was not computed.
         largest_file_bytes: The size of the largest file; None if it was not computed.
-        num_shards: Boxes of tensors, plus values, each written once.
-        num_items: Items that all ranks propose to write, copies included; planning goes through all of them.
+        num_shards: The number of boxes of tensors, plus values, each written once.
+        num_items: The number of items that all ranks propose to write, including copies; planning goes through all of them.
         metadata_bytes: The size of ``.metadata``.
-        planning_s: Processor seconds that the coordinator's planning takes on this machine, in one thread.
-        exact: Whether the planner ran over all items. If not, it ran over some tensors of each layout, and ``planning_s`` and
-            ``metadata_bytes`` are multiplied up from them.
+        planning_s: CPU seconds that the coordinator's planning takes on this machine, in one thread.
+        exact: Whether the planner ran over all items. If not, it ran over some tensors of each layout, from which ``planning_s``
+            and ``metadata_bytes`` are extrapolated.
     """
 
     tensor_bytes: int
@@ -161,7 +162,7 @@ class CheckpointPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a job. Made by `labkit.plan.make_plan`.
+    """The plan of a job, made by `labkit.plan.make_plan`.
 
     Attributes:
         mesh: The mesh.
@@ -200,12 +201,12 @@ class Plan:
 
     @property
     def between_bytes(self) -> int:
-        """Bytes that a step sends between nodes, all ranks together."""
+        """Bytes that all ranks together send between nodes in a step."""
         return sum(each.between_bytes for each in self.traffic)
 
     @property
     def inside_bytes(self) -> int:
-        """Bytes that a step sends inside nodes, all ranks together."""
+        """Bytes that all ranks together send inside nodes in a step."""
         return sum(each.inside_bytes for each in self.traffic)
 
     def rank(self, rank: int) -> RankPlan:

@@ -1,4 +1,4 @@
-"""A plan for people: tables of memory, traffic and checkpoint."""
+"""Display of a plan: tables of memory, traffic and checkpoint."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _role(plan: Plan, place: int) -> str:
-    """Explain why a rank is listed; return an empty text if the job named it."""
+    """Explain why a rank is listed; return an empty string if the job named it."""
     ranks: tuple[RankPlan, ...] = plan.ranks
     if place == 0:
         return "(all hold as much)" if len(ranks) == 1 else "(most)"

@@ -1,4 +1,4 @@
-"""Simulation of one training step of a job as one rank, alone: torch's FSDP2 and tensor parallelism on tensors without data."""
+"""Simulation of one training step as one rank on its own: torch's FSDP2 and tensor parallelism on tensors without data."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Simulation:
     Attributes:
         rank: The rank.
         memory: As in `labkit.plan.RankPlan`.
-        host_bytes: Activations on the host.
-        peak: The peak, if the job asks for it.
+        host_bytes: Bytes of activations on the host.
+        peak: The peak, if the job asked for it.
         collectives: The step's collectives in order, each with the name of its mesh axis in ``group``.
         parameters: The layout of each parameter on the mesh, by name; tied parameters only once.
         state: The layout of each entry to save, by its name in the checkpoint; None for an entry that is not a tensor.
@@ -62,7 +62,7 @@ def simulate(job: TrainingJob, mesh: MeshRecord, rank: int) -> Simulation:
     """Run one step of the job as one of its ranks.
 
     Raises:
-        JobError: The model cannot be built, sharded or run as the job says.
+        JobError: The model cannot be built, sharded or run as the job requires.
 
     Ranks: local, in a process without a default group.
     """
@@ -103,7 +103,7 @@ def _sharded(job: TrainingJob, mesh: DeviceMesh) -> tuple[nn.Module, list[nn.Mod
 
 @torch.no_grad()
 def _materialize(model: nn.Module) -> None:
-    """Give every parameter and buffer on meta a storage. Tied ones share it; ``to_empty`` would untie them."""
+    """Give every parameter and buffer on meta a storage, shared by tied ones; ``to_empty`` would untie them."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -195,13 +195,13 @@ def _local_plan(
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     planner = DefaultSavePlanner()
     planner.set_up_planner(state, is_coordinator=rank == 0)
-    # The planner computes offsets with small tensors and reads their values, so it needs real tensors.
+    # The planner computes offsets in small tensors and reads their values, so it needs real tensors.
     with private.with_data():
         return dict(planner.state_dict), planner.create_local_plan()
 
 
 def _axis(mesh: DeviceMesh, group: str) -> str:
-    """Return the mesh axis that a process group belongs to; all axes joined by ``+`` if it belongs to none."""
+    """Return the mesh axis that a process group belongs to or, if it belongs to none, all axes joined by ``+``."""
     for axis in mesh.mesh_dim_names or ():
         if mesh.get_group(axis).group_name == group:
             return axis

@@ -13,12 +13,12 @@ from labkit.spmd.trace.events import Collective
 
 
 def traffic_of(calls: Iterable[Collective], mesh: MeshRecord, ranks_per_node: int) -> tuple[Traffic, ...]:
-    """Sum up a step's collectives by kind and axis, with the most sent bytes first.
+    """Sum up a step's collectives by kind and axis, sorted by bytes sent, most first.
 
     Args:
-        calls: The calls of one rank; every other rank makes the same calls on its own group. ``group`` names the axis.
+        calls: One rank's calls; every other rank makes the same calls on its own groups. ``group`` names the axis.
         mesh: The mesh of all ranks.
-        ranks_per_node: Number of neighbouring ranks that share a node.
+        ranks_per_node: Number of consecutive ranks that share a node.
     """
     grouped: dict[tuple[str, str], list[Collective]] = {}
     for call in calls:
@@ -30,7 +30,7 @@ def traffic_of(calls: Iterable[Collective], mesh: MeshRecord, ranks_per_node: in
 def _traffic(kind: str, axis: str, calls: list[Collective], mesh: MeshRecord, ranks_per_node: int) -> Traffic:
     groups = ranks_by_group(mesh, axis)
     nodes = groups // ranks_per_node
-    # In a ring each rank sends to the next rank of its group, and the last one to the first.
+    # In a ring, each rank sends to the next rank in its group, and the last to the first.
     leaves = nodes != np.roll(nodes, -1, axis=1)
     sent_bytes = sum(call.sent_bytes for call in calls)
     most_leaving = int(np.bincount(nodes[leaves]).max()) if leaves.any() else 0
@@ -49,7 +49,7 @@ def _traffic(kind: str, axis: str, calls: list[Collective], mesh: MeshRecord, ra
 
 
 def ranks_by_group(mesh: MeshRecord, axis: str) -> npt.NDArray[np.int64]:
-    """Return the process groups of an axis, one per row; if the mesh has no such axis, one row with all ranks."""
+    """Return the process groups of an axis, one per row or, if the mesh has no such axis, one row with all ranks."""
     grid = np.array(mesh.ranks, dtype=np.int64).reshape(mesh.shape)
     if axis not in mesh.axes:
         return grid.reshape(1, -1)

@@ -1,7 +1,7 @@
-"""Functions that cells call on the ranks: the course's model and text, sharding, shard tables, exact comparison.
+"""Functions that cells call on the ranks: the course's model and text, sharding, shard tables, exact comparisons.
 
-Nothing here depends on a pool or a notebook: every module also works under plain torchrun. Each name below loads its module,
-and with it torch, when it is first used.
+Nothing here depends on a pool or a notebook: every module also works under plain torchrun. Each name below loads its module, and
+with it torch, on first use.
 """
 
 from __future__ import annotations

@@ -211,3 +211,19 @@ def test_agents_start_ranks_that_share_too(one_gpu: None) -> None:
     with WorkerPool(2, device="cuda", launcher="agents", replace=True) as pool:
         pool.run_cell("import torch, torch.distributed as dist\ntotal = torch.ones(4, device=device)\ndist.all_reduce(total)")
         assert pool.pull("str(device), float(total.sum())") == dict.fromkeys(range(2), ("cuda:0", 8.0))
+
+
+@pytest.mark.gpu(2)
+def test_four_ranks_share_two_gpus_two_each() -> None:
+    with WorkerPool(4, device="cuda", replace=True) as pool:
+        assert pool.pull("str(device)") == {0: "cuda:0", 1: "cuda:1", 2: "cuda:0", 3: "cuda:1"}
+        pool.run_cell(IMPORTS + "kept = torch.full((4,), float(rank), device=device)\nbig = torch.ones(1 << 20, device=device)")
+        total = "total = kept.clone(); dist.all_reduce(total); float(total[0])"
+        results = pool.run_cell(total, want_value=True, timeout_s=30)
+        assert results is not None
+        assert dict(results) == dict.fromkeys(range(4), 6.0)
+        with pytest.raises(RunTimeoutError):
+            pool.run_cell(HANGS[next(iter(HANGS))], timeout_s=LIMIT_S)
+        assert_goes_on(pool)
+        pool.restart([1])
+        assert pool.pull("str(device)")[1] == "cuda:1"

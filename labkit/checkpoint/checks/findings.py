@@ -1,4 +1,4 @@
-"""The findings of verification, one line each with the consequence for a load, and the gate that lets some of them pass."""
+"""Findings of verification, one line each with what they mean for a load, and the gate that lets some of them pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.checkpoint.errors import CheckpointError, VerificationError
 
 Severity = Literal["error", "warning"]
 
-#: Every code that a finding may have, and what it means.
+#: What each finding code means.
 CODES: Mapping[str, str] = {
     "bad-manifest": "the manifest cannot be read, so nothing says what the files should hold",
     "changed-content": "bytes differ from the hash or checksum that was written with them",
@@ -53,7 +53,7 @@ CODES: Mapping[str, str] = {
     "wrong-shape": "a tensor's shape differs from the model's",
 }
 
-#: These cannot be accepted: the elements are not there, or it is unknown which of several are meant.
+#: These cannot be accepted: elements are missing, or it is unclear which of several copies to use.
 FINAL = frozenset(
     {"missing-file", "short-file", "uncovered", "overlapping", "outside", "unreadable", "unsupported", "trainer-shards"}
 )
@@ -67,7 +67,7 @@ class Finding:
         code: A short stable name, for programs: ``missing-file``.
         severity: ``error`` if a load gives wrong values or fails; ``warning`` if it may.
         where: The file, or the tensor's name.
-        what: The problem, in numbers; printable, and on one line unless it is the text of an error.
+        what: The problem, with numbers; printable, and on one line unless it is an exception's text.
         consequence: What a load would do about it.
     """
 
@@ -78,7 +78,7 @@ class Finding:
     consequence: str
 
     def line(self) -> str:
-        """Format the finding for people. Line breaks in names are escaped; those of an error's text are kept."""
+        """Format the finding for people. Line breaks are escaped in names but kept in an exception's text."""
         where, what = printable(self.where), self.what.removesuffix(".")
         return f"{self.severity}: {where}: {what}. Consequence: {self.consequence} [{self.code}]"
 
@@ -90,7 +90,7 @@ class Report:
     Attributes:
         path: The checkpoint.
         findings: The problems, errors first.
-        checked: Counts and bytes of everything that was checked, by name.
+        checked: How many items and bytes of each kind were checked.
         unchecked: Sentences about what could not be checked.
     """
 
@@ -129,20 +129,20 @@ class Report:
 
 
 def _text(where: object, what: str | CheckpointError) -> str:
-    # An exception's text begins with what it is about, and its names are already escaped.
+    # An exception's text already says which file or tensor it is about, and its names are already escaped.
     if isinstance(what, str):
         return printable(what)
     name = printable(str(where))
     return str(what).removeprefix(f"{name}: ").removeprefix(f"{name} ")
 
 
-#: These stop nothing: labkit reads the index itself, and writes a new one for the torch here or for the one that the caller names.
+#: These stop nothing: labkit reads the index itself, and writes a new one for the installed torch or the version the caller names.
 CURED = frozenset({"newer-torch", "newer-python"})
 
 
 @dataclass
 class Gate:
-    """A gate that lets a checkpoint pass if it has no errors, or only accepted ones.
+    """A gate that passes checkpoints with no errors, or only accepted ones.
 
     An error stops the operation unless its code is in :data:`CURED` or the caller accepts it (``despite``). Warnings stop
     nothing. Errors in entries that the operation leaves out are ignored.
@@ -159,7 +159,7 @@ class Gate:
 
     @classmethod
     def of(cls, path: object, despite: Iterable[str]) -> Gate:
-        """Return a gate for the codes that a caller gives.
+        """Return a gate that accepts the given codes.
 
         Raises:
             CheckpointError: A code is unknown, or cannot be accepted.
@@ -181,7 +181,7 @@ class Gate:
         return code in self.despite or code in CURED
 
     def check(self, report: Report, advice: str) -> None:
-        """Record the errors that the caller accepts; raise if there are others.
+        """Record the errors that the caller accepts; raise if any others remain.
 
         Args:
             report: The findings.
@@ -208,7 +208,7 @@ class Gate:
 
 
 def way_on(codes: Iterable[str], accepted: Iterable[str] = ()) -> str:
-    """Return a sentence on how to continue despite errors with these codes; ``accepted`` are codes that are already accepted."""
+    """Return a sentence on how to continue despite these errors; ``accepted`` lists the codes already accepted."""
     final = sorted(FINAL.intersection(codes))
     if final:
         return (

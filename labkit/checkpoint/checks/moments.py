@@ -2,13 +2,13 @@
 
 | a piece | must have its parameter's shape |
 | --- | --- |
-| one of :data:`MOMENTS`, which torch's elementwise optimizers keep, if the parameter has only such pieces and counters | yes |
+| one of :data:`MOMENTS`, kept by elementwise optimizers, if all other pieces of the parameter are moments or counters | yes |
 | a counter (:data:`COUNTERS`) | no |
 | any other: factored moments (Adafactor's ``row_var``), preconditioners, and pieces beside them, such as low-rank moments beside \
 a projector | unknown, so not checked |
 
-When numbers have just become names, one more case is an error: pieces of any other name have the parameters' shapes, but in another
-order. Names are compared without wrappers. If several models have the name, the shape of one of them is enough.
+When numbers have just been mapped to names, one more case is an error: other pieces have the parameters' shapes, but in a different
+order. Names are compared without wrappers. If several models have a parameter of this name, matching any one of them is enough.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MOMENTS = frozenset(
 COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 Shape = tuple[int, ...]
-#: Names of parameters to their shapes, for each model that the state may be of.
+#: For each model that the state may belong to: parameter name to shape.
 Models = Sequence[Mapping[str, Shape]]
 
 
@@ -51,13 +51,13 @@ class Piece:
 def misshapen(
     pieces: Iterable[Piece], beside: Mapping[str, Iterable[str]], models: Models, *, permuted: bool = False
 ) -> list[tuple[Piece, Shape]]:
-    """Return the pieces of a wrong shape, each with the shape of its parameter.
+    """Return the pieces with a wrong shape, each with its parameter's shape.
 
     Args:
         pieces: The tensors of one optimizer's state, by names.
         beside: Parameter to the names of all its pieces, including those that are not tensors.
-        models: The models that the state may be of. A parameter that none of them has is not judged.
-        permuted: Whether numbers have just become names, so that the right shapes in another order show a wrong order.
+        models: The models that the state may belong to. Parameters that none of them has are not checked.
+        permuted: Whether numbers have just been mapped to names; then the right shapes in the wrong order mean a wrong mapping.
     """
     pieces = list(pieces)
     wanted = _shapes(dict.fromkeys(piece.parameter for piece in pieces), models)

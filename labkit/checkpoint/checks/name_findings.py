@@ -1,4 +1,4 @@
-"""Reports of names that one side of a comparison lacks; names with a common cause are one finding."""
+"""Reports of names missing on one side of a comparison; names missing for the same reason form one finding."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"optimizer\.[0-9]+\.[^.]+")
 def report_misfit(
     checkpoint: Checkpoint, expected: Collection[str], missing: Sequence[str], unexpected: Sequence[str], report: Report
 ) -> None:
-    """Report the names that a model or its checkpoint lacks: as one finding if one change of prefix makes all of them match.
+    """Report the names that a model or its checkpoint lacks, as one finding if changing one prefix makes them all match.
 
     Args:
         checkpoint: The checkpoint.
@@ -42,7 +42,7 @@ def report_misfit(
 
 
 def report_alone(checkpoint: Checkpoint, other: Checkpoint, left: list[str], right: list[str], report: Report) -> None:
-    """Report the names that one of two checkpoints lacks; names that differ for the same reason are one finding."""
+    """Report the names that one of two checkpoints lacks; names that differ for the same reason form one finding."""
     numbered = [[name for name in names if _NUMBERED.fullmatch(name)] for names in (left, right)]
     named = [[name for name in names if name.startswith("optimizer.") and not _NUMBERED.fullmatch(name)] for names in (left, right)]
     for numbers, names, sides in ((numbered[0], named[1], (checkpoint, other)), (numbered[1], named[0], (other, checkpoint))):
@@ -66,7 +66,7 @@ def report_alone(checkpoint: Checkpoint, other: Checkpoint, left: list[str], rig
 
 
 def _change_to_model(checkpoint: Checkpoint, expected: Collection[str]) -> tuple[list[str], PrefixChange] | None:
-    """Return the names of a nest and the one change of prefix that makes all of them the model's; None if there is none."""
+    """Return the names of a nest and the prefix change that maps them all to the model's; None if no such change exists."""
     for nest in model_nests(checkpoint):
         names = [name_in(entry.path) for entry in checkpoint.section("model") if nest_of(entry.path) == nest]
         change = prefix_change(
@@ -78,10 +78,10 @@ def _change_to_model(checkpoint: Checkpoint, expected: Collection[str]) -> tuple
 
 
 def _report_names(report: Report, code: str, path: object, names: Sequence[str], what: str, consequence: str) -> None:
-    """Report names that one side lacks: a few of them one by one, more of them as one finding.
+    """Report names that one side lacks: one finding each if there are few, else one finding for all.
 
-    In ``what`` and ``consequence``, ``{}`` becomes ``it``. For more names it becomes ``them``, and the first in ``what`` their
-    number.
+    For a single name, ``{}`` in ``what`` and ``consequence`` becomes ``it``; for all together it becomes ``them``, but the first
+    one in ``what`` becomes their number.
     """
     if len(names) <= _MOST_FINDINGS:
         for name in names:

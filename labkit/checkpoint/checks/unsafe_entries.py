@@ -1,4 +1,4 @@
-"""Advice on entries that ask for code: how to leave them out, and how to keep the weights in a module."""
+"""Advice on entries whose pickles ask for code: how to leave them out, and how to keep the weights of a pickled module."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def way_without(checkpoint: Checkpoint | None) -> str:
     """Return the advice for a checkpoint that asks for code.
 
     Args:
-        checkpoint: The checkpoint, with such entries unread; None if it cannot be read even then.
+        checkpoint: The checkpoint, opened without reading such entries; None if even that fails.
     """
     found = {key: value.inline for key, value in checkpoint.values.items() if _asks(value.inline)} if checkpoint is not None else {}
     modules = [key for key, content in found.items() if isinstance(content, Record) and "_modules" in content.state]

@@ -1,7 +1,7 @@
 """Verification that a checkpoint is complete, readable and unchanged.
 
-:func:`verify` reads every byte and reports. :func:`check_small` makes the same checks except for the hashes and checksums of
-tensor data. Migrating, resharding and loading call it first, and stop at its errors (:class:`findings.Gate`).
+:func:`verify` reads every byte and reports. :func:`check_small` makes the same checks but skips hashes and checksums of tensor
+data. Migrating, resharding and loading start with it, and stop if it finds errors (:class:`findings.Gate`).
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def verify(
 
     Args:
         path: As for :func:`open_checkpoint`.
-        against: Another checkpoint, of any kind and sharding, that must hold the same bits under the same names.
-        model: A model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds one; the checkpoint must have its
+        against: Another checkpoint, of any kind and sharding, that must have the same names and be bit-identical.
+        model: A model, or what builds one: a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``. The checkpoint must have its
             names and shapes.
         data: Whether to read the data: hashes or checksums, declared dtypes, copies in other rank files, step counters.
         finite: Whether NaN and inf are errors.
         workers: Threads that read.
 
     Returns:
-        The findings, and what was checked. A checkpoint that cannot be opened at all gives one finding.
+        The findings, and what was checked. If the checkpoint cannot be opened at all, that is the one finding.
 
     Raises:
         CheckpointNotFoundError: There is nothing at one of the paths.
@@ -91,10 +91,10 @@ def verify(
 
 
 def open_source(path: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
-    """Open a checkpoint to be read, as far as the gate allows; if parts are given, assemble it from them.
+    """Open a source checkpoint within what the gate allows; assemble it from ``parts`` if given.
 
     Raises:
-        UnsafeCheckpointError: Its pickle names something outside the allow-list, and the caller does not accept that.
+        UnsafeCheckpointError: Its pickle names something outside the allow-list that the caller does not accept.
         CheckpointError: As :func:`open_checkpoint`.
     """
 
@@ -122,10 +122,10 @@ def check_source(
 ) -> None:
     """Check a checkpoint that is to be copied, before anything is written.
 
-    Files and the index are checked as a whole. Entries are checked only if they are copied, so that an error in something that is
-    left out does not stop the rest. Checksums of tensor data are compared during the copy. So here only safetensors are hashed, if
-    there is a manifest, because they have no checksums of their own. If the caller accepts changed data, all checksums are compared
-    here, so that the accepted errors can be listed.
+    Files and the index are checked as a whole. Only entries that are copied are checked, so that an error in something left out
+    does not stop the rest. Checksums of tensor data are usually compared during the copy, so here only safetensors, which have
+    none, are hashed, provided there is a manifest. But if the caller accepts changed data, all checksums are compared here, so that
+    the accepted errors can be listed.
 
     Args:
         checkpoint: The opened source.
@@ -151,10 +151,10 @@ def check_source(
 
 
 def check_ranks(checkpoint: Checkpoint, gate: Gate) -> None:
-    """Check that no rank's file is missing, since that may be the cause of another error.
+    """Check that no rank's file is missing, since that may be what caused another error.
 
     Raises:
-        VerificationError: One is missing, and the caller does not accept that.
+        VerificationError: A file is missing, and the caller does not accept that.
     """
     report = Report(str(checkpoint.path))
     for one in checkpoint.parts or [checkpoint]:
@@ -181,7 +181,7 @@ def check_written(folder: Path, single: str | None, destination: Path, gate: Gat
 
 
 def check_loaded(reader: Reader, gate: Gate, *, without: Collection[str]) -> list[str]:
-    """Check what is to be loaded: its index, its moments, and that its optimizer state is complete.
+    """Check the part that is to be loaded: the index, the moments, and whether the optimizer state is complete.
 
     Args:
         reader: A reader of the opened checkpoint; it keeps the tensors' headers that it reads here.
@@ -224,7 +224,7 @@ def check_small(
     reader: Reader | None = None,
     workers: int = 2,
 ) -> None:
-    """Make every check of :func:`verify` that can find an error without reading all bytes.
+    """Make every check of :func:`verify` that does not need to read all bytes.
 
     Args:
         part: An opened checkpoint, or a copy of it with only the entries to check.
@@ -253,7 +253,7 @@ def check_small(
             entries, looking = list(part.tensors.values()), reader.fork(checksums=not storages)
             verify_data.check_tensors(part, report, finite=False, entries=entries, workers=workers, damaged=damaged, reader=looking)
         verify_optimizer.check_moments(part, report, workers, reader.fork(checksums=False))
-    # Only the whole optimizer state shows whether it is complete; findings on entries that are left out are dropped.
+    # Completeness can be judged only on the whole optimizer state; findings on entries that are left out are dropped.
     optimizer = Report(report.path)
     verify_optimizer.check_optimizer(whole, optimizer, None, damaged)
     keys = [*part.tensors, *part.values]
@@ -277,7 +277,7 @@ def _check_index(whole: Checkpoint, part: Checkpoint, report: Report) -> set[str
 
 
 def _check_shards(whole: Checkpoint, part: Checkpoint, report: Report) -> None:
-    """Check that no trainer has cut what is to be loaded. A migration does this itself, when it knows what is left out."""
+    """Check that what is to be loaded was not split by a trainer. A migration does this itself, once it knows what is left out."""
     if (shards := shards_of_trainers(whole, part)) is not None:
         report.error("trainer-shards", whole.path, shards, "a load gets a part of the model or of its state")
 

@@ -31,11 +31,11 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
     """Return a given model, or build it on the meta device.
 
     Args:
-        model: A module, a function that builds one, or the text ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, which is imported
-            from the current directory. This runs the user's own code, but none from a checkpoint.
+        model: A module, a function that builds one, or the text ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``, imported from the
+            current directory. This runs the user's own code, but none from a checkpoint.
 
     Raises:
-        CheckpointError: The module or function does not exist, fails, or does not return a module.
+        CheckpointError: The module or function does not exist or fails, or the function does not return a module.
     """
     if model is None or isinstance(model, nn.Module):
         return model
@@ -69,9 +69,9 @@ def build_model(model: ModelSource | None) -> nn.Module | None:
 
 
 def model_entries(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, TensorEntry]:
-    """Return the model's tensors by their names in the model, without the checkpoint's nesting around them.
+    """Return a checkpoint's model tensors by their names in the model, without the keys of the dicts around it.
 
-    If several nests may be the model, this uses the one that shares the most names with it.
+    If several nests may be the model, use the one that shares the most names with it.
     """
     nests: dict[Nest, dict[str, TensorEntry]] = {(): {entry.key: entry for entry in checkpoint.section("model")}}
     for entry in checkpoint.section("model"):
@@ -82,7 +82,7 @@ def model_entries(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, Ten
 
 
 def report_flat(checkpoint: Checkpoint, report: Report) -> bool:
-    """Return whether a checkpoint has flat parameters, which cannot be compared; if so, add one finding."""
+    """Return whether a checkpoint has flat parameters; if so, add a finding, because they cannot be compared."""
     flat = [entry.key for entry in checkpoint.section("model") if is_flat(entry)]
     if flat and not any(finding.code == "flat-parameters" and finding.where == str(checkpoint.path) for finding in report.findings):
         report.error(
@@ -130,7 +130,7 @@ def check_model(checkpoint: Checkpoint, model: nn.Module, report: Report) -> Non
 
 
 def check_ties(checkpoint: Checkpoint, model: nn.Module, report: Report) -> None:
-    """Check that all names of a tied parameter have the same data, and that other names share no bytes. Reads tied tensors."""
+    """Check that all names of a tied parameter have the same data, and that no other names share bytes. Reads tied tensors."""
     fqn = fqn_of(model)
     names = [fqn(name) for name in model.state_dict()]
     have = model_entries(checkpoint, names)
@@ -163,9 +163,9 @@ def trainable_names(model: nn.Module) -> set[str]:
 
 
 def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
-    """Return tensors by names that do not depend on the checkpoint's kind: without wrappers and without a model's nesting.
+    """Return tensors by names that are the same in every kind of checkpoint: without wrappers, and without the keys around a model.
 
-    If several nests may be the model, each keeps its nesting.
+    If several nests may be the model, each keeps those keys.
     """
     nests = model_nests(checkpoint)
     names: dict[str, TensorEntry] = {}
@@ -182,7 +182,7 @@ def comparable(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
 def _as_keyed(
     checkpoint: Checkpoint, names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]
 ) -> dict[str, TensorEntry]:
-    """Return one side's tensors, with ranks' copies keyed by rank as in a migration if the other side has them so."""
+    """Return one side's tensors; if the other side keys copies by rank, as a migration does, key this side's likewise."""
     result: dict[str, TensorEntry] = {}
     for name, entry in names.items():
         split: dict[str, TensorEntry] = {}
@@ -196,19 +196,19 @@ def _as_keyed(
 
 
 def _optimizer_name(entry: TensorEntry) -> str:
-    # The nesting before "state" is the caller's choice (optim, optimizer); FQNs after it may contain wrappers.
+    # The keys before "state" are the user's choice (optim, optimizer); FQNs after it may contain wrappers.
     keys = [str(part) for part in entry.path]
     return ".".join(keys[keys.index("state") + 1 :]) if "state" in keys else entry.key.removeprefix("state.")
 
 
 def _alone(names: Mapping[str, TensorEntry], others: Mapping[str, TensorEntry]) -> list[str]:
-    """Return the names that the other side lacks, except those of tied tensors that it has under another name."""
+    """Return the names that the other side lacks, except names of tied tensors that it has under another name."""
     shared = {entry.tied_to or entry.key for name, entry in names.items() if name in others}
     return [name for name, entry in names.items() if name not in others and (entry.tied_to or entry.key) not in shared]
 
 
 def check_against(checkpoint: Checkpoint, other: Checkpoint, report: Report, workers: int, progress: Progress) -> None:
-    """Check bit-equality with another checkpoint, for each of this one's chunks."""
+    """Check chunk by chunk that another checkpoint has the same bits."""
     mine, theirs = comparable(checkpoint), comparable(other)
     mine, theirs = _as_keyed(checkpoint, mine, theirs), _as_keyed(other, theirs, mine)
     for section in {entry.section for entry in (*mine.values(), *theirs.values())}:

@@ -1,4 +1,4 @@
-"""Checks that need the data: hashes and checksums, values, declared dtypes, NaN and inf, copies that differ."""
+"""Checks that read the data: hashes and checksums, values, declared dtypes, NaN and inf, differing copies."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def each(jobs: Iterable[T], work: Callable[[T, Reader], None], source: Checkpoin
     """Run a function over jobs in threads; each thread has its own reader, forked from the given one.
 
     Raises:
-        Exception: The first that the function raised. Jobs not begun by then are left undone.
+        Exception: The first that the function raised. Jobs that have not begun by then are skipped.
     """
     base = source if isinstance(source, Reader) else Reader(source)
-    # A future per job costs more than a small tensor's check does, so each thread takes its next job itself.
+    # A future per job would cost more than checking a small tensor, so each thread takes jobs itself.
     waiting, taking, failed = iter(jobs), threading.Lock(), threading.Event()
 
     def run() -> None:
@@ -118,8 +118,8 @@ def check_archives(checkpoint: Checkpoint, report: Report, workers: int, progres
         report: Receives the findings.
         workers: Threads that read.
         progress: Called with the number of bytes just checked.
-        storages: Whether to check tensors' storages too, which are nearly all of the bytes. A DCP directory's values are always
-            checked, including tensors in them.
+        storages: Whether to check tensors' storages too (nearly all of the bytes). Values in a DCP directory are always checked,
+            including the tensors in them.
 
     Returns:
         The files with errors; all errors of one file are one finding.
@@ -189,7 +189,7 @@ def _report_faults(path: Path, faults: Sequence[_Fault], report: Report) -> None
 
 
 def check_values(checkpoint: Checkpoint, report: Report, workers: int, damaged: Collection[str]) -> None:
-    """Check that no value's pickle in a DCP directory names anything outside the allow-list; other formats have no such pickles.
+    """Check that values' pickles in a DCP directory name nothing outside the allow-list; other formats have no such pickles.
 
     ``damaged`` are files that another finding already reports as unreadable.
     """
@@ -227,9 +227,9 @@ def check_tensors(
     progress: Progress = no_progress,
     reader: Reader | None = None,
 ) -> None:
-    """Check that chunks have the declared dtype and shape; with ``finite``, no NaN or inf; with ``copies``, equal copies.
+    """Check the chunks' dtypes and shapes; with ``finite``, that there is no NaN or inf; with ``copies``, that copies are equal.
 
-    ``damaged`` is as for :func:`check_values`. If ``reader`` compares checksums, it does so for the headers.
+    ``damaged`` is as for :func:`check_values`. A ``reader`` that compares checksums also does so for the headers.
     """
 
     def check(job: tuple[TensorEntry, Chunk], reader: Reader) -> None:

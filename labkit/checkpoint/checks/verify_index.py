@@ -104,7 +104,7 @@ def manifest_of(checkpoint: Checkpoint) -> Manifest | None:
 
 
 def check_form(checkpoint: Checkpoint, report: Report) -> None:
-    """Check that the torch and the Python here can read a DCP index."""
+    """Check that the installed torch and Python can read a DCP index."""
     for code, what in refusals(checkpoint):
         report.error(code, checkpoint.root / METADATA_FILE, what, "every load with DCP fails here; labkit reads it")
 
@@ -143,7 +143,7 @@ def check_coverage(checkpoint: Checkpoint, report: Report) -> None:
 def _report_gaps(checkpoint: Checkpoint, gaps: list[tuple[TensorEntry, Coverage]], report: Report) -> None:
     silently = "they keep whatever was in memory"
     if checkpoint.kind != "dcp" and len(gaps) > 1:
-        # No index names these files, so the gaps are the only sign of a missing file.
+        # No index lists these files, so the gaps are the only sign of a missing file.
         size = sum(found.missing * entry.dtype.itemsize for entry, found in gaps)
         ranks = sorted({rank for name in checkpoint.files for rank in [checkpoint.writer(name)] if rank is not None})
         there = f" There are files of {'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)}." if ranks else ""
@@ -178,7 +178,7 @@ def check_forms(checkpoint: Checkpoint, report: Report) -> None:
 
 
 def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
-    """Check that no two entries share bytes, unless they are the same tensor under two names."""
+    """Check that only different names of the same tensor share bytes."""
     ranges: dict[str, list[tuple[int, int, str]]] = defaultdict(list)
     for entry in checkpoint.tensors.values():
         if entry.tied_to is not None:
@@ -206,7 +206,7 @@ def check_byte_ranges(checkpoint: Checkpoint, report: Report) -> None:
 
 
 def check_names(checkpoint: Checkpoint, report: Report) -> None:
-    """Report parts of wrappers in names, and names outside the allow-list."""
+    """Report wrapper parts in tensor names, and pickled names outside the allow-list."""
     for wrapper, count in wrappers_of(checkpoint).items():
         if wrapper != "_flat_param":
             report.warning(

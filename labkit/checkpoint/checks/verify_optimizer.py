@@ -1,4 +1,4 @@
-"""Checks of an optimizer's state: complete, in its parameters' shapes, with different moments and equal step counters."""
+"""Checks of an optimizer's state: complete, shaped like its parameters, with distinct moments and equal step counters."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from labkit.checkpoint.index.sections import optimizer_roots, parameters_of_grou
 from labkit.checkpoint.wording import counted, listed
 
 _MOST_VALUES = 3
-# Pieces that torch's optimizers keep together for each parameter that has state: Adam and its relatives, Adamax, Adadelta,
-# Adagrad, ASGD, Rprop, Adafactor.
+# Pieces that torch's optimizers always keep together for a parameter: Adam and its relatives, Adamax, Adadelta, Adagrad, ASGD,
+# Rprop, Adafactor.
 _TOGETHER = (
     frozenset({"step", "exp_avg", "exp_avg_sq"}),
     frozenset({"step", "exp_avg", "exp_inf"}),
@@ -35,7 +35,7 @@ _TOGETHER = (
 def check_optimizer(
     checkpoint: Checkpoint, report: Report, trainable: set[str] | None = None, damaged: Collection[str] = ()
 ) -> None:
-    """Check that each optimized parameter has its state, and each state its parameter.
+    """Check that each optimized parameter has state, and that each state belongs to a parameter.
 
     Args:
         checkpoint: An opened checkpoint.
@@ -101,7 +101,7 @@ def _compare_shapes(
 
 
 def _is_share(checkpoint: Checkpoint, entry: TensorEntry, whole: int) -> bool:
-    """Return whether the ranks' files have stretches of a moment that together are as long as the parameter."""
+    """Return whether the ranks' files hold stretches of a moment whose lengths add up to the parameter's."""
     stretches = sum(chunk.numel for table in (entry.chunks, *entry.replicas) for chunk in table)
     return len(checkpoint.ranks) > 1 and len(entry.shape) == 1 and stretches == whole
 
@@ -141,9 +141,9 @@ def _compare_pieces(prefix: str, pieces: dict[str, set[str]], named: set[str], r
 def _lost_pieces(found: set[str], kinds: Collection[frozenset[str]]) -> list[str]:
     """Return the pieces that a parameter must have had.
 
-    An optimizer may keep different pieces for some parameters (amsgrad in one group, factored moments of matrices), so a
-    difference alone proves nothing. Pieces are lost in two cases. Of the pieces that torch's optimizers always keep together
-    (:data:`_TOGETHER`), the parameter has one and lacks another, and some parameter has both. Or it has only a step counter.
+    An optimizer may keep different pieces for some parameters (amsgrad in one group, factored moments of matrices), so a difference
+    alone proves nothing. Pieces count as lost in two cases: the parameter has one but lacks another of the pieces that torch's
+    optimizers always keep together (:data:`_TOGETHER`), while some parameter has both; or it has only a step counter.
     """
     if found == {"step"}:
         return sorted(set().union(*kinds) - found)
@@ -159,7 +159,7 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
     keys = [key for key in checkpoint.values if key.startswith(head)]
     lists = [key for key in keys if key.endswith(".params")]
     if any(checkpoint.values[key].file in damaged for key in lists):
-        return  # some names are unknown, so no state can be called a stranger
+        return  # some names are unknown, so state without a known parameter is not reported
     with Reader(checkpoint) as reader:
         for key in lists:
             try:
@@ -172,7 +172,7 @@ def _group_parameters(checkpoint: Checkpoint, prefix: str, report: Report, damag
 
 
 def check_moments(checkpoint: Checkpoint, report: Report, workers: int, reader: Reader | None = None) -> None:
-    """Report first and second moments with the same bits: FSDP1's full optimizer state on the CPU shares a buffer for both."""
+    """Report first and second moments with identical bits: FSDP1's full optimizer state on the CPU shares one buffer for both."""
     pairs = []
     for key, entry in checkpoint.tensors.items():
         other = checkpoint.tensors.get(f"{key}_sq") if key.endswith(".exp_avg") else None
@@ -206,10 +206,10 @@ def _first_rows_equal(reader: Reader, left: TensorEntry, right: TensorEntry) -> 
 
 
 def check_steps(checkpoint: Checkpoint, report: Report, workers: int) -> None:
-    """Warn if step counters of one optimizer disagree: only this can show that the files are from two saves.
+    """Warn if step counters of one optimizer disagree: nothing else shows that the files come from two saves.
 
-    It is only a warning, because a parameter that was unfrozen later, or does not always have a gradient, rightly counts less. If
-    each file has either all counters or none, a mixture is not detected.
+    It is only a warning, because a parameter that was unfrozen later, or does not always get a gradient, rightly has a lower count.
+    A mixture goes undetected if each file has either all the counters or none.
     """
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     counts: dict[Path_, list[tuple[float, str]]] = {root: [] for root in sorted(optimizer_roots(entries), key=str)}

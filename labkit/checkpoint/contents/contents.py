@@ -1,4 +1,4 @@
-"""A checkpoint's contents on their way into another checkpoint: tensors with sources, and values."""
+"""A checkpoint's contents in transit to another checkpoint: tensors with their sources, and values."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class OutTensor:
 
 @dataclass(frozen=True)
 class OutValue:
-    """A value to write: plain data, or an archive in the source, to be copied byte for byte.
+    """A value to write: plain data, or an archive in the source that is copied byte for byte.
 
     Attributes:
         path: The nested keys.
         section: Optimizer or other.
         value: Plain data; None if ``entry`` is set and has not been read.
-        entry: The value's place in the source, unless something has changed the value.
+        entry: Where the value is in the source; None once the value has been changed.
     """
 
     path: Path_
@@ -99,7 +99,7 @@ class Contents:
 
 
 def top_level(item: OutTensor | OutValue) -> str:
-    """Return the top-level key of an entry; a dot for a tensor that is in no dict."""
+    """Return the top-level key of an entry, or ``.`` for a tensor outside any dict."""
     return "." if len(item.path) == 1 and isinstance(item, OutTensor) else str(item.path[0])
 
 
@@ -116,7 +116,7 @@ def left_out(items: Iterable[OutTensor | OutValue]) -> str:
 
 
 def refuse_unsupported(contents: Contents, *, advice: str) -> None:
-    """Raise :class:`UnsupportedTensorError` with the names of tensors that labkit does not read, if there are any."""
+    """Raise :class:`UnsupportedTensorError` if there are tensors that labkit does not read, with their names."""
     found = {item.key: what for item in contents.values if item.entry and (what := unsupported(item.entry))}
     found |= {item.key: f"quantized tensor {item.source.dtype}" for item in contents.tensors if item.source.dtype in QUANTIZED}
     if found:

@@ -1,4 +1,4 @@
-"""The part of an entry's path that is a parameter's name, in the model and in its optimizer's state."""
+"""Parameter names within the paths of entries, in a model and in its optimizer's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DROP_ADVICE = "Leave it out with drop=[...] (--drop), or save it as plain data."
 
 
 def split_state(path: Path_) -> tuple[Path_, str, str] | None:
-    """Split an optimizer tensor's path into the part up to ``state``, the parameter's name, and the piece; None for others."""
+    """Split an optimizer tensor's path into the keys up to ``state``, the parameter's name, and the piece; None for other paths."""
     keys = [str(part) for part in path]
     if "state" not in keys or len(keys) - keys.index("state") < 3:
         return _split_flat_state(path)
@@ -31,7 +31,7 @@ def _split_flat_state(path: Path_) -> tuple[Path_, str, str] | None:
 
 
 def split_in(root: Path_, item: OutTensor | OutValue) -> tuple[Path_, str, str] | None:
-    """Split the path of an entry of one optimizer's state; None elsewhere."""
+    """Split the path of an entry as :func:`split_state` does, but only for one optimizer; None for other entries."""
     split = split_state(item.path) if item.section == "optimizer" else None
     return split if split is not None and split[0][:-1] == root else None
 

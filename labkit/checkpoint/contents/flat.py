@@ -1,8 +1,8 @@
 """Splitting of FSDP1's flat parameters.
 
-A LOCAL state dict holds one flat, padded, sharded vector per FSDP unit and does not say what is in it. The layout follows from the
-model's parameters in order. Each unit owns the parameters below it that no inner unit owns, in the order of ``named_parameters``,
-one after the other. With ``use_orig_params=True`` each one begins at a multiple of 16 bytes
+A LOCAL state dict holds one flat, padded, sharded vector per FSDP unit and does not record what is in it. The layout must be
+derived from the model: each unit owns the parameters below it that no inner unit owns, stored one after the other in the order of
+``named_parameters``. With ``use_orig_params=True`` each one begins at a multiple of 16 bytes
 (``torch/distributed/fsdp/_flat_param.py``, ``FlatParamHandle._init_flat_param_and_metadata``).
 """
 
@@ -25,12 +25,12 @@ _ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class ParameterList:
-    """A model's parameters in order, to identify what a checkpoint only numbers or concatenates.
+    """A model's parameters in order, to identify those that a checkpoint only numbers or concatenates.
 
     Attributes:
         shapes: Canonical name to shape, in the order of ``named_parameters``.
-        tied: Further names of the same parameters: name to the first name.
-        trainable: The names with ``requires_grad``.
+        tied: Additional names of tied parameters, each mapped to the first name.
+        trainable: The names of parameters with ``requires_grad``.
         tensors: Canonical name to shape of all tensors in its ``state_dict()``, including tied names and persistent buffers.
     """
 
@@ -73,7 +73,7 @@ def units_of(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
     """Return the flat parameters by the canonical name of their unit; the root's name is empty.
 
     Raises:
-        CheckpointFormatError: They are nested under several keys, so that it is unclear which one is the model.
+        CheckpointFormatError: They are nested under several keys, so it is unclear which of those is the model.
     """
     flat = [entry for entry in checkpoint.section("model") if is_flat(entry)]
     if flat:
@@ -94,7 +94,7 @@ def layout(
         path: The checkpoint, for messages.
 
     Raises:
-        FQNMismatchError: A unit would own no parameter, or a parameter has no unit.
+        FQNMismatchError: A unit would own no parameter, or no unit would own a parameter.
         CheckpointMismatchError: The flat length fits no known layout, or fits two.
     """
     owned: dict[str, list[str]] = {unit: [] for unit in units}

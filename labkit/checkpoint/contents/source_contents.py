@@ -1,4 +1,4 @@
-"""The contents of a checkpoint that are to be copied: some are left out, then the copies in rank files are compared."""
+"""Selection of a checkpoint's contents to copy: some are left out, then the copies in rank files are compared."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from labkit.checkpoint.wording import listed, quoted
 def contents_of(
     checkpoint: Checkpoint, *, copies: Copies = "refuse", only: Sequence[str] = (), drop: Sequence[str] = ()
 ) -> Contents:
-    """Return a checkpoint's contents as they are, without those that are left out.
+    """Return a checkpoint's contents unchanged, without those that the caller leaves out.
 
-    Entries that differ between rank files are keyed by rank (``rng.rank_0...``), as :class:`labkit.checkpoint.PerRank` does, if
-    they belong to neither model nor optimizer.
+    Entries that belong to neither model nor optimizer and differ between rank files are keyed by rank (``rng.rank_0...``), as in
+    :class:`labkit.checkpoint.PerRank`.
 
     Args:
         checkpoint: An opened checkpoint.
-        copies: What to do when the copies of a model's or optimizer's tensor in several rank files differ (buffers that
-            are not synchronised): refuse, or take the first rank's.
-        only: Top-level keys to keep, ``.`` for the tensors that are in no dict; by default everything.
-        drop: Patterns of keys to leave out, as they are stored or keyed by rank.
+        copies: What to do if rank files hold different copies of a model's or optimizer's tensor (such as unsynchronised buffers):
+            refuse, or take the first rank's.
+        only: Top-level keys to keep, with ``.`` for tensors outside any dict; by default everything.
+        drop: Patterns of keys to leave out, matched against keys as stored and as keyed by rank.
 
     Raises:
         IncompleteCheckpointError: A file of the checkpoint is missing.
         FQNMismatchError: It lacks a top-level key in ``only``.
-        RankDivergenceError: Such copies differ and ``copies`` is ``refuse``, or entries of one name in rank files are not copies.
+        RankDivergenceError: Such copies differ and ``copies`` is ``refuse``, or entries with the same name in several rank files
+            are not copies.
 
     Ranks: local. Reads the copies of replicated tensors.
     """
@@ -62,7 +63,7 @@ def contents_of(
 
 
 def near_key(contents: Contents, pattern: str) -> str:
-    """Return a hint with the key that is most like a pattern; an empty text if none is."""
+    """Return a hint with the key most similar to a pattern; an empty string if none is similar."""
     keys = [*contents.checkpoint.tensors, *contents.checkpoint.values]
     heads = [f"{key.split('.', 1)[0]}.*" for key in keys if "." in key]
     near = get_close_matches(pattern, dict.fromkeys([*heads, *keys]), 1)
@@ -107,7 +108,7 @@ def _drop(contents: Contents, patterns: Sequence[str]) -> None:
 
 
 def _key_by_rank(contents: Contents, roots: set[str]) -> None:
-    """Key by rank the ranks' copies of the entries under these top-level keys."""
+    """Split the entries under these top-level keys into one per rank, keyed by rank."""
     tensors: list[OutTensor] = []
     for item in contents.tensors:
         assert isinstance(item.source, EntrySource)
@@ -130,7 +131,7 @@ def _key_by_rank(contents: Contents, roots: set[str]) -> None:
 
 
 def keyed_by_rank(checkpoint: Checkpoint, entry: TensorEntry) -> Iterator[tuple[Path_, ChunkTable]]:
-    """Yield, for each rank's copy of a tensor in rank files, its path in a migration and its chunks."""
+    """Yield, for each rank's copy of a tensor, its path after a migration and its chunks."""
     for table in (entry.chunks, *entry.replicas):
         yield _ranked(entry.path, checkpoint.ranks[table.files[0]]), table
 

@@ -29,16 +29,16 @@ class Source(Protocol):
 
     @property
     def label(self) -> str:
-        """The source's name in a plan: sources with equal labels have equal values."""
+        """The source's name in a plan; sources with equal labels have equal values."""
 
     def read(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return a box, as a new C-contiguous CPU tensor."""
 
     def ranges(self, reader: Reader, offsets: Sequence[int], sizes: Sequence[int]) -> list[ByteRange] | None:
-        """Return the byte ranges that concatenate to the box; None if it must be read and assembled."""
+        """Return the byte ranges whose concatenation is the box; None if it must be read and assembled."""
 
     def cost(self, numel: int) -> int:
-        """Return the bytes of memory that reading this many elements takes at its peak."""
+        """Return the peak memory, in bytes, for reading this many elements."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class EntrySource:
 
 @dataclass(frozen=True)
 class FlatSource:
-    """A parameter that is a stretch of a flat one: elements ``start`` to ``start + prod(shape)``, in C order."""
+    """A parameter inside a flat one: elements ``start`` to ``start + prod(shape)``, in C order."""
 
     flat: TensorEntry
     start: int
@@ -109,7 +109,7 @@ class FlatSource:
 
 @dataclass(frozen=True)
 class CastSource:
-    """Another source converted to another dtype; a finite value that becomes inf or NaN is an error."""
+    """A source converted to another dtype; it is an error if a finite value becomes inf or NaN."""
 
     inner: Source
     dtype: torch.dtype

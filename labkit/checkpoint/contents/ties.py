@@ -1,4 +1,4 @@
-"""Tied tensors on their way into another checkpoint: the names of a model that mean the same tensor."""
+"""Tied tensors in transit to another checkpoint: several names in a model for the same tensor."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _BLOCK_BYTES = 1 << 24
 
 
 def tied_tensors(tensors: Sequence[OutTensor]) -> dict[str, str]:
-    """Return, for each of the model's tensors that is the same as an earlier one, its key and the key of the first.
+    """Map the key of each model tensor that repeats an earlier one to the key of the first.
 
-    Tensors are tied if they have the same source under several names. Optimizer state is ignored: a shared step count is not a tie.
+    Tensors are tied if several names have the same source. Optimizer state is ignored: a shared step count is not a tie.
     """
     return _same_source(tensors, lambda source: source.label)
 
@@ -39,7 +39,7 @@ def _same_source(tensors: Sequence[OutTensor], label: Callable[[Source], str]) -
 
 
 def lost_ties(tensors: Sequence[OutTensor]) -> dict[str, str]:
-    """Return the source's ties that no longer hold because only one of the names gets another dtype."""
+    """Return the source's ties that break because the dtype changes under only one of the names."""
     kept = tied_tensors(tensors)
     before = _same_source(tensors, lambda source: source.inner.label if isinstance(source, CastSource) else source.label)
     return {key: owner for key, owner in before.items() if key not in kept}
@@ -51,9 +51,9 @@ def tie_note(what: str, tied: Mapping[str, str]) -> list[str]:
 
 
 def complete_ties(contents: Contents, parameters: ParameterList | None) -> None:
-    """Give a tied parameter of the model all its names, all with the same source.
+    """Add the missing names of the model's tied parameters, all with the same source.
 
-    FSDP1 saved some forms under only one of the names, and DCP stores the data once per name.
+    Some of FSDP1's forms have only one of the names, and DCP stores the data once per name.
 
     Raises:
         CheckpointMismatchError: Both names exist, and their data differ.

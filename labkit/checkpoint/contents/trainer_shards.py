@@ -1,4 +1,4 @@
-"""Detection, by trainers' own keys, of shards that do not say where they belong; only the program that cut them joins them.
+"""Detection, by trainers' own keys, of shards that do not record their position; only the program that made them can join them.
 
 | key | trainer | meaning |
 | --- | --- | --- |
@@ -8,7 +8,7 @@
 | ``tensor_model_parallel_size`` and the like above 1, in ``args`` or in any dict | Megatron-LM | tensor, pipeline or expert \
 parallelism has cut the model |
 
-Tensors that say where they belong (DTensor) are joined, whatever such a key says.
+Tensors that record their position (DTensor) are joined regardless of such keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _JOIN = "Let the program that cut them join them"
 _MEGATRON = (
     f"{_JOIN}, Megatron-LM's tools/checkpoint/convert.py with --target-tensor-parallel-size 1 --target-pipeline-parallel-size 1"
 )
-#: Keys that say into how many parts the model is cut, but not where these belong; with what each part holds and what joins them.
+#: Keys that give the number of parts but not their positions; with what each part holds and what can join them.
 _CUTS = {
     "mp_world_size": ("tensor parallelism has cut the model, and each file holds shards of its tensors", _JOIN),
     "tensor_model_parallel_size": (
@@ -48,7 +48,7 @@ def refuse_shards(checkpoint: Checkpoint, part: Checkpoint) -> None:
 
 
 def shards_of_trainers(checkpoint: Checkpoint, part: Checkpoint) -> RankDivergenceError | None:
-    """Return an error if the entries to copy are parts of tensors or of a model, by the table of this module; None if not.
+    """Return an error if, by this module's table, the entries to copy are parts of tensors or of a model; None if not.
 
     Args:
         checkpoint: The checkpoint.
@@ -87,13 +87,13 @@ def shards_of_trainers(checkpoint: Checkpoint, part: Checkpoint) -> RankDivergen
 
 
 def _tails(path: Path_) -> Iterator[str]:
-    """Yield the names that an entry may have in dicts around it: ``a.b.w`` is ``w`` in ``a.b``."""
+    """Yield an entry's name relative to each dict around it: ``a.b.w`` is ``w`` in ``a.b``."""
     for at in range(len(path)):
         yield ".".join(map(str, path[at:]))
 
 
 def _sizes(value: ValueEntry) -> Iterator[tuple[str, int]]:
-    """Yield the keys and numbers above 1 with which a value, in any rank's file, says that the model is cut."""
+    """Yield each key and number above 1 in a value, in any rank's file, that says the model was split."""
     for content in (value.inline, *value.replicas.values()):
         pairs = content.state if isinstance(content, Record) else {str(value.path[-1]): content}
         for name in _CUTS.keys() & pairs.keys():

@@ -1,4 +1,4 @@
-"""Execution of a writer: several files at once, within a memory budget; each is read back before it counts."""
+"""Execution of a writer: several files at once within a memory budget, each read back before it counts as written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Progress = Callable[[int], None]
 
 
 class Budget:
-    """The amount of tensor data that may be in memory at once, over all threads.
+    """A limit on the tensor data in memory at once, over all threads.
 
     A request larger than the whole budget is granted when nothing else is held.
     """
@@ -42,7 +42,7 @@ class Budget:
 
     @contextmanager
     def reserve(self, size: int) -> Iterator[None]:
-        """Hold ``size`` bytes; wait first until others have returned enough."""
+        """Wait until ``size`` bytes are available, and hold them."""
         with self._changed:
             self._changed.wait_for(lambda: self._held == 0 or self._held + size <= self._total)
             self._held += size
@@ -85,12 +85,12 @@ def check_destination(source: Path, destination: Path) -> None:
 
 
 def open_source(source: Path, gate: Gate, parts: Sequence[tuple[str, str]] = ()) -> Checkpoint:
-    """Open a checkpoint as :func:`verification.open_source` does, and note its files' states, for :func:`run` to compare."""
+    """Open a checkpoint as :func:`verification.open_source` does, and note its files' states for :func:`run` to compare."""
     before = states_of(source)
     checkpoint = verification.open_source(source, gate, parts)
     for name in checkpoint.files:
         path = checkpoint.root / name
-        if path.exists():  # a missing file is another check's finding
+        if path.exists():  # another check reports missing files
             checkpoint.states[name] = before.get(path) or FileState.of(path.stat())
     return checkpoint
 
@@ -116,7 +116,7 @@ def run(
     """Check the source, write everything, verify it as :func:`labkit.checkpoint.verify` does, and publish the destination.
 
     Args:
-        writer: The files to write, and how to write them.
+        writer: Says which files to write, and writes them.
         checkpoint: The source, as :func:`open_source` returns it.
         destination: A path that must not exist.
         options: The user's options, for the manifest of a directory.
@@ -127,13 +127,13 @@ def run(
 
     Raises:
         CheckpointExistsError: The destination exists, or something foreign is at ``destination.partial``.
-        CheckpointWriteError: Another process writes it, or the written data do not read back.
-        VerificationError: The source or the result has errors that the gate does not let pass.
-        CheckpointError: The source cannot be read, or changed in the meantime.
+        CheckpointWriteError: Another process is writing it, or the written data do not read back.
+        VerificationError: The source or the result has errors that the gate does not accept.
+        CheckpointError: The source cannot be read, or changed while it was read.
 
-    A note on each error says what is left on disk.
+    Each error carries a note that says what is left on disk.
 
-    Ranks: local. Memory for tensor data stays below the largest piece plus 64 MiB.
+    Ranks: local. Tensor data take at most the largest piece plus 64 MiB of memory.
     """
     values = {value.key if value.entry is None else value.entry.key for file in writer.files for value in file.values}
     try:
@@ -239,7 +239,7 @@ def _write_files(writer: Writer, source: Reader, folder: Path, workers: int, pro
 
 
 def _check_result(writer: Writer, area: StagingArea, gate: Gate) -> None:
-    """Open the result like any checkpoint: each name must have its shape and dtype, and ``verify`` must find no error."""
+    """Open the result like any checkpoint: all shapes and dtypes must be as planned, and ``verify`` must find no error."""
     found = verification.check_written(area.data, writer.single, area.destination, gate)
     expected = {piece.tensor.key: piece.tensor.source for file in writer.files for piece in file.pieces}
     expected |= {key: tensor.source for key, (tensor, _) in writer.tied.items()}

@@ -1,4 +1,4 @@
-"""Splitting of flat parameters' moments, and joining of moments that are in pieces in the ranks' files."""
+"""Splitting of flat parameters' moments, and joining of moments whose pieces are spread over the ranks' files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from labkit.checkpoint.index.model import Chunk, ChunkTable, Path_, TensorEntry
 
 
 def check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meaning) -> None:
-    """Raise :class:`CheckpointMismatchError` for moments that are not as long as their flat parameters."""
+    """Raise :class:`CheckpointMismatchError` if a moment and its flat parameter differ in length."""
     wrong = {
         number: unit
         for number, unit in meaning.units.items()
@@ -41,7 +41,7 @@ def check_flat_moments(contents: Contents, numbering: Numbering, meaning: Meanin
 
 
 def split_flat_moments(contents: Contents, root: Path_, stretches: Mapping[int, Sequence[Stretch]]) -> None:
-    """Give each parameter its stretch of a flat moment, and its own copy of state kept once per flat parameter (``step``)."""
+    """Give each parameter its stretch of a flat moment, and a copy of any state kept once per flat parameter (``step``)."""
     result: list[OutTensor] = []
     for item in contents.tensors:
         split = split_in(root, item)
@@ -99,7 +99,7 @@ def join_pieces(contents: Contents, root: Path_, parameters: ParameterList) -> N
 
 
 def _is_whole(entry: TensorEntry, shape: tuple[int, ...]) -> bool:
-    """Return whether each file holds a whole moment, or a box with its position, and not a stretch without one."""
+    """Return whether each file holds a whole moment or a box with a known position, not a stretch without one."""
     if entry.shape != shape or not coverage(entry.chunks, shape).exact:
         return False
     return len(entry.chunks) > 1 or all(chunk.sizes == shape for table in entry.replicas for chunk in table)

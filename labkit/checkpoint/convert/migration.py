@@ -58,37 +58,36 @@ def migrate(
 ) -> Result:
     """Migrate a checkpoint into another format, streaming.
 
-    FSDP1's FULL, SHARDED and LOCAL forms, one file or one per rank, become what FSDP2 with
-    :mod:`torch.distributed.checkpoint.state_dict` loads: canonical names, optimizer state by FQN. Schedulers, counters and
-    random states are kept; entries that differ between rank files are keyed by rank.
+    FSDP1's FULL, SHARDED and LOCAL forms, in one file or one per rank, take the form that FSDP2 loads with
+    :mod:`torch.distributed.checkpoint.state_dict`: canonical names, optimizer state by FQN. Schedulers, counters and random states
+    are kept; entries that differ between rank files are keyed by rank.
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
         destination: A path that must not exist. It appears, complete and verified, by one rename at the end. A killed run leaves
             ``destination.partial``, which the same call removes before it starts over.
-        to: The format; by default ``safetensors`` or ``torch`` by the destination's suffix, and ``dcp`` without one. Safetensors
-            hold only the tensors of one model, so if the source has more, ``only`` must say what to keep. Without a suffix,
-            safetensors are a directory of shards with an index.
-        model: The model, or a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION`` that builds it; needed for LOCAL flat
-            parameters and for optimizer state that is numbered by position. It also completes tied names.
-        order: The names of the optimizer's parameters in its order, if that is not the model's order (several parameter groups).
-            If it had FSDP1's flat parameters, their names, or the names of the parameters in them. If several optimizers number
+        to: The format; by default the suffix decides between ``safetensors`` and ``torch``, and without one it is ``dcp``.
+            Safetensors hold only the tensors of one model, so if the source has more, ``only`` must say what to keep. A safetensors
+            destination without a suffix becomes a directory of shards with an index.
+        model: The model, or what builds it: a function, ``MODULE:FUNCTION`` or ``FILE.py:FUNCTION``. Needed for LOCAL flat
+            parameters and for optimizer state numbered by position. It also supplies missing names of tied tensors.
+        order: The names of the optimizer's parameters in the optimizer's order, if that differs from the model's (several parameter
+            groups). For FSDP1's flat parameters: their names, or the names of the parameters in them. If several optimizers number
             their parameters, a dict: ``{"g_optimizer": [...], "d_optimizer": [...]}``.
         rules: Rename rules, from :func:`labkit.checkpoint.convert.rename.read_rules`.
-        parts: Names and paths of checkpoints in ``source`` that together form one, see
+        parts: Names and paths of the checkpoints in ``source`` to combine into one, see
             :func:`labkit.checkpoint.formats.catalog.open_parts`.
-        only: Top-level keys to keep, such as ``model``; ``.`` means the tensors that are in no dict.
+        only: Top-level keys to keep, such as ``model``; ``.`` means tensors outside any dict.
         drop: Patterns of keys to leave out.
-        dtypes: Pattern of parameter names to the dtype they should have; finite values that would become inf or NaN are
-            refused.
+        dtypes: Maps patterns of parameter names to dtypes; finite values that would become inf or NaN are refused.
         copies: See :func:`labkit.checkpoint.contents.source_contents.contents_of`.
-        shard_bytes: How large a file may get; 512 MiB for DCP, 5 GB for safetensors.
+        shard_bytes: The largest size of a file; by default 512 MiB for DCP, 5 GB for safetensors.
         workers: Files that are written at the same time.
         despite: Codes of errors of :func:`labkit.checkpoint.verify` to accept (:data:`labkit.checkpoint.checks.findings.CODES`).
-            Any other error in the entries to copy stops the migration before anything is written, and one in the result stops it
-            before the destination appears. An index by another version of Python or torch is no obstacle: the copy is written for
-            the versions here.
-        for_torch: The version of torch, such as ``2.13``, that is to read a DCP directory; by default the one here.
+            Any other error in the entries to copy stops the migration before anything is written; one in the result stops it before
+            the destination appears. An index written by another version of Python or torch is no obstacle: the copy is written for
+            the installed versions.
+        for_torch: The version of torch, such as ``2.13``, that is to read a DCP directory; by default the installed one.
 
     Returns:
         A summary of what was written.
@@ -98,9 +97,9 @@ def migrate(
         AmbiguousCheckpointError: The source can be read in several ways.
         CheckpointError: The format cannot hold some entries, and they were not left out; or the destination is inside the source,
             or its suffix contradicts the format.
-        UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is not safe, not complete, or
-            its bytes do not match the checksums that torch wrote.
-        CheckpointFormatError: The source has no format that labkit supports, or changed while it was read
+        UnsafeCheckpointError, IncompleteCheckpointError, CorruptCheckpointError: The source is unsafe or incomplete, or its bytes
+        do not match the checksums that torch wrote. CheckpointFormatError: The source has no format that labkit supports, or
+        changed while it was read
             (:mod:`labkit.checkpoint.formats.source_files` has the rule).
         FQNMismatchError, CheckpointMismatchError, RankDivergenceError, DtypeNarrowingError: See the arguments.
         VerificationError: ``verify`` finds errors in the source or in the result that ``despite`` does not name.
@@ -129,7 +128,7 @@ def migrate(
     try:
         contents = transform(contents, Options(parameters, order, rules, drop, dtypes or {}))
     except CheckpointMismatchError:
-        check_ranks(checkpoint, gate)  # a missing file explains the error better
+        check_ranks(checkpoint, gate)  # report a missing file instead, if there is one
         raise
     writer = _writer(contents, chosen, destination, shard_bytes, fields)
     contents.notes += form_note(fields)
@@ -224,7 +223,7 @@ def _safetensors(contents: Contents, destination: Path, shard_bytes: int | None)
 
 
 def _apart(tensors: Sequence[OutTensor]) -> tuple[list[OutTensor], Ties]:
-    """Return the tensors that own their bytes, and those that are tied to one of them."""
+    """Return the tensors that own their bytes, and those tied to them."""
     owners = tied_tensors(tensors)
     return [item for item in tensors if item.key not in owners], {
         item.key: (item, owners[item.key]) for item in tensors if item.key in owners

@@ -1,4 +1,4 @@
-"""Comparison of the model tensors of a migration with the model that the user named."""
+"""Comparison of a migration's model tensors with the model that the user gave."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from labkit.checkpoint.wording import quoted
 
 
 def misfit(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -> CheckpointMismatchError | None:
-    """Return an error if the tensors do not match the model: names that one side lacks, or shapes; else None.
+    """Return an error if names or shapes do not match the model; else None.
 
     If several nests may be the model, the one that shares the most names with it is compared; the model's names may also include
-    the nest as a prefix. A name in the model may be missing if it matches a ``drop`` pattern, and so may all names of a tied
-    parameter but one. Contents without model tensors match every model.
+    the nest as a prefix. Names that match a ``drop`` pattern may be missing, and so may all but one name of a tied parameter.
+    Contents without model tensors match every model.
     """
     tensors = [item for item in contents.tensors if item.section == "model"]
     if not tensors:
@@ -51,7 +51,7 @@ def misfit(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -
 
 
 def _differences(parameters: ParameterList, drop: Sequence[str], prefix: str, have: Collection[str]) -> tuple[list[str], list[str]]:
-    """Return the names that are missing in the checkpoint, and those that the model lacks."""
+    """Return the names that the checkpoint lacks, and those that the model lacks."""
     partners = match_names(have, parameters.tensors)
     found = set(partners.values())
     found |= {parameters.tied[name] for name in found if name in parameters.tied}
@@ -66,7 +66,7 @@ def _differences(parameters: ParameterList, drop: Sequence[str], prefix: str, ha
 
 
 def _one_change(contents: Contents, parameters: ParameterList, drop: Sequence[str]) -> str:
-    """Return advice if one change of prefix makes the names of a nest the model's; else an empty text."""
+    """Return advice if changing one prefix maps a nest's names to the model's; else an empty string."""
     nests: dict[Nest, list[str]] = {}
     for item in contents.tensors:
         if item.section == "model":
@@ -80,7 +80,7 @@ def _one_change(contents: Contents, parameters: ParameterList, drop: Sequence[st
 
 
 def _part_advice(contents: Contents, nest: Nest, change: PrefixChange) -> str:
-    """Return advice if a name that the caller gave a part nests the part's own dict once more; else an empty text."""
+    """Return advice if the name given to a part adds a level around the part's own dict; else an empty string."""
     for part in contents.checkpoint.parts if nest and not change.new else ():
         if {f"{entry.path[0]}." for entry in part.section("model")} == {change.old}:
             relative = part.path.relative_to(contents.checkpoint.path)

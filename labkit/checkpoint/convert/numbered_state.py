@@ -25,17 +25,17 @@ from labkit.checkpoint.wording import counted
 def name_numbers(
     contents: Contents, parameters: ParameterList | None, order: Order | None, where: Mapping[str, list[Stretch]]
 ) -> None:
-    """Rename numbered optimizer state, if there is any, to the parameters' names, one optimizer after the other.
+    """Rename numbered optimizer state to the parameters' names, one optimizer at a time.
 
     Args:
         contents: Changed in place.
         parameters: The model's parameters, if there is a model.
-        order: Names of parameters or of flat parameters, in the order in which the optimizer got them; by optimizer if there are
-            several.
-        where: The parameters in each flat parameter, by unit.
+        order: Names of parameters or flat parameters, in the order in which the optimizer received them; a dict by optimizer if
+            there are several.
+        where: For each unit, the parameters in its flat parameter.
 
     Raises:
-        FQNMismatchError: There are no names for the numbers, or they do not match.
+        FQNMismatchError: The numbers have no names, or the names do not match.
         CheckpointMismatchError: A piece of state does not have its parameter's shape.
     """
     groups = [item for item in contents.values if is_group_parameters(item)]
@@ -99,7 +99,7 @@ def _name_optimizer(
 def _own_names(
     contents: Contents, groups: Sequence[OutValue], ids: Mapping[str, Any], parameters: ParameterList | None
 ) -> dict[int, str] | None:
-    """Return the names that the optimizer itself stored beside its numbers (``param_names``); None if it has none."""
+    """Return the names that the optimizer stored beside its numbers (``param_names``); None if it stored none."""
     lists = {item.path[:-1]: item for item in contents.values if item.section == "optimizer" and item.path[-1] == "param_names"}
     beside = [lists.get(group.path[:-1]) for group in groups]
     found = [item for item in beside if item is not None]
@@ -186,7 +186,7 @@ def _numbering(
 
 
 def _known_names(checkpoint: Checkpoint, parameters: ParameterList | None) -> dict[str, str]:
-    """Return the names that numbers may mean, with and without wrappers, to those without: the model's, or the checkpoint's."""
+    """Map the names that numbers may mean, with or without wrappers, to those without: the model's names, else the checkpoint's."""
     if parameters is not None:
         return {name: name for name in parameters.shapes} | dict(parameters.tied)
     names: dict[str, str] = {}
@@ -236,7 +236,7 @@ def _meaning(
 
 
 def _check_moments(contents: Contents, root: Path_, models: Models) -> None:
-    """Compare pieces with the shapes of the parameters of the model, or of those that the checkpoint holds."""
+    """Compare pieces' shapes with those of the model's parameters, or of the checkpoint's."""
     pieces: list[Piece] = []
     beside: dict[str, set[str]] = {}
     for item in contents.items:

@@ -21,7 +21,7 @@ ORDER_ADVICE = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """The meaning of the numbers: all of them are parameters, or all of them are flat parameters.
+    """What an optimizer's numbers stand for: either all parameters or all flat parameters.
 
     Attributes:
         parameters: Number to name.
@@ -39,10 +39,10 @@ class Numbering:
     Attributes:
         path: The checkpoint, for messages.
         groups: The numbers in each parameter group.
-        lengths: Number to the number of elements of its moments, if those are vectors in pieces.
-        names: The names that numbers may mean, if they are known, to canonical names; a tied name to its first one.
+        lengths: Each number, mapped to its moments' number of elements, if the moments are vectors in pieces.
+        names: Names that numbers may mean, if known, mapped to canonical names; a tied name maps to its first one.
         units: The parameters in each flat parameter, by unit.
-        padded: Unit to the lengths that state of its flat parameter may have.
+        padded: For each unit, the lengths that its flat parameter's state may have.
     """
 
     path: object
@@ -54,11 +54,11 @@ class Numbering:
 
     @property
     def numbers(self) -> list[int]:
-        """All numbers, sorted; an optimizer numbers its parameters group by group."""
+        """All numbers in ascending order, which is the order of the groups."""
         return sorted(number for group in self.groups for number in group)
 
     def fit(self, units: Sequence[str]) -> bool:
-        """Return whether each numbered state has the length of its unit's flat parameter."""
+        """Return whether each number's state is as long as its unit's flat parameter."""
         pairs = dict(zip(self.numbers, units, strict=False))
         return len(units) == len(self.numbers) and all(
             self.lengths[number] in self.padded[pairs[number]] for number in self.lengths
@@ -66,12 +66,12 @@ class Numbering:
 
 
 def with_units_of(numbering: Numbering, order: Sequence[str], parameters: ParameterList, num_ranks: int) -> Numbering:
-    """Return a numbering with the flat parameters that an order names, if the checkpoint's model has none.
+    """Return a numbering extended by the flat parameters that an order names, for a checkpoint whose model has none.
 
-    A checkpoint of a SHARDED or FULL model with the optimizer's own state_dict() is of this kind: only the moments are flat. An
-    optimizer has flat parameters only with ``use_orig_params=False``. Then FSDP1 puts parameters into one flat parameter only if
-    all of them are trainable or none is. It stores them one after the other, and pads to a multiple of the number of ranks. So a
-    named unit holds the trainable parameters below it that no inner named unit holds; if none is trainable, it holds all of them.
+    A SHARDED or FULL model saved with the optimizer's own state_dict() gives such a checkpoint: only the moments are flat. An
+    optimizer has flat parameters only with ``use_orig_params=False``, where FSDP1 puts parameters into one flat parameter only if
+    all or none of them are trainable. It stores them back to back, and pads to a multiple of the number of ranks. So a named unit
+    holds the trainable parameters below it that no inner named unit holds or, if none is trainable, all of those parameters.
 
     Raises:
         FQNMismatchError: The model has no parameters in such a unit.
@@ -100,13 +100,13 @@ def with_units_of(numbering: Numbering, order: Sequence[str], parameters: Parame
 
 
 def by_order(numbering: Numbering, order: Sequence[str], parameters: ParameterList | None) -> Meaning:
-    """Find the meaning from the names that the user gives in the optimizer's order.
+    """Determine the meaning from the names that the user gives in the optimizer's order.
 
-    These are names of parameters. If the optimizer had flat parameters, they may be names of flat parameters, or of the parameters
-    in them; then each flat parameter takes the position of the first of its parameters.
+    They are parameter names. If the optimizer had flat parameters, the names may be those of flat parameters, or of the parameters
+    in them; then each flat parameter takes the position of its first parameter.
 
     Raises:
-        FQNMismatchError: A name is unknown or occurs twice, or there are too few or too many.
+        FQNMismatchError: A name is unknown or occurs twice, or there are too few or too many names.
     """
     names = [canonical_fqn(name) for name in order]
     flat = [name for name in names if name.rpartition(".")[2] == FLAT_PARAMETER]
@@ -135,7 +135,7 @@ def by_order(numbering: Numbering, order: Sequence[str], parameters: ParameterLi
 
 
 def by_model(numbering: Numbering, parameters: ParameterList) -> Meaning:
-    """Find the meaning from the model's own order, of all parameters or of the trainable ones.
+    """Determine the meaning from the model's own order of all parameters, or of the trainable ones.
 
     Raises:
         FQNMismatchError: The optimizer had several groups, or a different number of parameters.
@@ -199,7 +199,7 @@ def _check_known(numbering: Numbering, names: Sequence[str], known: Iterable[str
     problems: list[str] = []
     for name in names:
         if name not in known:
-            # Each search compares all names, and a message lists only a few.
+            # Each search compares all names, so limit the number of searches: a message lists only a few.
             near = get_close_matches(name, known, 1) if len(problems) < FQNMismatchError.max_listed else []
             hint = f" (did you mean {near[0]}?)" if near else ""
             problems.append(f"order names {name}, but the {whose} has no such parameter{hint}")

@@ -1,4 +1,4 @@
-"""Lookup of the parameters that orders name: which model each order belongs to, and under which names its state is written.
+"""Lookup of the parameters that an order lists: which model it belongs to, and under which names its state is written.
 
 | the names of an order | are read as | and written |
 | --- | --- | --- |
@@ -7,8 +7,8 @@ dict that holds the optimizer comes first, then those around it | as in that dic
 | they are in several dicts | parameters of several models | as they are given |
 | with a model, ``--model`` | its parameters | as in the model |
 
-If several dicts have the names of an order, such as those of two networks of one class, the order may mean any dict that no other
-order takes. A parameter that two optimizers would have is refused, and so are names that could be written in two ways.
+If several dicts have an order's names (two networks of one class), the order may mean any dict that no other order takes. It is an
+error if two optimizers would have one parameter, or if names could be written in two ways.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Reading:
-    """One meaning of the names of an order.
+    """One possible meaning of an order's names.
 
     Attributes:
-        names: Each given name, without wrappers, to the name to write.
-        keys: Each given name, without wrappers, to the parameter's whole key, with the dicts around it.
-        shapes: Each name to write to its shape.
+        names: Maps each given name, without wrappers, to the name to write.
+        keys: Maps each given name, without wrappers, to the parameter's full key, including the dicts around it.
+        shapes: Maps each name to write to its shape.
     """
 
     names: Mapping[str, str]
@@ -62,16 +62,16 @@ def read_orders(
     numbers: Mapping[Path_, Sequence[int]],
     parameters: ParameterList | None,
 ) -> dict[Path_, list[Reading]]:
-    """Return the possible readings of each order, by the table of this module; all readings of one order write the same names.
+    """Return each order's possible readings, by this module's table; all readings of one order write the same names.
 
     Args:
         contents: The checkpoint's contents.
-        orders: Names by optimizer. Orders of flat parameters, or with another length than the optimizer's, have no reading.
+        orders: Names by optimizer. An order of flat parameters, or of a different length than the optimizer's, has no reading.
         numbers: The optimizers' own numbers.
         parameters: The model's parameters, if there is a model.
 
     Raises:
-        FQNMismatchError: A name is unknown, or there are two ways to write the names, or two optimizers would have one parameter.
+        FQNMismatchError: A name is unknown, the names could be written in two ways, or two optimizers would have one parameter.
     """
     readings: dict[Path_, list[Reading]] = {}
     unknown: list[_Given] = []
@@ -145,7 +145,7 @@ def _fits(reading: Reading, given: _Given) -> bool:
 
 
 def _moment_shapes(contents: Contents, root: Path_) -> dict[int, tuple[int, ...]]:
-    """Return the shapes of the numbered parameters, as far as whole elementwise moments show them."""
+    """Return the shapes of those numbered parameters that have whole elementwise moments."""
     pieces: dict[str, set[str]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for item in contents.items:
@@ -154,7 +154,7 @@ def _moment_shapes(contents: Contents, root: Path_) -> dict[int, tuple[int, ...]
             pieces.setdefault(split[1], set()).add(split[2])
             if isinstance(item, OutTensor) and split[2] in MOMENTS:
                 shapes[split[1]] = item.source.shape
-    shared = len(contents.checkpoint.ranks) > 1  # a vector may then be a rank's share
+    shared = len(contents.checkpoint.ranks) > 1  # then a vector may be just one rank's share
     return {
         int(number): shape
         for number, shape in shapes.items()
@@ -173,7 +173,7 @@ def _refuse_two_ways(contents: Contents, given: _Given, readings: Sequence[Readi
 
 
 def _refuse_unknown(contents: Contents, given: _Given, readings: Mapping[Path_, Sequence[Reading]], whose: str) -> None:
-    # If an order may mean several models, it is not known which parameters it takes.
+    # If an order may mean several models, it is unknown which parameters it takes.
     taken = {key for found in readings.values() if len(found) == 1 for key in found[0].keys.values()}
     models = [model for level in given.levels for model in level]
     known = [
@@ -187,7 +187,7 @@ def _refuse_unknown(contents: Contents, given: _Given, readings: Mapping[Path_, 
     for name in given.names:
         if name not in every:
             shape = given.wanted.get(name)
-            # Each search compares all names, and a message lists only a few.
+            # Each search compares all names, so limit the number of searches: a message lists only a few.
             few = len(problems) < FQNMismatchError.max_listed
             free = [spelled for spelled, key, its in known if few and key not in taken and shape in (None, its)]
             near = _nearest(name, free)
@@ -202,14 +202,14 @@ def _refuse_unknown(contents: Contents, given: _Given, readings: Mapping[Path_, 
 
 
 def _nearest(name: str, known: Sequence[str]) -> list[str]:
-    """Return the nearest names; several only if they are equally near."""
+    """Return the closest name, or several if they are equally close."""
     found = get_close_matches(name, dict.fromkeys(known), 4)
     ratios = [SequenceMatcher(None, other, name).ratio() for other in found]
     return [other for other, ratio in zip(found, ratios, strict=True) if ratio == ratios[0]]
 
 
 def _refuse_shared(contents: Contents, readings: Mapping[Path_, Sequence[Reading]]) -> None:
-    """Raise :class:`FQNMismatchError` where two optimizers would have one parameter, whichever readings are chosen."""
+    """Raise :class:`FQNMismatchError` if two optimizers would have one parameter under every choice of readings."""
     problems: list[str] = []
     groups: dict[frozenset[str], list[Path_]] = {}
     for at, (root, found) in enumerate(readings.items()):

@@ -13,7 +13,7 @@ _MOST_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Rule:
-    """A line of a rename table: a pattern with ``*``, and the new name for a name that the whole pattern matches.
+    """A line of a rename table: a pattern with ``*``, which must match a whole name, and the new name.
 
     Each ``*`` in the replacement becomes the text that the corresponding ``*`` matched. An empty replacement drops the entry.
     """
@@ -24,12 +24,12 @@ class Rule:
     def apply(self, name: str) -> str | None:
         """Return the new name, or None if the pattern does not match.
 
-        If there are several ways to match, the first ``*`` matches as much as possible, then the second, and so on.
+        If there are several ways to match, the first ``*`` takes as much as possible, then the second, and so on.
         """
         head, *texts = self.pattern.split("*")
         if not texts:
             return self.replacement if name == head else None
-        # From the end, each text as late as possible: no other order has to be tried.
+        # Place each literal as late as possible, from the last to the first; no backtracking is needed.
         taken: list[str] = []
         end = len(name)
         for index, text in enumerate(reversed(texts)):
@@ -73,7 +73,7 @@ def read_rules(path: Path) -> list[Rule]:
 
 
 def _read(path: Path, what: str) -> str:
-    # A pipe is allowed, such as the shell makes from <(command); an endless input is not.
+    # Pipes are allowed (the shell makes one for <(command)), but endless input is not.
     try:
         with path.open("rb") as file:
             text = file.read(_MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""Rewriting of a checkpoint's shards for another number of ranks or another mesh, without a process group."""
+"""Resharding of a checkpoint for another number of ranks or another mesh, without a process group."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _MOST_RANKS = 1 << 16
 
 @dataclass(frozen=True)
 class ShardRule:
-    """Shard the tensors of matching parameters along this dim on one mesh axis.
+    """A rule to shard the tensors of matching parameters along one dim over one mesh axis.
 
     Attributes:
         axis: The mesh axis, such as ``tp``.
@@ -68,28 +68,28 @@ def reshard(
     despite: Sequence[str] = (),
     for_torch: str | None = None,
 ) -> Result:
-    """Write a DCP checkpoint in which each rank of the next job finds its data in one contiguous file.
+    """Write a DCP checkpoint in which each rank of the next job reads one file from end to end.
 
-    Rank ``r``'s boxes, in the order of the names, are in ``__r_0.distcp``. Boxes that several ranks hold are in the lowest rank's
-    file.
+    The boxes of rank ``r`` are in ``__r_0.distcp``, in the order of the names. A box that several ranks hold is in the lowest
+    rank's file.
 
     Args:
         source: As for :func:`open_checkpoint`; it is only read.
         destination: A path that must not exist; it appears complete, by one rename. After a killed run, start over.
-        mesh: The number of ranks, or the axes and sizes of a mesh, outermost first, also as ``dp=4,tp=2``. Axes called dp,
-            fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate unless one of
+        mesh: The number of ranks, or a mesh's axes and sizes, outermost first; text such as ``dp=4,tp=2`` also works. Axes called
+            dp, fsdp, shard, dp_shard or data shard dim 0 of everything, as ``fully_shard`` does. Other axes replicate unless one of
             ``rules`` shards them.
-        rules: The dims that other axes shard. If a data axis and an inner axis both shard a dim, the inner axis splits it
-            first, as in FSDP2 over tensor parallelism.
+        rules: What the other axes shard. If a data axis and an inner axis both shard a dim, the inner axis splits it first, as in
+            FSDP2 over tensor parallelism.
         workers: Files that are written at the same time.
-        despite: As for :func:`labkit.checkpoint.migrate`. ``unsafe`` does not help here: a value that torch would run is never
+        despite: As for :func:`labkit.checkpoint.migrate`. ``unsafe`` has no effect here: a value that torch would run is never
             copied, and only ``migrate`` can leave it out.
         for_torch: As for :func:`labkit.checkpoint.migrate`.
 
     Raises:
-        FQNMismatchError: There are flat parameters, or each rank's file has only a share of moments: migrate them first.
-        CheckpointError: The mesh cannot be parsed, or a rule names an unknown axis, or a dim that a tensor does not have; also
-            as for :func:`labkit.checkpoint.migrate`.
+        FQNMismatchError: There are flat parameters, or moments split over the ranks' files: migrate first.
+        CheckpointError: The mesh cannot be parsed; a rule names an unknown axis, or a dim that a tensor does not have; also as for
+            :func:`labkit.checkpoint.migrate`.
 
     Ranks: local. Tensor data in memory stay below twice the largest tensor plus 64 MiB.
     """
@@ -161,7 +161,7 @@ def _plain(contents: Contents) -> Mapping[str, object]:
 
 
 def _tied(contents: Contents, axes: Mapping[str, int], rules: Sequence[ShardRule]) -> Ties:
-    """Return the tensors that are tied to another one and sharded like it, so that their bytes are written only once."""
+    """Return the tensors that are tied to another and sharded like it, so that their bytes are written only once."""
     tensors = {tensor.key: tensor for tensor in contents.tensors}
     owners = {
         key: owner

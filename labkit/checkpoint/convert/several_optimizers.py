@@ -1,4 +1,4 @@
-"""Assignment of orders to optimizers, in a checkpoint with several that each number their parameters from 0."""
+"""Assignment of orders to optimizers, for checkpoints with several optimizers that each number from 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.checkpoint.errors import FQNMismatchError
 from labkit.checkpoint.index.model import Path_
 from labkit.checkpoint.wording import listed
 
-#: The names of one optimizer's parameters in its order, or those of several by the optimizers' keys.
+#: The names of one optimizer's parameters in its order, or a dict of such names by optimizer key.
 Order = Sequence[str] | Mapping[str, Sequence[str]]
 
 
@@ -22,18 +22,18 @@ def orders_of(
     named: Collection[Path_],
     parameters: ParameterList | None,
 ) -> dict[Path_, Sequence[str]]:
-    """Return the order of each optimizer that has been given one.
+    """Return the order for each optimizer that was given one.
 
     Args:
         path: The checkpoint, for messages.
         order: What the user gave.
-        numbers: The numbers of each optimizer that has numbers, by its path.
-        named: The optimizers that have recorded names themselves.
+        numbers: The numbers of each numbered optimizer, by its path.
+        named: The optimizers that recorded their parameters' names.
         parameters: The model's parameters, if there is a model.
 
     Raises:
-        FQNMismatchError: An order is for no optimizer; or there are several, and nothing says what the numbers of one mean; or one
-            lists a number twice.
+        FQNMismatchError: An order matches no optimizer; there are several optimizers, and nothing says what one's numbers mean; or
+            one lists a number twice.
     """
     roots = {".".join(map(str, root)): root for root in numbers}
     for text, root in roots.items():

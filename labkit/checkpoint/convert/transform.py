@@ -1,4 +1,4 @@
-"""The changes of a migration: wrappers leave the names, flat parameters are split, numbers become names, rules apply."""
+"""The changes that a migration makes: strip wrappers from names, split flat parameters, turn numbers into names, apply rules."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Options:
     """The changes to make.
 
     Attributes:
-        parameters: The model's parameters, for flat parameters and for state numbered by position.
-        order: Names of parameters or of flat parameters, in the order in which the optimizer got them; by default all or the
-            trainable ones in the model's order. For several optimizers, by their keys.
+        parameters: The model's parameters, needed for flat parameters and for state numbered by position.
+        order: Names of parameters or flat parameters, in the order in which the optimizer received them; by default the model's
+            order of all parameters, or of the trainable ones. For several optimizers, a dict by key.
         rules: Rename rules for canonical parameter names, applied to the model and to its optimizer state alike.
-        drop: Patterns of keys that are left out already. A name of the model that matches one may be missing.
-        dtypes: Pattern of model names to dtype; the first match wins.
+        drop: Patterns of keys that were already left out. The model's names that match one may be missing.
+        dtypes: Maps patterns of the model's names to dtypes; the first match wins.
     """
 
     parameters: ParameterList | None = None
@@ -70,10 +70,10 @@ def transform(contents: Contents, options: Options) -> Contents:
         UnsupportedTensorError: There is a tensor that labkit does not read, and no pattern drops it.
         FQNMismatchError: Names collide, numbered state has no names, or names match the model neither before nor after the
             rename rules.
-        CheckpointMismatchError: Shapes do not match the model, or tensors that it ties differ.
+        CheckpointMismatchError: Shapes do not match the model, or tensors that the model ties differ.
         IncompleteCheckpointError: Other ranks' parts of a flat parameter are missing.
 
-    Ranks: local. Reads values, and those tensors that the model ties and the source does not.
+    Ranks: local. Reads values, and tensors that the model ties but the source does not.
     """
     contents = replace(contents, tensors=list(contents.tensors), values=list(contents.values), notes=list(contents.notes))
     _refuse_idle_drops(contents, options.parameters)
@@ -97,7 +97,7 @@ def _misfit(contents: Contents, options: Options) -> CheckpointMismatchError | N
 
 
 def _refuse_idle_drops(contents: Contents, parameters: ParameterList | None) -> None:
-    """Raise :class:`FQNMismatchError` for patterns that match nothing in the checkpoint, and no name of the model."""
+    """Raise :class:`FQNMismatchError` if a pattern matches nothing in the checkpoint and no name in the model."""
     nests = {"", *(f"{nest[0]}." for nest in model_nests(contents.checkpoint) if nest)}
     known = [nest + name for name in (parameters.tensors if parameters is not None else ()) for nest in nests]
     idle = [pattern for pattern in contents.idle_drops if not fnmatch.filter(known, pattern)]
@@ -110,7 +110,7 @@ def _refuse_idle_drops(contents: Contents, parameters: ParameterList | None) -> 
 
 
 def _canonical(contents: Contents, parameters: ParameterList | None) -> None:
-    """Remove the wrappers from the names: by the model's names if it is known, else by the rules of :mod:`names`."""
+    """Strip wrappers from the names: by the model's names if there is a model, else by the rules of :mod:`names`."""
     nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
     for item in contents.tensors:
         if item.section == "model":
@@ -143,7 +143,7 @@ def _refuse_twins(contents: Contents, nests: Mapping[Nest, Mapping[str, tuple[in
 
 
 def _renamed(item: OutTensor, name: str) -> OutTensor:
-    """Return a tensor of the model under another name. If the name is the same, the whole path is kept, with list positions."""
+    """Return a model tensor under a new name. If the name is unchanged, so is the path, including list positions."""
     return item if name == name_in(item.path) else replace(item, path=(*nest_of(item.path), name))
 
 
@@ -176,7 +176,7 @@ def _parts_gone(name: str, canonical: str) -> set[str]:
 
 
 def _take_flat_apart(contents: Contents, options: Options) -> dict[str, list[Stretch]]:
-    """Replace flat parameters by the parameters in them, and return the position of each parameter, per unit."""
+    """Replace each flat parameter by the parameters in it, and return their positions by unit."""
     checkpoint = contents.checkpoint
     units = units_of(checkpoint)
     if not units:
@@ -225,7 +225,7 @@ def _check_all_ranks(checkpoint: Checkpoint, flat: Iterable[TensorEntry]) -> Non
 
 
 def _refuse_flat(contents: Contents) -> None:
-    """Raise :class:`FQNMismatchError` for state under the name of a flat parameter, which no model under FSDP2 has."""
+    """Raise :class:`FQNMismatchError` for state named after a flat parameter, since no FSDP2 model has one."""
     left = [item.key for item in contents.tensors if item.section == "optimizer" and FLAT_PARAMETER in item.key.split(".")]
     if left:
         raise FQNMismatchError(

@@ -1,4 +1,4 @@
-"""Byte ranges of a checkpoint's files that make up a box of a tensor, and copying them unchanged."""
+"""Byte ranges in a checkpoint's files that make up a box of a tensor, and copying of them unchanged."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class ByteRange:
 def byte_ranges(
     reader: Reader, entry: TensorEntry, offsets: Sequence[int], sizes: Sequence[int], chunks: ChunkTable | None = None
 ) -> list[ByteRange] | None:
-    """Return the ranges that concatenate to a box in C order; None if the box is not made of whole rows of chunks.
+    """Return the ranges whose concatenation is a box in C order; None if the box is not made of whole rows of chunks.
 
-    Chunks that leave a gap or overlap also give None: :meth:`Reader.box` says what is wrong with them.
+    The result is also None if chunks overlap or leave a gap: :meth:`Reader.box` then reports what is wrong.
     """
     table = entry.chunks if chunks is None else chunks
     if 0 in sizes:
@@ -54,13 +54,13 @@ def byte_ranges(
 
 
 def copy_ranges(reader: Reader, ranges: Sequence[ByteRange], out: HashedFile) -> int:
-    """Append ranges to a file, check checksums as the reader does, and return the CRC-32 of the ranges.
+    """Append ranges to a file, comparing checksums as the reader does, and return the CRC-32 of the ranges.
 
     Raises:
         IncompleteCheckpointError: A file ends inside a range.
         CorruptCheckpointError: A storage's bytes do not match the checksum that was written with them.
 
-    Ranks: local. Takes no memory for the data.
+    Ranks: local. Needs no memory for the data.
     """
     total = 0
     for part in ranges:

@@ -13,11 +13,11 @@ from labkit.checkpoint.files import direct_io
 from labkit.checkpoint.files.checksums import crc32, read_into
 from labkit.checkpoint.index.manifest import FileSum
 
-_STEP_BYTES = 1 << 18  # small enough to stay in the processor's cache between copy and hash
+_STEP_BYTES = 1 << 18  # small enough to stay in the CPU cache between copying and hashing
 
 
 class HashedFile(io.RawIOBase):
-    """A new file that hashes what is written to it. It never replaces a file, and syncs to disk on close.
+    """A new file that hashes what is written to it. It never replaces an existing file, and syncs to disk on close.
 
     Whole blocks bypass the page cache if the file system supports it; the last part goes through the cache.
     """
@@ -55,7 +55,7 @@ class HashedFile(io.RawIOBase):
         """Append a byte range of another file.
 
         Returns:
-            The number of bytes copied, smaller than ``length`` only at that file's end, and their CRC-32.
+            The number of bytes copied (less than ``length`` only if that file ends earlier), and their CRC-32.
         """
         done = crc = 0
         while done < length:
@@ -70,7 +70,7 @@ class HashedFile(io.RawIOBase):
         return done, crc
 
     def _take(self, count: int) -> None:
-        """Hash and count bytes that were just placed after the filled part of the block."""
+        """Hash and count bytes that were just appended to the block."""
         self._digest.update(self._block[self._filled : self._filled + count])
         self._filled += count
         self._size += count

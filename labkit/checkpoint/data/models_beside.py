@@ -1,4 +1,4 @@
-"""Search for the models beside an optimizer: the dicts in the dict that holds it, and in those around that one."""
+"""Search for the models beside an optimizer: in the dict that holds it, and in each dict around that one."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class ModelBeside:
     """A dict that holds a model.
 
     Attributes:
-        where: The dict's own name, with those around it: ``s0.model``; empty for the top level.
-        names: Each parameter's name, with and without wrappers, to the name without.
-        shapes: Each name without wrappers to its shape.
+        where: The dict's full key, such as ``s0.model``; empty for the top level.
+        names: Maps each parameter's name, with and without wrappers, to the name without.
+        shapes: Maps each name without wrappers to its shape.
     """
 
     where: str
@@ -26,7 +26,7 @@ class ModelBeside:
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     def key(self, name: str) -> str:
-        """Return the whole key of a parameter, with the names of the dicts around it."""
+        """Return a parameter's full key, including the dicts around it."""
         return f"{self.where}.{name}" if self.where else name
 
     @property
@@ -37,7 +37,7 @@ class ModelBeside:
 
 
 def models_beside(checkpoint: Checkpoint, root: Path_) -> list[list[ModelBeside]]:
-    """Return the models around an optimizer by distance: from those in the dict that holds it to those of the whole checkpoint.
+    """Return the models around an optimizer, nearest first: from the dict that holds it out to the whole checkpoint.
 
     Flat parameters are left out.
 
@@ -62,7 +62,7 @@ def models_beside(checkpoint: Checkpoint, root: Path_) -> list[list[ModelBeside]
 
 
 def _written(checkpoint: Checkpoint) -> Mapping[str, str]:
-    """Return the whole names of the models' tensors without wrappers, as a migration writes them."""
+    """Return the full names of the models' tensors without wrappers, as a migration writes them."""
     nests: dict[Nest, dict[str, str]] = {}
     for entry in checkpoint.section("model"):
         nests.setdefault(nest_of(entry.path), {})[name_in(entry.path)] = entry.key

@@ -1,4 +1,4 @@
-"""The files of a checkpoint that a reader has open."""
+"""A reader's open files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from labkit.checkpoint.files.plain_files import FileState, open_regular
 from labkit.checkpoint.formats.source_files import changed
 from labkit.checkpoint.index.model import Checkpoint
 
-# A checkpoint may have more files than a process may open, often 1,024, and each of several threads has a reader.
+# A checkpoint may have more files than a process may open (often 1,024), and each of several threads has its own reader.
 _MOST_OPEN = 32
 
 
 class OpenFiles:
-    """Open files of a checkpoint, each opened at its first use.
+    """Files of a checkpoint, each opened on first use.
 
     Args:
         checkpoint: An opened checkpoint.
@@ -27,7 +27,7 @@ class OpenFiles:
         self._files: dict[str, Any] = {}
 
     def get(self, file: str) -> Any:
-        """Return an open binary file of the checkpoint. Use it at once: :meth:`close` closes it, and so may getting others.
+        """Return an open binary file of the checkpoint. Use it at once: getting other files may close it, as :meth:`close` does.
 
         Raises:
             IncompleteCheckpointError: It is missing.

@@ -1,16 +1,16 @@
-"""Comparison of the entries that the files of several ranks hold under one name.
+"""Comparison of entries that have the same name in several ranks' files.
 
 | the entry | result |
 | --- | --- |
 | is equal in all files | taken once |
 | differs, and belongs to neither model nor optimizer | keyed by rank |
 | has another shape or dtype in another file | refused: not a copy |
-| is optimizer state that differs, and the files have few of the model's tensors in common | refused: each file is a stage of the \
-model, and has an optimizer of its own |
+| is optimizer state that differs, and the files share few of the model's tensors | refused: each file is a pipeline stage of the \
+model, with its own optimizer |
 | differs otherwise | refused, or the first rank's is taken and a note says how many such tensors there are |
 
-If half of the matrices or more differ, they may be shards of larger tensors that do not say where they belong. So the error then
-explains this before it suggests the first rank's.
+If half of the matrices or more differ, they may be shards of larger tensors without a recorded position. So the error then explains
+this before it suggests taking the first rank's.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SHARDS = (
 
 
 def roots_of_each_rank(checkpoint: Checkpoint, copies: Copies, notes: list[str]) -> set[str]:
-    """Return the top-level keys whose entries are keyed by rank, by the table of this module.
+    """Return the top-level keys whose entries are keyed by rank, by this module's table.
 
     Args:
         checkpoint: A checkpoint, without the entries that are left out.
@@ -44,7 +44,7 @@ def roots_of_each_rank(checkpoint: Checkpoint, copies: Copies, notes: list[str])
         notes: Receives sentences about decisions.
 
     Raises:
-        RankDivergenceError: Entries of one name are not copies, or copies differ and ``copies`` is ``refuse``.
+        RankDivergenceError: Entries with the same name are not copies, or copies differ and ``copies`` is ``refuse``.
 
     Ranks: local. Reads the copies.
     """
@@ -105,7 +105,7 @@ def _tell(checkpoint: Checkpoint, tensors: dict[str, str], values: dict[str, str
 
 
 def _refuse_stages(checkpoint: Checkpoint, differing: set[str]) -> None:
-    """Raise :class:`RankDivergenceError` if optimizer state differs, and each file has other parameters of the model."""
+    """Raise :class:`RankDivergenceError` if optimizer state differs and each file has different model parameters."""
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     own = [entry.key for entry in checkpoint.tensors.values() if is_moment_piece(entry) and entry.replicas]
     found = [entry.key for entry in entries if entry.section == "optimizer" and entry.key in {*differing, *own}]
@@ -126,7 +126,7 @@ def _refuse_stages(checkpoint: Checkpoint, differing: set[str]) -> None:
 
 
 def _other_forms(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the tensors that have another shape or dtype in another rank's file, with both as text."""
+    """Return the tensors whose shape or dtype differs between ranks' files, with both forms as text."""
     found = {key: text for key, text in checkpoint.conflicts.items() if key in checkpoint.tensors}
     for entry in checkpoint.tensors.values():
         if entry.section == "other" or is_moment_piece(entry) or len(entry.chunks) != 1:
@@ -140,7 +140,7 @@ def _other_forms(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _camps(reader: Reader, entry: TensorEntry) -> str:
-    """Return which file differs from the first, in words."""
+    """Name the first file and one that differs from it, for a message."""
     other = next(
         table
         for table in entry.replicas
@@ -151,7 +151,7 @@ def _camps(reader: Reader, entry: TensorEntry) -> str:
 
 
 def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
-    """Return whether the copies of a tensor in further rank files have the same bits as the first."""
+    """Return whether the copies in all other rank files have the same bits as the first."""
     for table in entry.replicas:
         for chunk in table:
             if not same_bits(reader.box(entry, chunk.offsets, chunk.sizes), reader.box(entry, chunk.offsets, chunk.sizes, table)):
@@ -162,5 +162,5 @@ def copies_agree(reader: Reader, entry: TensorEntry) -> bool:
 def _comparable(value: Any) -> bytes:
     try:
         return digest(safe_pickle.plain(value, "a value"))
-    except (CheckpointError, TypeError, LookupError):  # labkit saves no such value, but other programs may, such as a date
+    except (CheckpointError, TypeError, LookupError):  # labkit saves no such values (a date, for example), but other programs may
         return repr(value).encode()

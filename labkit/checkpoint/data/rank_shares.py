@@ -1,4 +1,4 @@
-"""Detection of entries that are divided over the ranks' files, so that no share is taken for the whole."""
+"""Detection of entries that are split over the ranks' files, so that no share is taken for the whole."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from labkit.checkpoint.index.sections import Nest, is_moment_piece, name_in, nes
 
 
 def is_flat(entry: TensorEntry) -> bool:
-    """Return whether a model's tensor is a flat parameter of FSDP1, or an optimizer's tensor is state of one."""
+    """Return whether a tensor is one of FSDP1's flat parameters, or optimizer state of one."""
     keys = [part for step in entry.path for part in str(step).split(".")]
     return entry.flat or (entry.section != "other" and FLAT_PARAMETER in keys[-2:])
 
 
 def model_shapes(checkpoint: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
-    """Return the names and shapes of each model in a checkpoint, and of several together; flat parameters are left out."""
+    """Return the names and shapes, without flat parameters, of each model and, if there are several, of all together."""
     nests: dict[Nest, dict[str, tuple[int, ...]]] = {}
     for entry in checkpoint.section("model"):
         if not is_flat(entry):
@@ -26,9 +26,9 @@ def model_shapes(checkpoint: Checkpoint) -> list[dict[str, tuple[int, ...]]]:
 
 
 def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
-    """Return the numbered moments that are divided over the rank files, in pieces to be joined in rank order.
+    """Return the numbered moments that are split over the rank files, in pieces to be joined in rank order.
 
-    Moments that are the same in every rank's file are copies, unless the model is flat; then each is a share.
+    Moments that are equal in every rank's file are copies, unless the model is flat: then each one is a share.
 
     Ranks: local. Reads the moments that have the same shape in all files.
     """
@@ -39,7 +39,7 @@ def moment_shares(checkpoint: Checkpoint) -> list[TensorEntry]:
     shares = []
     with Reader(checkpoint, checksums=True) as reader:
         for entry in checkpoint.tensors.values():
-            # In a checkpoint of several parts, other parts than this entry's may be files of ranks.
+            # In a checkpoint of several parts, the rank files may belong to a part other than this entry's.
             of_a_rank = flat or entry.chunks.files[0] in checkpoint.ranks
             if of_a_rank and is_moment_piece(entry) and len(entry.chunks) == 1:
                 whole = not flat and all(chunk.sizes == entry.shape for table in (entry.chunks, *entry.replicas) for chunk in table)

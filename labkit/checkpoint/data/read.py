@@ -33,13 +33,13 @@ from labkit.checkpoint.pickles.pickle_records import Lazy, TensorRef, Unsupporte
 class Reader:
     """A reader of tensors and values of one checkpoint. It keeps files open; close it, or use it in a ``with`` block.
 
-    Reading a box touches only the rows of the chunks that it needs. Rows that are contiguous on both sides are read straight
-    into the result; for others, the rows of one chunk are in memory as well.
+    Reading a box touches only the rows that it needs. Rows that are contiguous in both file and result are read straight into the
+    result; otherwise one chunk's rows are also held in memory.
 
     Args:
         checkpoint: An opened checkpoint.
-        checksums: Check the CRC-32 that torch stores for each record, before any of the record is returned. DCP and
-            ``torch.load`` never check it. A storage that is read in parts is read once more for that.
+        checksums: Check the CRC-32 that torch stores for each record before returning any of the record; DCP and ``torch.load``
+            never check it. This reads a storage once more if it is read in parts.
 
     Ranks: local. One thread at a time.
     """
@@ -47,13 +47,13 @@ class Reader:
     def __init__(self, checkpoint: Checkpoint, *, checksums: bool = False) -> None:
         self.checkpoint, self._checksums = checkpoint, checksums
         self._files = OpenFiles(checkpoint)
-        # Keyed by file and position, and shared between forks; threads only add to them.
+        # Keyed by file and position, and shared between forks; threads only add entries.
         self._sound: set[tuple[str, int]] = set()
         self._checking: dict[tuple[str, int], threading.Lock] = {}
         self._resolved: dict[tuple[str, int, int], tuple[RecordRange, TensorRef]] = {}
 
     def fork(self, *, checksums: bool | None = None) -> Reader:
-        """Return another reader for another thread; it does not repeat checks that this one and its other forks have made."""
+        """Return a reader for another thread; it does not repeat checks that this one or its forks have made."""
         other = Reader(self.checkpoint, checksums=self._checksums if checksums is None else checksums)
         other._sound, other._checking, other._resolved = self._sound, self._checking, self._resolved
         return other
@@ -77,9 +77,9 @@ class Reader:
 
         Raises:
             FQNMismatchError: The checkpoint has no tensor of this name.
-            IncompleteCheckpointError: A region of it is in no chunk, or a file is missing or too short.
+            IncompleteCheckpointError: Part of it is in no chunk, or a file is missing or too short.
             CheckpointFormatError: The bytes are not what the index says.
-            RankDivergenceError: It has another form in another rank's file.
+            RankDivergenceError: Its form differs between ranks' files.
         """
         entry = self.checkpoint.tensors.get(key)
         if entry is None:
@@ -157,7 +157,7 @@ class Reader:
         return safe_pickle.plain(raw, path, tensor=read)
 
     def stored(self, entry: ValueEntry) -> tuple[Any, tuple[str, ...]]:
-        """Return a value for display, with records and references for all that is not plain data; and names outside the allow-list.
+        """Return a value for display, with records and references for what is not plain data, and the names outside the allow-list.
 
         Raises:
             CheckpointFormatError: It cannot be read.
@@ -199,7 +199,7 @@ class Reader:
         return True
 
     def _rows(self, entry: TensorEntry, chunk: Chunk, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return the part of a chunk in a box, which must be inside the chunk."""
+        """Return the part of a chunk inside a box, which must lie within the chunk."""
         start, strides = self.data_start(entry, chunk)
         inner = tuple(slice(a - o, a - o + n) for a, o, n in zip(offsets, chunk.offsets, sizes, strict=True))
         itemsize = entry.dtype.itemsize
@@ -222,12 +222,12 @@ class Reader:
         return shaped[(slice(None), *inner[1:])]
 
     def check_record(self, entry: TensorEntry, chunk: Chunk, crc: int | None = None) -> None:
-        """Check the CRC-32 of the storage that contains a chunk, if this reader checks checksums and there is one.
+        """Compare the CRC-32 of the storage that contains a chunk, if there is one and this reader checks checksums.
 
         Args:
             entry: The entry of the storage, for messages.
             chunk: The chunk.
-            crc: The CRC-32 of the whole storage if it was just read. Otherwise the storage is read, once for all forks.
+            crc: The CRC-32 of the whole storage, if it was just read; otherwise the storage is read, once for all forks.
 
         Raises:
             CorruptCheckpointError: It differs from the stored one.
@@ -258,10 +258,10 @@ class Reader:
         return RecordRange(*records[at]) if at >= 0 and chunk.length else None
 
     def data_start(self, entry: TensorEntry, chunk: Chunk) -> tuple[int, tuple[int, ...] | None]:
-        """Return the position of a chunk's data in its file, and their strides; None for strides if the values are in C order.
+        """Return the position of a chunk's data in its file, and the strides, which are None for C order.
 
         Raises:
-            CheckpointFormatError: The archive there holds a different dtype or shape than the index says.
+            CheckpointFormatError: The archive at that position has a different dtype or shape than the index says.
         """
         if not chunk.archive:
             return chunk.start, chunk.strides

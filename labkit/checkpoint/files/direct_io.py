@@ -1,7 +1,8 @@
 """Reading and writing past the page cache (``O_DIRECT``), if the file system supports it.
 
-A checkpoint is written once and read back once. The page cache would hold pages that are not needed again, and filling it takes
-more processor time than everything else in a migration. Only a read past the cache checks that the data have reached the disk.
+A checkpoint is written once and read back once. The page cache would keep pages that are never needed again, and filling it takes
+more processor time than the rest of a migration. Besides, only a read that bypasses the cache proves that the data have reached the
+disk.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def aligned_block() -> memoryview:
 
 
 def set_direct(fd: int, on: bool) -> bool:
-    """Make a descriptor bypass the page cache, or use it again.
+    """Make a descriptor bypass the page cache, or go through it again.
 
     Returns:
         Whether it bypasses the cache now; always False on file systems that do not support it.
@@ -37,5 +38,5 @@ def set_direct(fd: int, on: bool) -> bool:
 
 
 def is_misaligned(error: OSError) -> bool:
-    """Return whether a direct transfer failed because of its offset or length; a transfer through the page cache would not."""
+    """Return whether a direct transfer failed only for its offset or length, which the page cache would accept."""
     return error.errno == errno.EINVAL

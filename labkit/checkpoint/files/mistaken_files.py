@@ -1,4 +1,4 @@
-"""Detection of files that are in place of a checkpoint's: a pointer of Git LFS, or a web page that a server sent."""
+"""Detection of files found where a checkpoint should be: a Git LFS pointer, or a web page that a server sent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PAGE = re.compile(rb"\s*(<\?xml|<!doctype|<html|<head)", re.IGNORECASE)
 
 
 def refuse_mistaken(path: Path) -> None:
-    """Raise :class:`CheckpointFormatError` for a pointer of Git LFS or a web page. Ranks: local. Reads the first bytes."""
+    """Raise :class:`CheckpointFormatError` for a Git LFS pointer or a web page. Ranks: local. Reads the first bytes."""
     with open_regular(path) as file:
         head = file.read(256) or b""
     if head.startswith(_POINTER):

@@ -1,7 +1,7 @@
-"""Safe access to files and JSON from elsewhere: only regular files are opened, names stay in their folder, JSON is unambiguous.
+"""Safe access to untrusted files and JSON: open only regular files, confine names to their folder, refuse ambiguous JSON.
 
-Other files are never opened: a FIFO would block the reader, and a device may have no end. A link to a regular file is followed,
-because Hugging Face's caches consist of such links; a link to anything else is refused like its target.
+No other kind of file is opened: a FIFO would block the reader, and a device may have no end. Links to regular files are followed,
+because Hugging Face's caches consist of them; a link to anything else is refused like its target.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _special(path: Path, kind: str) -> CheckpointFormatError:
 def read_regular(path: Path) -> bytes:
     """Return a regular file's bytes, up to the size that it reports; errors as :func:`open_regular`."""
     with open_regular(path) as file:
-        # Some kernel files that look regular, such as /proc/kmsg, have no size, no end, and sometimes no data.
+        # Kernel files such as /proc/kmsg look regular, but have no size, no end, and sometimes no data.
         return file.read(os.fstat(file.fileno()).st_size) or b""
 
 
 def is_inside(name: object, *, nested: bool = False) -> bool:
-    """Return whether a name from a list can only be a file in the list's own folder.
+    """Return whether a name from a list cannot lead out of the list's own folder.
 
     Args:
         name: The name in the list, of any type.
@@ -108,7 +108,7 @@ def _no_constant(text: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """The properties of a file by which a change is detected."""
+    """The file attributes used to detect a change."""
 
     device: int
     inode: int

@@ -13,10 +13,10 @@ _UNWRITTEN = re.compile(r"torch\.(u?int[1-7]|bits.*|qu?int.*)")
 
 
 def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's data, in the same memory: not a parameter or another subclass, and without a gradient.
+    """Return a tensor's data as a plain tensor in the same memory: no parameter or other subclass, and no gradient.
 
     Raises:
-        UnsavableStateError: It is sparse, quantized, nested, on meta, of a dtype that DCP does not write, or a wrapper.
+        UnsavableStateError: It is sparse, quantized, nested, on meta, a wrapper, or of a dtype that DCP does not write.
 
     Ranks: local.
     """
@@ -35,14 +35,14 @@ def plain_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is made of others, so that its data are not in memory of its own."""
+    """Return whether a tensor wraps other tensors, so that it has no memory of its own."""
     return type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ or tensor.is_nested
 
 
 def to_cpu(data: torch.Tensor, *, copy: bool) -> torch.Tensor:
-    """Return a shard's data as a CPU tensor whose storage holds nothing else; ``copy`` makes it independent of the live tensor.
+    """Return a shard's data as a CPU tensor whose storage holds nothing else; with ``copy`` it is independent of the live tensor.
 
-    Conjugate and negative bits are applied: torch.save would write them beside the bytes instead.
+    Conjugate and negative bits are applied to the data, since torch.save would otherwise store them separately.
     """
     on_cpu = data.detach().to("cpu", copy=copy).resolve_conj().resolve_neg()
     if on_cpu.untyped_storage().nbytes() != on_cpu.nbytes:
@@ -53,10 +53,10 @@ def to_cpu(data: torch.Tensor, *, copy: bool) -> torch.Tensor:
 def tensor_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a CPU tensor in C order, as a flat uint8 tensor."""
     flat = tensor.contiguous()
-    # A tensor of one element is contiguous whatever its stride, but view() checks the stride.
+    # A tensor with one element is contiguous whatever its stride, but view() still checks the stride.
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
 
 
 def unsavable(problem: str) -> UnsavableStateError:
-    """Return the error for a value whose name the caller adds."""
+    """Return the error for a value; the caller adds the value's name."""
     return UnsavableStateError(STATE, [problem])

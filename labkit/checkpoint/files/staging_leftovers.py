@@ -1,10 +1,10 @@
-"""The folder in which a destination is written, as left by another run: its possible states, and when it may be removed.
+"""Staging folders left by other runs: their possible states, and when one may be removed.
 
-``NEW.partial`` contains ``.labkit``, the marker, and ``data``. It is removed only if it is a real directory of this user that
-contains nothing but a marker and ``data``, the marker is a regular file of this user that names this destination, and no process
-holds its lock. Two states have no marker to read and are removed too, because a kill between two system calls leaves them: an empty
-directory, and one with only an empty marker. Anything else is refused and stays unchanged. Nothing is opened through a link, and
-only the marker is ever read.
+``NEW.partial`` contains ``.labkit``, the marker, and ``data``. It is removed only if all of this holds: it is a real directory of
+this user with nothing in it but a marker and ``data``; the marker is a regular file of this user that names this destination; and
+no process holds the marker's lock. Two states without a readable marker are removed too, because a kill between two system calls
+leaves them: an empty directory, and one with only an empty marker. Anything else is refused and left unchanged. Links are never
+followed, and only the marker is ever read.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _MARKER_BYTES = 1 << 16
 
 
 def partial_folder(destination: Path) -> Path:
-    """Return the folder in which a destination is written until it is complete."""
+    """Return the folder where a destination is written until it is complete."""
     return destination.with_name(destination.name + ".partial")
 
 
 def is_partial(path: Path) -> bool:
-    """Return whether a path is a folder that a run has left unfinished, or the data in such a folder."""
+    """Return whether a path is an unfinished staging folder, or the data in one."""
     folders = [path, path.parent] if path.name == DATA else [path]
     return any(_is_regular(folder / MARKER) for folder in folders)
 
@@ -45,15 +45,15 @@ def _is_regular(path: Path) -> bool:
 
 
 def remove_leftover(destination: Path, text: bytes) -> None:
-    """Remove a destination's folder if a killed run has left it; also return if another run has removed it meanwhile.
+    """Remove a destination's folder if a killed run left it; do nothing if another run has removed it meanwhile.
 
     Args:
         destination: The path of the result.
-        text: The marker's content for a run for this destination.
+        text: The content of a marker for this destination.
 
     Raises:
         CheckpointExistsError: The folder was not left by a killed run for this destination.
-        CheckpointWriteError: Its run is still working.
+        CheckpointWriteError: The folder's run is still working.
     """
     folder = partial_folder(destination)
     try:
@@ -71,7 +71,7 @@ def remove_leftover(destination: Path, text: bytes) -> None:
         else:
             remove_folder(folder)
     except FileNotFoundError:
-        return  # its own run has ended meanwhile
+        return  # its own run has removed it meanwhile
     finally:
         os.close(folder_fd)
 
@@ -107,7 +107,7 @@ def _open_marker(destination: Path, folder_fd: int) -> int:
 
 
 def _check_begun(destination: Path, text: bytes, marker_fd: int, folder_fd: int) -> None:
-    """Raise CheckpointExistsError unless labkit began this folder for this destination."""
+    """Raise CheckpointExistsError unless labkit made this folder for this destination."""
     names = set(os.listdir(folder_fd))
     if foreign := sorted(names - {MARKER, DATA}):
         raise _refusal(destination, f"it holds {foreign[0]!r}, which labkit does not put there")
@@ -138,7 +138,7 @@ def being_written(destination: Path) -> CheckpointWriteError:
 
 
 def empty(folder_fd: int) -> None:
-    """Remove what a run creates in its folder, in an order whose intermediate states the next run recognises after a kill."""
+    """Remove what a run creates in its folder; if killed at any point, leave a state that the next run recognises."""
     with suppress(FileNotFoundError):
         shutil.rmtree(DATA, dir_fd=folder_fd)
     with suppress(FileNotFoundError):
@@ -146,7 +146,7 @@ def empty(folder_fd: int) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove an emptied folder, unless another run has begun in it meanwhile."""
+    """Remove an emptied folder, unless another run has started to use it."""
     try:
         folder.rmdir()
     except OSError as error:
@@ -155,7 +155,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def lock(fd: int) -> bool | None:
-    """Take the lock and return True if it was free; return False if it was taken, None if the file system has no locks."""
+    """Take the lock if it is free and return True; return False if it is taken, None if the file system has no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

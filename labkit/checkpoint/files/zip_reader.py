@@ -1,8 +1,8 @@
-"""Reading of the directory of a zip archive of stored records, refusing archives that readers may interpret differently.
+"""Reading of the directory of a zip archive of stored records. It refuses archives that other readers may interpret differently.
 
-:mod:`zipfile` and the reader in torch (miniz) differ on archives that are slightly wrong: on which of two records with the same
-name counts, on whether case matters, on where the archive begins, on which of several directories is valid. Then torch might load
-something other than what was checked here. So anything ambiguous is refused. The format is in
+:mod:`zipfile` and torch's reader (miniz) disagree on slightly malformed archives: which of two records with the same name counts,
+whether case matters, where the archive begins, which of several directories is valid. Then torch might load something other than
+what was checked here, so anything ambiguous is refused. The format is described in
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64).
 """
 
@@ -25,7 +25,7 @@ _HEADER = struct.Struct("<4sHHHHHIIIHH")
 _END_SIGN, _END_64_SIGN, _LOCATOR_SIGN, _ENTRY_SIGN, _HEADER_SIGN = b"PK\5\6", b"PK\6\6", b"PK\6\7", b"PK\1\2", b"PK\3\4"
 _TAIL_BYTES = 1 << 14
 _LONGEST_COMMENT = 1 << 16
-_ELSEWHERE, _ELSEWHERE_16 = 0xFFFFFFFF, 0xFFFF  # the value of a field whose number is in the zip64 part
+_ELSEWHERE, _ELSEWHERE_16 = 0xFFFFFFFF, 0xFFFF  # this value means that the number is in the zip64 part
 _ENCRYPTED, _SIZES_FOLLOW, _UTF_8 = 1 << 0, 1 << 3, 1 << 11
 _STORED = 0
 
@@ -36,8 +36,8 @@ class ZipRecord:
 
     Attributes:
         name: Its name; ``raw`` is the name as bytes.
-        flags, method, crc, size: As in the format.
-        header: The offset of its own header from the beginning of the archive.
+        flags, method, crc, size: As the format defines them.
+        header: The offset of its local header from the beginning of the archive.
         limit: The offset of the next record or of the directory.
     """
 
@@ -63,7 +63,7 @@ class ZipReader:
         records: The records by name, in the directory's order.
 
     Raises:
-        IncompleteCheckpointError: It has no directory at its end.
+        IncompleteCheckpointError: There is no directory at the end.
         CheckpointFormatError: The directory can be read in more than one way.
     """
 
@@ -74,7 +74,7 @@ class ZipReader:
         self.records = self._parse(self._read(begin, end - begin), count, begin)
 
     def data_start(self, record: ZipRecord) -> int:
-        """Return the offset of a record's data in the file, after comparing its own header with the directory.
+        """Return the offset of a record's data in the file, after comparing its local header with the directory.
 
         Raises:
             CheckpointFormatError: The record is compressed or encrypted, its header does not match the directory, or it overlaps
@@ -87,7 +87,7 @@ class ZipReader:
             raise self._wrong(f"its record {record.name!r} has no header where the directory says")
         _, _, flags, method, _, _, crc, packed, size, name_length, extra_length = _HEADER.unpack(head)
         rest = self._read(record.header + _HEADER.size, name_length + extra_length)
-        # Sizes that do not fit are in the zip64 part; a writer that did not know them yet wrote zeros.
+        # Sizes that do not fit are in the zip64 part; they are zero if the writer did not know them yet.
         expected = {(record.crc, record.size, record.size), (record.crc, _ELSEWHERE, _ELSEWHERE)}
         if flags & _SIZES_FOLLOW:
             expected |= {(0, 0, 0), (0, _ELSEWHERE, _ELSEWHERE)}
@@ -138,7 +138,7 @@ class ZipReader:
         return count, begin, end
 
     def _wide_end(self, end: int) -> tuple[int, tuple[int, int, int]] | None:
-        """Return the offset of the zip64 end and its numbers (records, the directory's size and offset); None if there is none."""
+        """Return the zip64 end's offset and its numbers (records, the directory's size and offset); None if there is none."""
         at = end - _LOCATOR.size
         locator = self._read(at, _LOCATOR.size) if at >= 0 else b""
         if not locator.startswith(_LOCATOR_SIGN):

@@ -26,7 +26,7 @@ def refuse_other(path: Path, magic: bytes) -> None:
     """Raise an error if a file's first bytes show that it is not a torch.save archive.
 
     Raises:
-        CheckpointFormatError: It is in the format from before torch 1.6, a plain pickle, a pointer of Git LFS or a web page.
+        CheckpointFormatError: It is in the format from before torch 1.6, a plain pickle, a Git LFS pointer or a web page.
         IncompleteCheckpointError: It is empty.
     """
     if magic.startswith(_LEGACY):
@@ -45,17 +45,17 @@ def refuse_other(path: Path, magic: bytes) -> None:
 
 
 def expanded_bytes(stored: int) -> int:
-    """Return the most bytes that the tensors of an archive may take together when read; each different view counts once.
+    """Return how many bytes an archive's tensors may take in total when read; each distinct view counts once.
 
-    Views that overlap, such as an expanded tensor, are stored once, so a file of a kilobyte may claim terabytes. Sixteen times
-    the stored size leaves room for flat parameters with views of them, and 16 MiB for small expanded tensors.
+    Overlapping views, such as an expanded tensor, are stored once, so a file of a kilobyte may claim terabytes. Sixteen times the
+    stored size leaves room for flat parameters and their views; the 16 MiB are for small expanded tensors.
     """
     return 16 * stored + (1 << 24)
 
 
 @dataclass(frozen=True, slots=True)
 class RecordRange:
-    """The byte range of a record's data in the file, and the CRC-32 that the writer recorded for it."""
+    """The byte range of a record's data in the file, and the CRC-32 that the writer recorded."""
 
     start: int
     length: int
@@ -73,7 +73,7 @@ class TorchArchive:
 
     Raises:
         IncompleteCheckpointError: The file ends before the archive does.
-        CheckpointFormatError: It is not a torch.save archive, is compressed, big-endian or a TorchScript module, or torch and other
+        CheckpointFormatError: It is no torch.save archive; is compressed, big-endian or a TorchScript module; or torch and other
             programs would read it differently.
     """
 
@@ -119,7 +119,7 @@ class TorchArchive:
         return self.record(f"{self.prefix}/data/{key}")
 
     def tensor(self, ref: TensorRef, known: RecordRange | None = None) -> RecordRange:
-        """Return the byte range of the storage that a tensor is a view of; ``known`` is a range from an earlier look-up.
+        """Return the byte range of the storage that a tensor views; ``known`` is the range from an earlier look-up.
 
         Raises:
             CheckpointFormatError: The storage has a different size than the index says, or the tensor reaches past its end.

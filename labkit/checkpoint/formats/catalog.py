@@ -46,15 +46,15 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
         path: A DCP directory, a store made by :func:`labkit.checkpoint.save` (its latest complete step is opened), a
             torch.save file or a directory of them, or safetensors (a file, an index, a directory). A pattern such as
             ``old/step_100_rank_{rank}.pt`` names the files of ranks; ``*`` matches any text.
-        unknown: ``refuse`` a pickle that names anything outside the allow-list, or keep such parts ``opaque``: they are
-            listed but not read. Neither runs anything.
+        unknown: Whether to ``refuse`` a pickle that names anything outside the allow-list, or to keep such parts ``opaque``: listed
+            but not read. Neither runs anything.
 
     Returns:
         The checkpoint's entries with the byte ranges of their data.
 
     Raises:
         CheckpointNotFoundError: Nothing is there, or the store has no complete step.
-        AmbiguousCheckpointError: There are several checkpoints, or files that may be one or several; the error lists them.
+        AmbiguousCheckpointError: There are several checkpoints, or files that may form one or several; the error lists them.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         IncompleteCheckpointError: Part of the index is missing or cut off.
         CheckpointFormatError: The file is not a checkpoint that labkit supports, or it is a FIFO, socket or device.
@@ -76,7 +76,7 @@ def open_checkpoint(path: str | Path, *, unknown: Unknown = "refuse") -> Checkpo
 
 
 def read_checkpoint(path: Path, *, unknown: Unknown = "refuse") -> Checkpoint:
-    """Read an index as :func:`open_checkpoint` does, even of a checkpoint that a run is still writing."""
+    """Read an index as :func:`open_checkpoint` does, even if a run is still writing the checkpoint."""
     step = manifest.step_of(path)
     if path.is_dir() and manifest.is_store(path):
         path = manifest.latest(path)
@@ -90,7 +90,7 @@ def _finished(checkpoint: Checkpoint, step: int | None) -> Checkpoint:
     if checkpoint.kind in ("torch", "safetensors") and not checkpoint.index and not checkpoint.ranks:
         _find_gaps(checkpoint)
     if checkpoint.kind == "dcp":
-        # Only labkit writes ties in this way. In optimizer state, which has no ties, two entries in one place are an error.
+        # Only labkit writes ties this way. Optimizer state has no ties, so there two entries in one place are an error.
         tie(checkpoint.section("model"))
     return checkpoint
 
@@ -190,8 +190,8 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
 
     Args:
         root: The directory.
-        parts: For each part, the name to put before its entries (or an empty one), and its path in the directory, as
-            :func:`open_checkpoint` takes it. If a part holds only a dict of this name, the name is not put before it again.
+        parts: For each part, the name to prefix to its entries (may be empty), and its path in the directory, as
+            :func:`open_checkpoint` takes it. The prefix is not repeated if the part holds only a dict of that name.
         unknown: As for :func:`open_checkpoint`.
 
     Raises:
@@ -227,7 +227,7 @@ def open_parts(root: Path, parts: Sequence[tuple[str, str]], *, unknown: Unknown
 
 
 def _top_level_keys(part: Checkpoint) -> set[str]:
-    """Return the keys of the dicts that a checkpoint holds, and a dot if tensors or values are in none."""
+    """Return the keys of a checkpoint's top-level dicts, plus ``.`` if tensors or values are outside them."""
     entries: list[TensorEntry | ValueEntry] = [*part.tensors.values(), *part.values.values()]
     return {str(entry.path[0]) if len(entry.path) > 1 else "." for entry in entries}
 

@@ -1,4 +1,4 @@
-"""Detection of a checkpoint's missing files by the numbers in the names of the others, for files that no index lists.
+"""Detection of missing files, where no index lists the files, by the numbers in the others' names.
 
 | the names | are complete if |
 | --- | --- |
@@ -6,10 +6,11 @@
 | belong to parts of one state, and differ in one number | it counts from 0 without a gap |
 | the same, but they differ in several numbers | one of these counts from 0 without a gap, or all combinations are there |
 
-Otherwise files are missing, which is an error. Reading one file that seems to be one of several is only a warning, since it may be
-whole. It seems so in three cases: the file beside it with the nearest number holds other weights of a model; or that file holds the
-same names, and a word such as ``stage`` precedes the number (``stage_0``: copies, or parts with names of their own); or there is no
-such file, and such a word precedes a number above 0 (``rank1``). Numbers from :data:`MOST_RANKS` on, such as dates, are ignored.
+Otherwise files are missing, which is an error. But reading a single file that seems to be one of several is only a warning, since
+it may be whole. A file seems so in three cases: the file beside it with the nearest number holds other weights of a model; that
+file holds the same names, and a word such as ``stage`` precedes the number (``stage_0``: copies, or parts with names of their own);
+or there is no such file, and such a word precedes a number above 0 (``rank1``). Numbers from :data:`MOST_RANKS` up, such as dates,
+are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _MOST_NAMED = 4
 
 
 def lacking(names: Sequence[str]) -> tuple[int, int, list[str]]:
-    """Return how many files names such as ``-00001-of-00003`` state, how many of them are missing, and the first of these."""
+    """Return the number of files that names such as ``-00001-of-00003`` state, how many are missing, and the first missing ones."""
     found = [(name, match) for name in names if (match := _STATED.search(name)) is not None]
     total = max((int(match[2]) for _, match in found), default=0)
     there = {int(match[1]) for _, match in found if 1 <= int(match[1]) <= total}
@@ -47,7 +48,7 @@ def lacking(names: Sequence[str]) -> tuple[int, int, list[str]]:
 
 
 def gaps(names: Sequence[str], root: Path) -> list[Gap]:
-    """Return the gaps in the names of files that hold parts of one state, by the table of this module.
+    """Return the gaps in the names of files that hold parts of one state, by this module's table.
 
     Args:
         names: The names, relative to ``root``.
@@ -107,12 +108,12 @@ def _gap_of_several(names: Sequence[str], columns: Sequence[Sequence[int]]) -> G
 
 
 def gap_of_one(name: str, root: Path, other_weights: Callable[[Path], bool]) -> Gap | None:
-    """Return a warning if a file that is read alone seems to be one of several; else None.
+    """Return a warning if a file that is read on its own seems to be one of several; else None.
 
     Args:
         name: Its name, relative to ``root``.
         root: The directory.
-        other_weights: Returns whether another file holds a model's weights, none of them under a name in this one.
+        other_weights: Returns whether another file holds a model's weights, and shares no names with this one.
 
     Ranks: local. May read the index of one other file.
     """
@@ -154,7 +155,7 @@ def gap_of_one(name: str, root: Path, other_weights: Callable[[Path], bool]) -> 
 
 
 def _beside(file: Path) -> dict[int, dict[int, Path]]:
-    """Return the files beside one whose names differ from its own in one number, by the number's place and the number."""
+    """Return the files beside this one whose names differ from its own in one number, keyed by that number's place and value."""
     mine, form = _numbers(file.name), _NUMBER.sub("*", file.name)
     found: dict[int, dict[int, Path]] = {}
     for other in sorted(file.parent.iterdir()) if mine else ():
@@ -167,10 +168,9 @@ def _beside(file: Path) -> dict[int, dict[int, Path]]:
 
 
 def rank_pattern(names: Sequence[str]) -> str | None:
-    """Return names as one pattern with ``{rank}`` or ``{rank+1}`` if one number in them may be the rank; else None.
+    """Return one pattern for names, with ``{rank}`` or ``{rank+1}``, if a number in them may be the rank; else None.
 
-    It may be if the names differ only in that number, no two names have the same one, and it leaves out no more ranks than there
-    are.
+    It may be if the names differ only in that number, it differs in all of them, and no more ranks are missing than present.
     """
     if len({_NUMBER.sub("*", name) for name in names}) != 1 or lacking(names)[0]:
         return None
@@ -193,7 +193,7 @@ def _numbers(name: str) -> list[int]:
 
 
 def _columns(names: Iterable[str]) -> list[list[int]]:
-    """Return the numbers in names that are otherwise equal: one list for each place."""
+    """Return, for names that are otherwise equal, the numbers at each place as one list."""
     return [list(column) for column in zip(*map(_numbers, names), strict=True)]
 
 

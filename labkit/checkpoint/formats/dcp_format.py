@@ -96,7 +96,7 @@ def _fill(checkpoint: Checkpoint, state: Mapping[str, Any], path: Path) -> Check
 
 
 def _check_size(described: Iterable[Any], num_bytes: int, path: Path) -> None:
-    # Entries may share one list of chunks, and chunks may share one size, so a small file can describe huge tables.
+    # In a pickle, entries may share a list of chunks, and chunks a size, so a small file can describe huge tables.
     tensors = [entry.state for entry in described if "size" in entry.state]
     numbers = sum((1 + len(state["size"])) * len(state.get("chunks") or ()) for state in tensors)
     if numbers > 16 * num_bytes:
@@ -176,7 +176,7 @@ def _shape(size: Any) -> tuple[int, ...]:
 
 
 def _boxes(offsets: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> tuple[Int64s, Int64s]:
-    """Check and return the offsets and sizes of chunks. numpy read them without a dtype, because int64 would accept texts."""
+    """Check and return the offsets and sizes of chunks. The dtype was left to numpy: as int64 it would accept strings."""
     for numbers in (offsets, sizes):
         # Below 2**62, so that the end of a chunk also fits into 64 bits.
         if numbers.size and (numbers.dtype != np.int64 or numbers.min() < 0 or numbers.max() >= 1 << 62):
@@ -188,7 +188,7 @@ def _boxes(offsets: npt.NDArray[Any], sizes: npt.NDArray[Any]) -> tuple[Int64s, 
 
 def _dtype(properties: Record, key: str, path: Path) -> torch.dtype:
     state = properties.state
-    # TensorProperties pickles itself as a tuple; a plain dict, from a metadata file of another program, is accepted too.
+    # TensorProperties pickles itself as a tuple; plain dicts, which other programs write, are accepted too.
     dtype = state["state"][0] if "state" in state else state.get("dtype")
     if not isinstance(dtype, torch.dtype):
         raise CheckpointFormatError(path, f"it gives no dtype for {key!r}")

@@ -1,8 +1,9 @@
-"""The versions of torch that read a ``.metadata``, and the forms that other versions need.
+"""Which versions of torch can read a ``.metadata`` file, and the forms that the others need.
 
-torch unpickles ``.metadata``. So its classes must be in the modules that the pickle names, with a ``__setstate__`` that accepts the
-pickled state. Since torch 2.3 the modules are the same, and only one state has changed: ``TensorProperties`` is pickled as a
-tuple, of five fields up to torch 2.14, and of six, with the strides, from 2.15 on. torch 2.15 reads both.
+torch unpickles ``.metadata``, so it needs the classes in the modules that the pickle names, with a ``__setstate__`` that accepts
+the pickled state. Since torch 2.3 the modules have stayed the same, and the state of only one class has changed:
+``TensorProperties`` is pickled as a tuple, of five fields up to torch 2.14, and of six, with the strides, from 2.15 on. torch 2.15
+reads both.
 """
 
 from __future__ import annotations
@@ -23,16 +24,16 @@ from labkit.checkpoint.pickles.pickle_records import Record
 
 METADATA_MODULE = "torch.distributed.checkpoint.metadata"
 _OLDEST = (2, 3)
-# The numbers of fields of a tensor's properties, and the first version of torch that reads each.
+# Each number of fields in a tensor's properties, and the first version of torch that reads it.
 _SINCE: Mapping[int, tuple[int, int]] = {5: _OLDEST, 6: (2, 15)}
 _USUAL_CLASSES = {f"{METADATA_MODULE}.{name}" for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")}
 _USUAL_CLASSES |= {f"{METADATA_MODULE}.{name}" for name in ("TensorProperties", "StorageMeta")}
-# Only classes in these modules are imported for checks; nothing else that a file names is.
+# Checks import classes only from these modules, and nothing else that a file names.
 _ASKED = (METADATA_MODULE, "torch.distributed._shard.sharded_tensor.metadata", "pathlib", "pathlib._local")
 
 
 def note_form(checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> None:
-    """Store in a checkpoint's ``metadata`` how many fields tensors' properties have, which torch reads that, and odd classes."""
+    """Record in a checkpoint's ``metadata`` how many fields its properties have, which torch reads that, and any odd classes."""
     forms: dict[int | None, None] = {}
     classes: set[str] = set()
     for described in metadata["state_dict_metadata"].values():
@@ -58,15 +59,14 @@ def _read_by(forms: list[int | None]) -> str:
 
 
 def is_new(checkpoint: Checkpoint) -> bool:
-    """Return whether some torch since 2.3 cannot read a checkpoint's index."""
+    """Return whether any torch since 2.3 cannot read a checkpoint's index."""
     return any(form != min(_SINCE) for form in checkpoint.metadata.get("property_fields", ()))
 
 
 def refusals(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield the reasons why the torch and the Python here cannot read a checkpoint's index: the finding's code and a sentence.
+    """Yield the reasons why the installed torch and Python cannot read a checkpoint's index: the finding's code and a sentence.
 
-    To find out, it passes a state with as many fields to torch's own class. Every torch since 2.3 reads five fields, so five are
-    not tried.
+    To find out, pass torch's own class a state with that many fields. Every torch since 2.3 reads five, so five is not tried.
     """
     for form in checkpoint.metadata.get("property_fields", ()):
         reason = None if form == min(_SINCE) else _refuses_fields(form)
@@ -116,7 +116,7 @@ def fields_for(version: str) -> int:
     """Return the number of fields of a tensor's properties in a version of torch, such as ``2.13``.
 
     Raises:
-        CheckpointError: The text is no version, or torch of this version has the classes in other modules.
+        CheckpointError: The text is no version, or that torch has the classes in other modules.
     """
     match = re.match(r"(\d+)\.(\d+)(\.|\+|$)", version)
     if match is None:
@@ -131,7 +131,7 @@ def fields_for(version: str) -> int:
 
 
 def form_note(fields: int | None) -> list[str]:
-    """Return a note if the torch here cannot read an index whose properties have so many fields; else no note."""
+    """Return a list with one note if the installed torch cannot read properties with that many fields; else an empty list."""
     if fields is None or _refuses_fields(fields) is None:
         return []
     here = f"the torch here ({torch.__version__})"
@@ -139,7 +139,7 @@ def form_note(fields: int | None) -> list[str]:
 
 
 def dump(metadata: Any, file: IO[bytes], fields: int | None) -> None:
-    """Pickle DCP's metadata with so many fields in each tensor's properties; None for the number that the torch here writes."""
+    """Pickle DCP's metadata with ``fields`` fields in each tensor's properties; None for the installed torch's own number."""
     from torch.distributed.checkpoint.metadata import TensorProperties
 
     def reduce(properties: TensorProperties) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
-"""Detection of entries that each rank has its own of, in files that agree otherwise: random states, shares of flattened moments.
+"""Detection of rank-specific entries in files that otherwise agree: random states, and shares of flattened moments.
 
-Random states are recognised by the form that torch, Python and numpy give them, never by the user's names for them:
+Random states are recognised by the form that torch, Python and numpy give them, never by the names that users give them:
 
 | generator | form |
 | --- | --- |
@@ -27,11 +27,11 @@ _PYTHON_NUMBERS = 625
 
 
 def own_entries(content: Checkpoint, rank: int) -> set[str]:
-    """Return the keys of the entries of a rank's file that are the rank's own, by the table of this module.
+    """Return the keys of a rank's own entries in its file, by this module's table.
 
     Args:
         content: The file's entries, with their values.
-        rank: The number that may be the file's rank.
+        rank: The number that may be the rank of the file.
     """
     paths: dict[str, Path_] = {key: entry.path for key, entry in content.tensors.items()}
     paths |= {key: entry.path for key, entry in content.values.items()}
@@ -44,7 +44,7 @@ def own_entries(content: Checkpoint, rank: int) -> set[str]:
 
 
 def shares_of(contents: Sequence[Checkpoint]) -> tuple[set[str], set[str]]:
-    """Return the moments that are shares of flattened ones; and, if there are any, the numbered state that only some ranks have."""
+    """Return the moments that are shares of flattened ones and, if there are such, the numbered state that only some ranks have."""
     lengths: dict[str, set[tuple[int, ...]]] = {}
     for content in contents:
         for entry in content.section("optimizer"):

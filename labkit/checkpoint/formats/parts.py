@@ -8,9 +8,9 @@
 such as ``-00001-of-00003``, which Hugging Face's writers use, all have to be there |
 | a sub-directory with one of these | called by its name |
 
-A directory with one part is that checkpoint. If it has several parts, the user has to say which one is meant: nothing is included
-because it is in the same directory, and nothing is left out because another part has a better name. How the files of one part
-belong together is decided in :mod:`labkit.checkpoint.formats.rank_files`.
+A directory with one part is that checkpoint. If it has several parts, the user must say which one is meant: a part is neither
+included merely for being in the same directory, nor left out merely because another has a better name.
+:mod:`labkit.checkpoint.formats.rank_files` decides how the files of one part belong together.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Part:
     """One of the checkpoints in a directory.
 
     Attributes:
-        name: The name to use for it: a file, a sub-directory, or a pattern.
+        name: The name that the user can give for it: a file, a sub-directory, or a pattern.
         format: The format.
         files: Its files, relative to the directory; empty for DCP, whose index names them.
     """
@@ -60,7 +60,7 @@ class Part:
 
     @property
     def offered(self) -> str:
-        """Return the name to offer: that of the first file if the numbers in names do not say how the files belong together."""
+        """Return the name to offer: just the first file's, if the numbers in names do not show how the files belong together."""
         return self.files[0] if "*" in self.name and not lacking(self.files)[0] else self.name
 
     @property
@@ -75,7 +75,7 @@ class Part:
 
 
 def parts_of(root: Path) -> list[Part]:
-    """Return the checkpoints in a directory, by the table of this module.
+    """Return the checkpoints in a directory, by this module's table.
 
     Raises:
         CheckpointFormatError: An index cannot be read.
@@ -126,7 +126,7 @@ def _pattern_of(names: Sequence[str]) -> str:
 
 
 def _is_plain(child: Path) -> bool:
-    """Return whether a directory entry may be a file of a checkpoint. A FIFO or device with such a name is refused."""
+    """Return whether a directory entry may be a checkpoint's file. A FIFO or device with such a name is refused."""
     if child.name.endswith(INDEX_SUFFIX):
         regular_size(child)
     if child.is_dir() or child.name[0] == ".":
@@ -155,7 +155,7 @@ def listed_in(index: Path) -> list[str] | None:
 
 
 def format_of(file: Path) -> Format | None:
-    """Return a file's format by its first bytes, or by its suffix if these are damaged; None for other files."""
+    """Return a file's format, from its first bytes or, if those are damaged, its suffix; None for other files."""
     with open_regular(file) as data:
         magic = data.read(16) or b""
     if magic[:2] == b"PK":

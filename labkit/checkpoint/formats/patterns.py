@@ -12,7 +12,7 @@ _PLACEHOLDER = re.compile(r"\{rank(\+1)?\}|\*")
 
 
 def by_number(names: Sequence[str]) -> list[str]:
-    """Return names sorted so that the numbers in them are compared as numbers."""
+    """Return names sorted with the numbers in them compared as numbers."""
     return sorted(names, key=lambda name: [int(part) if part.isdecimal() else part for part in re.split("([0-9]+)", name)])
 
 
@@ -27,7 +27,7 @@ def matching_files(pattern: Path) -> tuple[Path, list[str], Mapping[str, int] | 
     ``{rank+1}`` is for names that count from 1.
 
     Returns:
-        The directory before the first placeholder, the files relative to it, and file to rank if the pattern contains the rank.
+        The directory before the first placeholder, the files relative to it, and each file's rank if the pattern contains the rank.
 
     Raises:
         CheckpointNotFoundError: No file matches.

@@ -1,21 +1,21 @@
-"""Decision on how several torch.save files form one checkpoint, from their contents and the numbers in their names.
+"""Decision on how several torch.save files form one checkpoint, based on their contents and the numbers in their names.
 
 | the files | are |
 | --- | --- |
 | the caller names them by a pattern with ``{rank}`` | the files of these ranks |
-| no tensor is in two files, and values that are in several are equal | parts of one state; \
-:mod:`labkit.checkpoint.formats.counted_names` says whether one is missing |
-| each holds tensors that say which rank wrote them (DTensor, ShardedTensor), each says another rank, and the names differ only in \
+| no tensor is in two files, and values that are in several files are equal | parts of one state; \
+:mod:`labkit.checkpoint.formats.counted_names` detects missing ones |
+| each holds tensors that say which rank wrote them (DTensor, ShardedTensor), all say different ranks, the names differ only in \
 that number | the files of those ranks |
 | all hold the same entries, weights among them, and these are equal except for ranks' own entries \
 (:mod:`labkit.checkpoint.formats.own_entries`) and shares of numbered moments; and the names differ in one number, by which no \
-more ranks are missing than there are | the files of the ranks that this number says |
+more ranks are missing than present | the files of the ranks that this number gives |
 | anything else: two numbers differ, an entry differs or is only in some files, no weights are in common | undecided: ask |
 
-Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights do not prove that files are from
-one moment, since weights may be frozen: a count that differs, ``epoch`` or ``rank``, may be a rank's own or tell two checkpoints
-apart. Here tensors are compared by length, torch's checksum and first bytes; before anything is migrated, bit for bit. A numbered
-moment is a share and not a copy if its length differs between files, or is that of no weight.
+Numbers are compared as numbers. Words such as ``rank`` or ``epoch`` decide nothing. Equal weights do not prove that files were
+saved together, since weights may be frozen: a number that differs may be a rank's own (``rank``) or show that these are two
+checkpoints (``epoch``). Here tensors are compared by length, torch's checksum and first bytes; a migration later compares them bit
+for bit. A numbered moment is a share rather than a copy if its length differs between files, or matches no weight.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _COMPARED_BYTES = 1 << 12
 
 @dataclass(slots=True)
 class Found:
-    """One tensor of one file: its chunks, and whether they are a part (a shard) or the whole."""
+    """One tensor in one file: its chunks, and whether they are a part (a shard) or the whole."""
 
     path: Path_
     shape: tuple[int, ...]
@@ -64,8 +64,8 @@ class RankFile:
         tensors, values: Its entries by key.
         opaque: Names outside the allow-list that were left unread.
         records: Its storages as (start, length, CRC-32), by start.
-        writers: The ranks that wrote its tensors according to the tensors themselves; torch stores them in sharded tensors.
-        world_size: The least number of ranks that the tensors imply.
+        writers: The ranks that wrote its tensors, as recorded in the tensors themselves (torch does so in sharded tensors).
+        world_size: The minimum number of ranks that the tensors imply.
     """
 
     name: str
@@ -78,14 +78,14 @@ class RankFile:
 
 
 def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | None, *, together: bool) -> dict[str, int] | None:
-    """Decide, by the table of this module, which rank wrote each file.
+    """Decide, by this module's table, which rank wrote each file.
 
     Args:
         files: The files of a directory that may be one checkpoint.
         root: The directory.
         told: File name to rank, if the caller gave it.
-        together: Whether the caller said that the files belong to one checkpoint. Otherwise any number in which their names
-            differ may be a step.
+        together: Whether the caller said that the files belong to one checkpoint; if not, a number that differs in the names may be
+            a step.
 
     Returns:
         File name to rank; None if the files are parts of one state.
@@ -112,13 +112,13 @@ def ranks_of(files: Sequence[RankFile], root: Path, told: Mapping[str, int] | No
 def _refuse_contradiction(files: Sequence[RankFile], root: Path, told: Mapping[str, int]) -> None:
     said = {file.name: next(iter(file.writers)) for file in files if len(file.writers) == 1}
     wrong = [name for name, rank in said.items() if told[name] != rank]
-    if wrong and len(set(said.values())) == len(files):  # ranks within groups of replicas repeat in several files and prove nothing
+    if wrong and len(set(said.values())) == len(files):  # ranks within replica groups occur in several files and prove nothing
         name = wrong[0]
         raise _undecided(files, root, f"{name} says that rank {said[name]} wrote it, but the path gives it rank {told[name]}")
 
 
 def missing_ranks(path: object, ranks: Collection[int], world_size: int = 0) -> tuple[int, ...]:
-    """Return the ranks without a file, up to the last one that has a file and below ``world_size``.
+    """Return the ranks that have no file, out of ``world_size`` ranks or more if a file's rank is higher.
 
     Raises:
         CheckpointFormatError: There would be implausibly many ranks.

@@ -1,7 +1,7 @@
-"""Search for patterns that name files of ranks in several folders, as nodes leave them: ``node*/ckpt_rank_{rank}.pt``.
+"""Search for patterns for ranks' files spread over several folders, one per node: ``node*/ckpt_rank_{rank}.pt``.
 
-A pattern is offered only if it matches these files and no others. With ``{rank}``, it gives each file a rank of its own, and
-contradicts no file that says which rank wrote it; without, each file says another rank itself.
+A pattern is offered only if it matches exactly these files. With ``{rank}``, it must give each file a different rank, and not
+contradict a file that says which rank wrote it. Without ``{rank}``, each file itself must say a different rank.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_READ = 64
 
 
 def rank_folders(root: Path, folders: Mapping[str, Sequence[Sequence[str]]]) -> str:
-    """Return a sentence on how to name files of ranks in several folders together; an empty text if no files look like that.
+    """Return a sentence on how to name ranks' files in several folders by one path; an empty string if no files look like that.
 
     Args:
         root: The directory of the folders.
@@ -66,7 +66,7 @@ def _patterns(root: Path, paths: Sequence[str], writers: Mapping[str, int | None
 
 
 def _with_stars(path: str, columns: Sequence[Sequence[int]], place: int = -1, text: str = "") -> str:
-    """Return a path with a text in place of one of its numbers, and ``*`` for the others that differ."""
+    """Return a path with one of its numbers replaced by a text, and the others that differ by ``*``."""
     texts = [text if at == place else "*" if len(set(column)) > 1 else None for at, column in enumerate(columns)]
     pieces = re.split("([0-9]+)", path)
     return "".join(piece if at % 2 == 0 else texts[at // 2] or piece for at, piece in enumerate(pieces))
@@ -82,7 +82,7 @@ def _matches(root: Path, pattern: str, paths: Sequence[str], ranks: Mapping[str,
 
 
 def _writer(file: Path) -> int | None:
-    """Return the rank that a file says wrote it, if its sharded tensors say one."""
+    """Return the rank that wrote a file, if its sharded tensors say so."""
     try:
         return read_torch(file, file.parent, [file.name], unknown="opaque").ranks.get(file.name)
     except (CheckpointError, OSError):

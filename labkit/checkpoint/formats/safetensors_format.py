@@ -1,9 +1,9 @@
 """Reading of safetensors: one file, a directory of shards with or without an index, and DCP's own sharded files.
 
-The format is an 8-byte little-endian length, a JSON header and the data, C-contiguous and without holes
+The format is an 8-byte little-endian length, a JSON header, and the data, C-contiguous without gaps
 (https://github.com/huggingface/safetensors#format). Files that the ``safetensors`` library refuses are refused. The header is also
-parsed here to get the byte ranges, which the library does not expose. ``DCP_SHARDING_INFO`` in the metadata is the shard's place,
-written by :class:`torch.distributed.checkpoint.HuggingFaceStorageWriter` with ``save_distributed=True``.
+parsed here, because the library does not expose byte ranges. ``DCP_SHARDING_INFO`` in the metadata gives the shard's position; it
+is written by :class:`torch.distributed.checkpoint.HuggingFaceStorageWriter` with ``save_distributed=True``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from labkit.checkpoint.index.model import Checkpoint, Chunk, ChunkTable, TensorE
 
 INDEX_SUFFIX = ".index.json"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
-# A refused header up to this size is parsed to explain why: as Python objects it can take 20 times the size of its text.
+# Refused headers up to this size are parsed to explain why; larger ones are not, since the parsed form can be 20 times as large.
 _EXPLAINED_BYTES = 1 << 20
 _LARGEST = (1 << 63) - 1  # the largest integer of torch and numpy
 _SHARDING = "DCP_SHARDING_INFO"
@@ -59,8 +59,9 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Return the JSON header of a safetensors file and the offset of the data.
 
-    The ``safetensors`` library decides whether the file is valid. It reports neither where tensors are nor which file is only cut
-    off, so the header is parsed here too. This is stricter: headers that another reader could read differently are refused.
+    The ``safetensors`` library decides whether the file is valid. It reports neither where tensors are nor whether a file was
+    merely truncated, so the header is parsed here too. This parser is stricter: it refuses headers that another reader could read
+    differently.
 
     Raises:
         IncompleteCheckpointError: The file ends inside the header, or before the end of its data.
@@ -89,7 +90,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
 
 
 def _refusal(path: Path) -> str:
-    """Return why the library refuses a file; an empty text if it accepts it."""
+    """Return why the library refuses a file; an empty string if it does not."""
     try:
         with safe_open(path, framework="np"):
             return ""
@@ -221,7 +222,7 @@ def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtyp
         raise CheckpointFormatError(
             checkpoint.root / found[1][0].file, f"{key!r} has another dtype or number of dims than in {first.file}"
         )
-    # Shards do not record the size of the whole tensor; take the furthest end of any shard.
+    # Shards do not record the whole tensor's size, so take the furthest end of any shard.
     shape = tuple(max(chunk.offsets[d] + chunk.sizes[d] for chunk, _ in found) for d in range(len(first.sizes)))
     unique = {(chunk.offsets, chunk.sizes): chunk for chunk, _ in found}
     if len(unique) < len(found) and not any(any(chunk.offsets) for chunk, _ in found):
@@ -231,7 +232,7 @@ def _entry(checkpoint: Checkpoint, key: str, found: list[tuple[Chunk, torch.dtyp
 
 
 def _add_tied(checkpoint: Checkpoint) -> None:
-    # safetensors.torch.save_model writes these pairs: a name that it left out, and the name that has the data.
+    # safetensors.torch.save_model writes these pairs: a name that it left out, and the name that holds the data.
     for name, owner in checkpoint.metadata.items():
         entry = checkpoint.tensors.get(owner)
         if entry is not None and name not in checkpoint.tensors and name != "format":

@@ -1,17 +1,16 @@
 """Detection of changes to the files of a source while they are read.
 
-Device, inode, size and both times (of the content and of the inode) of each file are noted before the index is read. Every
-descriptor that reads data is compared with them when it is opened, and every file once more after the last read. Any difference is
-refused, even if only the times differ: safetensors have no checksum, so nothing else shows that a file was half overwritten.
+Each file's device, inode, size, mtime and ctime are noted before the index is read. They are compared whenever a descriptor is
+opened to read data, and once more for every file after the last read. Any difference is refused, even if only the times differ:
+safetensors have no checksum, so nothing else would reveal a half-overwritten file.
 
 Changes that this does not detect:
 
-- A write that keeps the size, within one step of the file system's clock after the file was noted. On Linux 6.18 (ext4 and
-  tmpfs) each of 2,000 writes right after the times were read was detected. Before Linux 6.13 a step is a tick of the kernel's
-  timer.
-- Stores through a shared memory map, which the kernel records when it writes a page back and not when they happen.
-- Changes on network file systems that answer with times from a cache.
-- Changes behind links to directories inside a source: their targets are noted only after the index was read.
+- A write that keeps the size, within one clock step of the file system after the file was noted. On Linux 6.18 (ext4 and tmpfs),
+all of 2,000 writes made right after the times were read were detected. Before Linux 6.13, a step is a tick of the kernel's timer.
+- Stores through a shared memory map, which the kernel records only when it writes the page back.
+- Changes on network file systems that report cached times.
+- Changes behind links to directories inside a source: their targets are noted only after the index is read.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
         state, result.opaque = archive.load(unknown)
         places = _Places(archive, path, name)
         for found_at, leaf in Walk(path, archive.index_bytes).leaves(state):
-            nested = found_at or ("value",)  # a file that holds a single tensor or value, without a dict
+            nested = found_at or ("value",)  # the file holds a single tensor or value, not a dict
             key = ".".join(map(str, nested))
             if key in result.tensors or key in result.values:
                 raise CheckpointFormatError(
@@ -121,7 +121,7 @@ def _read_file(root: Path, name: str, unknown: Unknown) -> RankFile:
 
 
 def _note_writer(file: RankFile, leaf: Record, path: Path) -> None:
-    """Note the rank that wrote a sharded tensor and the number of ranks, according to the tensor itself."""
+    """Note which rank wrote a sharded tensor, and how many ranks there were, according to the tensor itself."""
     try:
         if is_dtensor(leaf):
             mesh = leaf.state["_spec"].state["mesh"].state
@@ -143,7 +143,7 @@ def _placed_on(placement: Any) -> int | None:
 
 
 class _Places:
-    """Byte ranges of the storages of one archive; each is looked up only once."""
+    """Byte ranges of an archive's storages, each looked up only once."""
 
     def __init__(self, archive: TorchArchive, path: Path, name: str) -> None:
         self._archive, self.path, self._name = archive, path, name
@@ -156,10 +156,10 @@ class _Places:
         return sorted((where.start, where.length, where.crc) for where in self._known.values())
 
     def chunk(self, ref: TensorRef, offsets: Sequence[int]) -> Chunk:
-        """Return the chunk of a tensor at ``offsets`` of the whole tensor.
+        """Return the chunk for a tensor that is at ``offsets`` in the whole tensor.
 
         Raises:
-            UnsupportedTensorError: With this chunk, the tensors of the file are far larger than the file.
+            UnsupportedTensorError: This chunk would make the file's tensors far larger than the file.
         """
         where = self._known[ref.storage.key] = self._archive.tensor(ref, self._known.get(ref.storage.key))
         if ref.view not in self._views:
@@ -177,7 +177,7 @@ class _Places:
 
 
 def _tensor(nested: Path_, leaf: Any, places: _Places) -> Any:
-    """Return a leaf as a tensor if it is one; else the leaf itself, or a stand-in for an unsupported tensor."""
+    """Return the tensor if a leaf is one, a stand-in if it is an unsupported tensor, else the leaf itself."""
     try:
         if isinstance(leaf, TensorRef):
             chunk = places.chunk(leaf, (0,) * len(leaf.shape))
@@ -246,7 +246,8 @@ def _check_order(spec: Mapping[str, Any], placements: Sequence[ShardDim | None],
 
 
 def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
-    # The form of DeviceMesh's state changed: a tensor of ranks (up to 2.8), a layout of shapes (from 2.9), of axes (from 2.13).
+    # DeviceMesh's state has had several forms: a tensor of ranks (up to 2.8), a layout of shapes (from 2.9), one of axes (from
+    # 2.13).
     if isinstance(mesh.get("mesh"), TensorRef):
         return mesh["mesh"].shape  # type: ignore[no-any-return]
     layout = mesh["_layout"].state
@@ -258,7 +259,7 @@ def _mesh_shape(mesh: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _drop_flat_views(file: RankFile, notes: list[str]) -> None:
     # LOCAL_STATE_DICT with use_orig_params=True also lists this rank's slices of the flat parameters, as 1-D views that do not
-    # say which part of the parameter they are.
+    # record their position.
     flat = {key: found for key, found in file.tensors.items() if key.split(".")[-1] == FLAT_PARAMETER}
     storages = frozenset().union(*(found.storages for found in flat.values()))
     views = [

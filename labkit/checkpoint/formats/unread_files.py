@@ -1,4 +1,4 @@
-"""Notes on files of a directory that are not read as a checkpoint: somebody may miss their contents."""
+"""Notes on files in a directory that are not read as part of a checkpoint, in case the user expects their contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from labkit.checkpoint.wording import listed
 
-#: Files that describe a checkpoint or are made from others, so that nothing is lost without them; and files of other checks.
+#: Files that only describe a checkpoint or are derived from others, so nothing is lost without them; and files that other checks
+#: cover.
 DECORATION = (
     "*config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.md",
     "LICENSE*", "manifest.json", "*.distcp", ".*",
@@ -17,7 +18,7 @@ _MOST = 4
 
 
 def unread_files(root: Path, taken: Collection[str]) -> list[str]:
-    """Return a note on the regular files of a directory that are neither taken nor decoration; an empty list if there are none.
+    """Return a list with a note on a directory's regular files that are neither taken nor decoration; empty if there are none.
 
     Args:
         root: The directory.

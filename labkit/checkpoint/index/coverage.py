@@ -1,4 +1,4 @@
-"""Exact check whether the chunks of a tensor cover it exactly once, vectorised over the chunks."""
+"""An exact check that chunks cover every element of a tensor once, vectorised over the chunks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def coverage(chunks: ChunkTable, shape: Sequence[int]) -> Coverage:
     """Compute how the chunks cover a tensor of this shape.
 
     The chunks' borders divide the tensor into cells; each cell is either entirely inside a chunk or entirely outside. The cells are
-    marked one layer at a time along the dim with the most borders, so that only one layer is in memory.
+    marked layer by layer along the dim with the most borders, so that only one layer is in memory.
     """
     if len(chunks) == 1 and chunks.sizes[0].tolist() == list(shape) and not chunks.offsets.any():
         return Coverage(0, 0)
@@ -62,7 +62,7 @@ def coverage(chunks: ChunkTable, shape: Sequence[int]) -> Coverage:
 
 
 def _along_one_dim(low: Int64s, high: Int64s, bounds: Int64s) -> Coverage | None:
-    """Check the usual case cheaply: chunks that are slices along one dim. Return None if they are not, or leave a gap."""
+    """Handle the usual case cheaply: chunks that are slices along one dim. Return None if they are not, or if they leave a gap."""
     partial = [d for d in range(len(bounds)) if bool(((low[:, d] != 0) | (high[:, d] != bounds[d])).any())]
     if len(partial) > 1 or len(low) == 0:
         return None

@@ -22,10 +22,10 @@ class Held:
     """The contents of a file, or of a part of it.
 
     Attributes:
-        num_tensors, num_values: Number of tensors with elements in it, and number of values in it.
+        num_tensors, num_values: The number of tensors with elements in it, and of values.
         size_bytes: The tensors' bytes, without the format's overhead.
         first: The names of the first tensors; if there are none, of the first values.
-        end: The least number of bytes that the file must have.
+        end: The minimum size of the file in bytes.
     """
 
     num_tensors: int = 0
@@ -35,7 +35,7 @@ class Held:
     end: int = 0
 
     def add(self, entry: TensorEntry | ValueEntry, size_bytes: int, end: int = 0) -> None:
-        """Count an entry; count all its parts at once, and tensors before values."""
+        """Count an entry with all its parts; call this for tensors before values."""
         is_tensor = isinstance(entry, TensorEntry)
         self.num_tensors += is_tensor
         self.num_values += not is_tensor
@@ -55,7 +55,7 @@ class Held:
 
 
 def held_in_files(checkpoint: Checkpoint) -> dict[str, Held]:
-    """Summarise, per file, which entries the index places in it and how many bytes; copies from other rank files count too."""
+    """Summarise, per file, which entries and how many bytes the index places in it; copies in other rank files count too."""
     shares = _Shares()
     for entry in checkpoint.tensors.values():
         shares.add(entry)
@@ -72,9 +72,9 @@ def missing_files(checkpoint: Checkpoint) -> dict[str, Held]:
 
 
 def also_in(root: Path, name: str) -> str:
-    """Return a sentence about a file of the same name in a folder beside the checkpoint's; an empty text if there is none.
+    """Return a sentence about a file of the same name in a sibling folder of the checkpoint's; an empty string if there is none.
 
-    If nodes save to disks of their own, each has a folder with its ranks' files, and one has the index.
+    If each node saves to its own disk, each has a folder with its ranks' files, and only one has the index.
 
     Args:
         root: The checkpoint's folder, in which the file is missing.
@@ -90,7 +90,7 @@ def also_in(root: Path, name: str) -> str:
 
 
 class _Shares:
-    """The tensors' parts in each file, as columns: 10,000 tensors in 1,024 files have ten million parts."""
+    """The tensors' parts in each file, stored as columns because 10,000 tensors in 1,024 files have ten million parts."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
@@ -103,7 +103,7 @@ class _Shares:
         """Count a tensor with all its copies."""
         tables = [entry.chunks, *entry.replicas]
         files = np.concatenate([self._numbers(table.files)[table.file_ids] for table in tables])
-        tensors, sizes, ends = self._columns  # as wide as the number of files by now
+        tensors, sizes, ends = self._columns  # as wide as the number of files so far, or wider
         np.add.at(sizes, files, np.concatenate([table.sizes.prod(axis=1) for table in tables]) * entry.dtype.itemsize)
         np.maximum.at(ends, files, np.concatenate([table.starts + table.lengths for table in tables]))
         files = np.unique(files)
@@ -112,7 +112,7 @@ class _Shares:
         tensors[files] += 1
 
     def _numbers(self, files: Sequence[str]) -> npt.NDArray[np.int64]:
-        """Return the numbers of a table's files. Tables mostly share one list of files; it is kept, so that its id stays unique."""
+        """Return the numbers of a table's files. Tables mostly share one list of files; keep it, so that its id stays unique."""
         if id(files) not in self._lists:
             numbers = [self._names.setdefault(name, len(self._names)) for name in files]
             self._lists[id(files)] = files, np.array(numbers, dtype=np.int64)

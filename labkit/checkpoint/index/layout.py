@@ -1,4 +1,4 @@
-"""The box of a tensor that a rank holds: the arithmetic of placements, without a process group or a mesh object."""
+"""Placement arithmetic: which box of a tensor a rank holds, computed without a process group or a mesh object."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Placement = ShardDim | None  # None replicates over the axis
 
 
 def split(length: int, parts: int, index: int) -> tuple[int, int]:
-    """Return offset and size of part ``index`` of a dim that is split as :func:`torch.chunk` does; later parts may be empty."""
+    """Return the offset and size of part ``index`` of a dim split as :func:`torch.chunk` splits it; later parts may be empty."""
     step = -(-length // parts)
     start = min(index * step, length)
     return start, min(step, length - start)
@@ -74,7 +74,7 @@ def coordinate_of(rank: int, mesh_shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_shape(shape: Sequence[object]) -> bool:
-    """Return whether torch can have a tensor of this shape: at most 64 sizes of at least 0, and strides of 64 bits."""
+    """Return whether a torch tensor can have this shape: at most 64 sizes, none negative, and strides that fit into 64 bits."""
     if len(shape) > _MOST_DIMS:
         return False
     step = 1
@@ -98,7 +98,7 @@ def is_contiguous(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements of its storage from a strided tensor's first element to its last."""
+    """Return how many storage elements a strided tensor spans, from its first element to its last."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -1,8 +1,8 @@
 """Step directories and the manifest that makes one complete.
 
-A store is a directory of ``step_00000010`` directories. A step is complete once its ``manifest.json`` appears. A save creates it
-last, by an atomic rename. The manifest holds the size and hash of every file of the step. ``latest`` searches for manifests; there
-is no pointer that could be moved too early or get lost.
+A store is a directory of ``step_00000010`` directories. A step is complete once it has a ``manifest.json``, which a save creates
+last, by an atomic rename. The manifest holds the size and hash of every other file in the step. ``latest`` searches for manifests,
+so there is no pointer that could move too early or get lost.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MANIFEST_FILE = "manifest.json"
 _EARLIER = "Use an earlier step."
 FORMAT = "labkit-checkpoint"
 VERSION = 1
-_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # as step_directory writes it, so that each step has only one name
+_STEP = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")  # exactly as step_directory writes it, so that each step has only one name
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Manifest:
 
 
 def hash_bytes(data: Any) -> str:
-    """Return the xxh3-128 hash of a bytes-like object. It protects against accidents and mix-ups, not against forgery."""
+    """Return the xxh3-128 hash of a bytes-like object, which protects against accidents and mix-ups, not forgery."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
@@ -69,8 +69,8 @@ def hash_file(path: Path, *, from_disk: bool = False) -> FileSum:
 
     Args:
         path: The file.
-        from_disk: Read past the page cache; if the file system does not support that, first ask the kernel to drop the pages
-            (a hint).
+        from_disk: Bypass the page cache; if the file system does not support that, first ask the kernel to drop the pages (only a
+            hint).
 
     Ranks: local. Blocks for one read of the file.
     """
@@ -96,7 +96,7 @@ def hash_file(path: Path, *, from_disk: bool = False) -> FileSum:
 
 
 def publish(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest into a directory: sync it and the directory to disk, and then rename it atomically.
+    """Write the manifest into a directory: sync it and the directory to disk, then rename it atomically.
 
     Raises:
         OSError: The manifest cannot be written; the directory then stays incomplete.
@@ -116,7 +116,7 @@ def publish(directory: Path, manifest: Manifest) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Write a file beside its final path, sync it to disk, and rename it to that path."""
-    # Others may be able to write here too: the name cannot be guessed, and an existing file is not opened.
+    # Other users may be able to write here too, so the name cannot be guessed, and no existing file is opened.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(16)}.tmp")
     with temporary.open("xb") as file:
         file.write(data)
@@ -167,7 +167,7 @@ def read(directory: Path) -> Manifest | None:
 
 
 def _check_form(path: Path, found: Manifest) -> None:
-    # Its own hash does not prove who wrote it, because anyone can compute one.
+    # The manifest's own hash does not prove who wrote it, because anyone can compute one.
     outside = [name for name in found.files if not is_inside(name) or name == MANIFEST_FILE]
     if outside:
         raise CorruptCheckpointError(path, f"it lists {outside[0]!r}, which is not a file of this directory. Use an earlier step.")

@@ -1,4 +1,4 @@
-"""The in-memory model of every checkpoint, whatever wrote it: entries with name, shape, dtype and the place of their bytes."""
+"""The in-memory model of any checkpoint: entries with name, shape, dtype and the location of their bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _WRITER = re.compile(r"^__([0-9]+)_[0-9]+\.distcp$|^shard-([0-9]+)-model")
 
 
 def writer_rank(file: str) -> int | None:
-    """Return the rank that wrote a file of DCP, which puts the rank into file names; None for other files."""
+    """Return the rank in the name of a file that DCP wrote; None for other files."""
     match = _WRITER.search(Path(file).name)
     if match is None:
         return None
@@ -38,11 +38,11 @@ def writer_rank(file: str) -> int | None:
 
 @dataclass(frozen=True)
 class Gap:
-    """Files that are missing or not read, as file names suggest.
+    """Files that, judging by other files' names, are missing or were not read.
 
     Attributes:
         severity: ``error`` if something is missing, ``warning`` if it may be.
-        what: Which files, and what to do.
+        what: Which files they are, and what to do.
     """
 
     severity: Literal["error", "warning"]
@@ -81,13 +81,13 @@ class Chunk:
 
 
 class ChunkTable(Sequence[Chunk]):
-    """The chunks of one tensor, stored as columns so that a million of them stay small.
+    """The chunks of one tensor, stored as columns so that a million of them take little memory.
 
     Attributes:
         offsets, sizes: int64 arrays of shape (num_chunks, num_dims).
         file_ids: int64 array (num_chunks,), indices into ``files``.
         starts, lengths: int64 arrays (num_chunks,), byte ranges.
-        writers: File name to the rank that wrote it, if the name does not contain the rank as DCP's names do.
+        writers: Maps file names to the rank that wrote the file, for names that do not contain it as DCP's do.
     """
 
     __slots__ = ("archive", "file_ids", "files", "lazy", "lengths", "offsets", "sizes", "starts", "strides", "writers")
@@ -152,7 +152,7 @@ class ChunkTable(Sequence[Chunk]):
         return (self[i] for i in range(len(self)))
 
     def in_directory(self, directory: str) -> ChunkTable:
-        """Return the same chunks with their files named relative to a directory above theirs."""
+        """Return the same chunks with file names relative to a parent directory."""
         files = [f"{directory}/{file}" for file in self.files]
         table = ChunkTable(
             self.offsets,
@@ -175,7 +175,7 @@ class ChunkTable(Sequence[Chunk]):
         return [self.files[int(self.file_ids[i])] for i in np.sort(first)]
 
     def same_place(self, other: ChunkTable) -> bool:
-        """Return whether both tables have the same boxes in the same bytes, in the same order."""
+        """Return whether both tables have the same boxes in the same byte ranges, in the same order."""
         columns = ("offsets", "sizes", "starts", "lengths")
         return (
             all(np.array_equal(getattr(self, column), getattr(other, column)) for column in columns)
@@ -197,13 +197,13 @@ class TensorEntry:
 
     Attributes:
         key: Its flat name as stored, unique in the checkpoint.
-        path: The nested keys that lead to it; integers are list positions, or integer dict keys in a torch.save file.
+        path: The nested keys that lead to it; an integer is a list position or, in a torch.save file, possibly a dict key.
         shape: The full shape.
         dtype: The stored dtype.
-        chunks: The places of its data.
+        chunks: Where its data are.
         section: Model, optimizer or other.
         tied_to: The key of the first entry that names the same bytes, or None.
-        replicas: Further copies under the same key, from other rank files; each should equal ``chunks``.
+        replicas: Copies under the same key in other rank files; each should equal ``chunks``.
         flat: True for a flat parameter of FSDP1, whose elements belong to several parameters.
     """
 
@@ -228,10 +228,10 @@ class TensorEntry:
 
 
 def tie(entries: Iterable[TensorEntry]) -> None:
-    """Set ``tied_to`` of the entries that have the same bytes as an earlier entry, in place."""
+    """Set ``tied_to``, in place, for each entry that shares its bytes with an earlier one."""
     seen: dict[Any, list[TensorEntry]] = {}
     for entry in entries:
-        # The step counts of moments are often one scalar shared by all parameters: that is intended, not a tie.
+        # All parameters often share one scalar step count; that is intended, not a tie.
         if not entry.shape or not entry.numel or not len(entry.chunks):
             continue
         first: Chunk = entry.chunks[0]
@@ -251,10 +251,10 @@ class ValueEntry:
         key: Its flat name.
         path: The nested keys that lead to it.
         file: The file that holds it, relative to the root.
-        start, length: The byte range of a torch.save archive in that file; length 0 when ``inline`` holds the value.
-        inline: The value itself, if reading the index already read it.
+        start, length: The byte range of a torch.save archive in that file; the length is 0 if ``inline`` holds the value.
+        inline: The value itself, if it was read along with the index.
         section: Optimizer or other.
-        replicas: The same key in other rank files: rank to inline value.
+        replicas: The values of the same key in other rank files, by rank.
     """
 
     key: str
@@ -275,7 +275,7 @@ def unsupported(value: ValueEntry) -> str | None:
 
 @dataclass(repr=False)
 class Checkpoint:
-    """The contents of a checkpoint. Made by :func:`labkit.checkpoint.open_checkpoint`, which reads only its indices.
+    """The contents of a checkpoint. :func:`labkit.checkpoint.open_checkpoint` makes it, and reads only indices.
 
     Attributes:
         path: The path that the caller gave.
@@ -283,20 +283,19 @@ class Checkpoint:
         kind: ``dcp``, ``torch`` (one file, or disjoint shards), ``torch_ranks`` (a file per rank), ``safetensors``,
             ``parts`` (several of these, assembled by the user).
         tensors, values: The entries by key, in stored order.
-        files: Name to size in bytes, of every file that belongs to the checkpoint.
-        metadata: Other information that the format has (versions, safetensors metadata).
+        files: The size in bytes of every file that belongs to the checkpoint, by name.
+        metadata: Other information from the format (versions, safetensors metadata).
         notes: Sentences about anything odd that was noticed during reading.
-        opaque: Names outside the allow-list that were left unread because the caller chose not to refuse them.
+        opaque: Names outside the allow-list whose contents were left unread because the caller chose not to refuse them.
         step: The step in a labkit store; None elsewhere.
-        ranks: File name to the rank that wrote it, if each file belongs to a rank.
+        ranks: The rank that wrote each file, by file name, if each file belongs to a rank.
         missing_ranks: The ranks whose files are missing, as the other files suggest.
-        index: The index file that lists its files; empty if there is none.
-        gaps: Missing files, as the names of the others suggest, if no index lists them.
-        parts: The checkpoints that it was put together from.
+        index: The index file that lists the other files; empty if there is none.
+        gaps: Files that seem to be missing, judging by the others' names; only if no index lists the files.
+        parts: The checkpoints that it was assembled from.
         records: For torch.save files: each file's storages as (start, length, CRC-32), by start.
-        conflicts: The tensors that have another form in another rank's file, with both forms as text; the entry has the first
-            file's.
-        states: The state that each file must have whenever it is read, by name; empty if that is not checked.
+        conflicts: The tensors whose form differs between ranks' files, with both forms as text; the entry has the first file's.
+        states: The state that each file must be in whenever it is read, by name; empty if that is not checked.
     """
 
     path: Path

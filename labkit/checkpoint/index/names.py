@@ -1,16 +1,16 @@
 """Canonical fully qualified names.
 
-Wrappers add their attribute to every name below them. FSDP1's ``_fsdp_wrapped_module`` (``_fpw_module`` before torch 2.0),
-activation checkpointing's ``_checkpoint_wrapped_module`` and ``torch.compile``'s ``_orig_mod`` are private names, which no model
-uses for a submodule, so they are always removed. The ``module`` of DDP and DataParallel may also be a submodule's own name. The
-rules for it:
+A wrapper adds its attribute's name to every parameter name below it. FSDP1's ``_fsdp_wrapped_module`` (``_fpw_module`` before torch
+2.0), activation checkpointing's ``_checkpoint_wrapped_module`` and ``torch.compile``'s ``_orig_mod`` are private names that no
+model uses for a submodule, so they are always removed. But the ``module`` of DDP and DataParallel may also be a submodule's own
+name. The rules for it:
 
-1. If a model is available, its names decide (:func:`match_names`), and the types of its modules (:func:`fqn_of`).
-2. Without a model, a leading ``module.`` is removed only if every name of the model begins with it, and the caller asks for it
-   (:func:`canonical_names`).
+1. If there is a model, its names (:func:`match_names`) and the types of its modules (:func:`fqn_of`) decide.
+2. Without one, a leading ``module.`` is removed only if every name begins with it and the caller asks for it
+(:func:`canonical_names`).
 3. ``module`` inside a name stays.
-4. Without a model, a name that occurs with and without a ``module`` part (:func:`twins`) may be one parameter or two. The user is
-   asked.
+4. Without a model, a name that occurs both with and without a ``module`` part (:func:`twins`) may be one parameter or two, so the
+user is asked.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def canonical_fqn(name: str) -> str:
 
 
 def fqn_of(module: nn.Module) -> Callable[[str], str]:
-    """Return a function from a module's names to canonical ones: without wrappers, and without each ``module`` of DDP.
+    """Return a function that maps a module's names to canonical ones, without wrappers and without the ``module`` of DDP.
 
     The types of the wrapped modules show which ``module`` belongs to DDP or DataParallel.
     """
@@ -73,7 +73,7 @@ def wrappers_in(names: Iterable[str]) -> dict[str, int]:
 
 
 def canonical_names(names: Iterable[str], path: object) -> dict[str, str]:
-    """Return the canonical name of each of one model's names, by this module's rules for names without a model.
+    """Map one model's names to canonical names, by this module's rules for when there is no model.
 
     Raises:
         FQNMismatchError: Two names become the same one.
@@ -84,7 +84,7 @@ def canonical_names(names: Iterable[str], path: object) -> dict[str, str]:
 
 
 def names_without_wrappers(names: Iterable[str]) -> dict[str, str]:
-    """Return the canonical name of each of one model's names, as :func:`canonical_names` does, even if two become the same."""
+    """Map one model's names as :func:`canonical_names` does, but allow two to become the same."""
     result = {name: canonical_fqn(name) for name in names}
     while _all_in_module(result.values()):
         result = {name: canonical.removeprefix(_DDP) for name, canonical in result.items()}
@@ -114,8 +114,8 @@ def match_names(names: Iterable[str], reference: Iterable[str]) -> dict[str, str
         reference: The model's own names; they may contain wrappers too.
 
     Returns:
-        Name to reference name, for names that have a partner. Names that are equal without private wrapper names come first.
-        Of the rest, names that are equal without any ``module`` part are partners too, if each side has only one such name.
+        Each name's reference name, for names that have a partner. First, names that are equal without private wrapper names are
+        partners. Of the rest, names that are equal without any ``module`` parts are, if each side has only one such name.
     """
     names = list(names)
     exact = {canonical_fqn(name): name for name in reference}
@@ -141,7 +141,7 @@ def twins(shapes: Mapping[str, object]) -> list[list[str]]:
 
 
 def _by_bare_name(names: Iterable[str]) -> dict[str, str]:
-    """Map names without their ``module`` parts to the full names, if they are unique."""
+    """Map each name without its ``module`` parts to the full name, if only one name matches."""
     return {bare: same[0] for bare, same in _bare_names(names).items() if len(same) == 1}
 
 
@@ -154,5 +154,5 @@ def _bare_names(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def flat_key(path: Path_) -> str:
-    """Return nested keys as DCP flattens them."""
+    """Join nested keys as DCP does."""
     return ".".join(map(str, path))

@@ -1,4 +1,4 @@
-"""Search for the one change of prefix that makes all names fit: ``net.layers.0.weight`` and ``layers.0.weight``."""
+"""Search for a single prefix change that makes all names match: ``net.layers.0.weight`` and ``layers.0.weight``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from labkit.checkpoint.wording import quoted
 
 @dataclass(frozen=True)
 class PrefixChange:
-    """The prefix that names have and the one that they should have; either may be empty."""
+    """A prefix that names have, and the one that they should have; either may be empty."""
 
     old: str
     new: str
@@ -32,11 +32,11 @@ class PrefixChange:
 
 
 def prefix_change(names: Collection[str], wanted: Collection[str], fits: Callable[[list[str]], bool]) -> PrefixChange | None:
-    """Return the smallest change of a common prefix, in whole parts of names, after which all names fit; None if none does.
+    """Return the smallest change of a common prefix, in whole dotted parts, after which all names fit; None if there is none.
 
     Args:
         names: The names that do not fit.
-        wanted: Those that they should become.
+        wanted: The names that they should become.
         fits: Returns whether changed names fit.
     """
     if not names or not wanted:
@@ -49,7 +49,7 @@ def prefix_change(names: Collection[str], wanted: Collection[str], fits: Callabl
 
 
 def _beginnings(names: Collection[str]) -> list[str]:
-    """Return the common prefixes of all names up to a dot, from the empty one to the longest."""
+    """Return the prefixes common to all names that end at a dot, from the empty one to the longest."""
     columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
     same = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
     return ["".join(f"{part}." for part in same[:count]) for count in range(len(same) + 1)]

@@ -1,16 +1,16 @@
 """Classification of entries as model, optimizer or other, by the structure of the state.
 
-These are the rules, in this order. Names of keys do not matter, except for the two keys that every torch optimizer writes:
+The rules, in order. Key names do not matter, except for the two that every torch optimizer writes:
 
-1. An optimizer is a dict with ``param_groups``, and ``state`` beside it, wherever it is nested. If a checkpoint has only the
-   ``state``, it still counts as an optimizer's if its names are parameter numbers, or names of tensors elsewhere in the
-   checkpoint, and its pieces have names that torch's optimizers use.
+1. An optimizer is a dict with both ``param_groups`` and ``state``, at any depth. A ``state`` alone still counts as an optimizer's
+if its names are parameter numbers or names of tensors elsewhere in the checkpoint, and its pieces have names that torch's
+optimizers use.
 2. The other tensors are in nests: the dicts under the top-level keys, and the top level itself. A nest with a floating-point tensor
-   of at least one dim may be a model; all its tensors belong to the section ``model``. Random states, permutations and counters
-   are integers or single numbers, so their nests are ``other``, and so is every value that is not a tensor. If no nest has such a
-   tensor, every nest may be a model, except in files of several ranks, which then hold per-rank values.
-3. If there are several such nests (averaged weights beside the weights, a teacher), all are ``model``. If one of them must be
-   chosen, it is the one with the names of the given model or of the optimizer. If that does not decide, the user must choose.
+of at least one dim may be a model, and then all its tensors belong to section ``model``. Random states, permutations and counters
+are integers or single numbers, so their nests are ``other``, as are all values that are not tensors. If no nest has such a tensor,
+every nest may be a model, except in rank files, which then hold per-rank values.
+3. If there are several such nests (averaged weights beside the weights, a teacher), all are ``model``. Where one must be chosen, it
+is the one whose names match the given model or the optimizer; if that does not decide, the user must choose.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _may_be_a_parameter(entry: TensorEntry) -> bool:
 
 
 def parts(entry: TensorEntry | ValueEntry) -> Path_:
-    """Return the entry's nested keys, with names split at their dots."""
+    """Return an entry's nested keys, with names split at dots."""
     return tuple(part for step in entry.path for part in (step.split(".") if isinstance(step, str) else (step,)))
 
 
@@ -87,7 +87,7 @@ def _in_optimizer(entry: TensorEntry | ValueEntry, roots: set[Path_]) -> bool:
 
 
 def parameters_of_group(value: object, where: object) -> list[str | int]:
-    """Return a group's ``params`` from an optimizer: the parameters' names, or their numbers.
+    """Return the ``params`` of an optimizer's group: parameter names or numbers.
 
     Raises:
         CheckpointFormatError: The value is something else.
@@ -98,7 +98,7 @@ def parameters_of_group(value: object, where: object) -> list[str | int]:
 
 
 def is_moment_piece(entry: TensorEntry) -> bool:
-    """Return whether a tensor may be a rank's stretch of a flattened moment: 1-D, of a parameter with only a number."""
+    """Return whether a tensor may be a rank's stretch of a flattened moment: it is 1-D, and its parameter has only a number."""
     keys = [str(part) for part in entry.path]
     return entry.section == "optimizer" and len(entry.shape) == 1 and any(key.isdigit() for key in keys[-2:-1])
 
@@ -142,7 +142,7 @@ def flat_nests(checkpoint: Checkpoint) -> list[Nest]:
 
 
 def _optimizer_names(checkpoint: Checkpoint) -> set[str]:
-    """Return the names of parameters in optimizer state; numbers are not names."""
+    """Return the parameter names in optimizer state; numbers do not count."""
     names = set()
     for entry in checkpoint.section("optimizer"):
         keys = [str(part) for part in parts(entry)]
@@ -158,12 +158,12 @@ def name_in(path: Path_) -> str:
 
 
 def nest_text(nest: Nest) -> str:
-    """Return a nest as text, for people and for the option that chooses it; the top level is a dot."""
+    """Return a nest as text, for display and for the option that chooses it; ``.`` is the top level."""
     return ".".join(map(str, nest)) or "."
 
 
 def wrappers_of(checkpoint: Checkpoint) -> dict[str, int]:
-    """Count the tensors' names that contain each wrapper's part, counting each nest as :func:`wrappers_in` does."""
+    """Count how many tensor names contain each wrapper's part, with each nest counted as in :func:`wrappers_in`."""
     result: dict[str, int] = {}
     nests: dict[Nest | str, list[str]] = {}
     for entry in checkpoint.tensors.values():

@@ -1,7 +1,7 @@
-"""The names that a checkpoint's pickle may contain without being refused. None is imported: each becomes an inert record.
+"""The names that a checkpoint's pickle may contain. None of them is imported: each becomes an inert record.
 
-A name is allowed as a whole, module and qualified name: allowing a module or class does not allow what is inside it. Names that
-only older versions of torch write stay on the list, because files with them exist.
+A name is allowed by module and qualified name together: allowing a module or class does not allow what is inside it. Names that
+only older versions of torch write stay on the list, because files that contain them exist.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RECORD_NAMES: frozenset[tuple[str, str]] = frozenset(
     | _in("datetime", "date", "datetime", "timedelta")
     | _in("numpy", "dtype", "ndarray")
     | _in("pathlib", "Path", "PosixPath", "PurePosixPath", "WindowsPath")
-    # The same classes in Python 3.13. DCP stores the checkpoint's own path, so each of its checkpoints names one of them.
+    # The same classes in Python 3.13. DCP stores a checkpoint's own path, so every DCP checkpoint names one of them.
     | _in("pathlib._local", "Path", "PosixPath", "PurePosixPath", "WindowsPath")
     | _in("torch", "Tensor")
     | _in("torch.nn.parameter", "Parameter")

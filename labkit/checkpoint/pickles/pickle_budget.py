@@ -1,4 +1,4 @@
-"""Limits on the cost of reading a pickle: work in proportion to its length, and keys whose hash is cheap."""
+"""Limits on the cost of reading a pickle: total work proportional to its length, and only keys with cheap hashes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ FREE_UNITS = 1 << 20
 _PART_UNITS = 8  # for parts that are examined one by one
 _MOST_KEY_DEPTH = 64
 MOST_KEY_BITS = 512
-_OWN_HASH_BITS = 64  # up to this size only a handful of numbers share a hash
+_OWN_HASH_BITS = 64  # up to this size, only a handful of numbers can share a hash
 
-# Their hash costs the same for any value, and cannot be made to collide with that of many others.
+# Hashing these has a fixed cost, and many of them cannot be made to collide.
 _PLAIN_KEYS = frozenset({str, bytes, bool, type(None), float})
 
 
 class PickleBudget:
-    """The work that is left for a pickle: 16 units per byte, plus a million for small pickles.
+    """The work left for a pickle: 16 units per byte, plus a million so that small pickles can be read.
 
-    A copied item or byte costs one unit. An argument of a call, an item of a set, and a part of a nested key cost eight each. All
-    else costs about the same for each opcode.
+    A copied item or byte costs one unit. An argument of a call, an item of a set, and a part of a nested key cost eight each.
+    Everything else costs about the same for each opcode.
 
     Args:
         size: The length of the pickle in bytes.
@@ -32,7 +32,7 @@ class PickleBudget:
         self._same_hash: Counter[tuple[int, int]] = Counter()
 
     def charge(self, units: int) -> None:
-        """Pay for work. Raises UnpicklingError if the total is more than a pickle of this length may cost."""
+        """Pay for work. Raises UnpicklingError once the total exceeds what a pickle of this length may cost."""
         self._left -= units
         if self._left < 0:
             raise UnpicklingError("it asks for far more work than its length allows, by repeating its parts")
@@ -42,10 +42,10 @@ class PickleBudget:
         self.charge(_PART_UNITS * count)
 
     def check_key(self, key: Any, target: Any) -> None:
-        """Pay for the hash of a key of a dict or set, in advance, because hashing cannot be interrupted.
+        """Pay in advance for hashing a key of a dict or set, because hashing cannot be interrupted.
 
         Raises:
-            UnpicklingError: The key is nested too deep, holds a very long number, or its parts repeat out of proportion.
+            UnpicklingError: The key is nested too deep or holds a very long number, or its parts repeat too often.
         """
         kind = type(key)
         if kind in _PLAIN_KEYS:
@@ -57,8 +57,9 @@ class PickleBudget:
         elif isinstance(key, tuple | frozenset):
             self._check_parts(key)
         elif kind is not complex:
-            return  # equal only to itself, or not hashable
-        # These hashes can be chosen, unlike those of texts, and each key is compared with all earlier keys of the same hash.
+            return  # equal only to itself, or unhashable
+        # An attacker can choose these hashes (not those of strings), and each key is compared with all earlier keys of the same
+        # hash.
         same = id(target), hash(key)
         self.charge_parts(1 + self._same_hash[same])
         self._same_hash[same] += 1

@@ -1,9 +1,9 @@
-"""Execution of a pickle's opcodes at a cost in proportion to its length.
+"""Execution of a pickle's opcodes at a cost proportional to its length.
 
 Python's own unpickler lets the file decide the cost: a few bytes may ask for a memo of gigabytes, or for the hash of a tuple that
-holds itself 2**50 times. Here every opcode does a bounded amount of work, and work that may repeat is paid from a budget. Only the
-opcodes that Python 3 writes in protocols 2 to 5 are supported. A subclass decides what names and calls mean. See
-:mod:`pickletools` for the opcodes.
+holds itself 2**50 times. Here every opcode does a bounded amount of work, and repeatable work is charged to a budget. Only opcodes
+that Python 3 writes in protocols 2 to 5 are supported; :mod:`pickletools` describes them. A subclass decides what names and calls
+mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIZED = frozenset({str, bytes, bytearray, list, tuple, dict, set, frozenset})
 
 
 class Stateful(list[dict[str, Any]]):
-    """A record of a class that occurs by the million: a list whose only item is the state."""
+    """A cheap record for a class with millions of objects: a list whose only item is the state."""
 
     __slots__ = ()
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -35,7 +35,8 @@ class PickleMachine:
         data: The pickle.
 
     Attributes:
-        memo: Memoized objects, in order. A list, or a subclass's object that also numbers runs that were taken out.
+        memo: Memoized objects, in order. A list, or an object of a subclass that can also number runs of objects that were taken
+            out.
         stack: Objects pushed since the last mark.
         budget: The work that is left for reading.
     """
@@ -79,7 +80,7 @@ class PickleMachine:
         """Run the pickle.
 
         Raises:
-            UnpicklingError: It does something that no pickle of a checkpoint does, or is out of proportion.
+            UnpicklingError: It does something that no checkpoint's pickle does, or its cost is out of proportion.
             IndexError, KeyError, TypeError, ValueError, struct.error: It is cut off or damaged.
         """
         data, memo, stack, rare = self._data, self.memo, self.stack, _RARE
@@ -138,7 +139,7 @@ class PickleMachine:
                 stack = self.stack
 
     def _call(self, function: Any, arguments: Any) -> Any:
-        # These two are most calls of a large .metadata: a size is a plain tuple here.
+        # Most calls in a large .metadata are these two; a size becomes a plain tuple.
         if function is Stateful and arguments == ():
             return Stateful()
         if function is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
@@ -191,7 +192,7 @@ class PickleMachine:
         return at
 
     def _put(self, at: int, width: int) -> int:
-        # Python assigns the numbers in order. A number far beyond makes its own unpickler fill gigabytes.
+        # Python assigns these numbers in order. A number far beyond makes Python's own unpickler allocate gigabytes.
         if int.from_bytes(self._data[at : at + width], "little") != len(self.memo):
             raise UnpicklingError("a memo number out of turn")
         self.memo.append(self.stack[-1])

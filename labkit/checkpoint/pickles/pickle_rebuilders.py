@@ -1,4 +1,4 @@
-"""Stand-ins for torch's functions that rebuild tensors from a pickle: each returns a description of the tensor."""
+"""Stand-ins for torch's functions that rebuild tensors from a pickle; each returns a description of the tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from labkit.checkpoint.pickles.pickle_records import (
     sizes_text,
 )
 
-# Classes that add nothing to the tensor from which they are made.
+# Classes that add nothing to the tensor they are made from.
 _PLAIN_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter")
 
 
@@ -72,7 +72,7 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _from_type(function: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    # torch._tensor._rebuild_from_type_v2: a subclass, or a tensor with attributes, which are dropped.
+    # torch._tensor._rebuild_from_type_v2: a subclass, or a tensor with attributes (which are dropped).
     if not (isinstance(function, Function) and isinstance(kind, Class) and isinstance(arguments, tuple)):
         raise UnpicklingError("a tensor subclass that is not rebuilt by a function of torch")
     built = function.call(*arguments)

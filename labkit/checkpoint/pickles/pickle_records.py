@@ -51,14 +51,14 @@ class StorageRef:
     numel: int
 
     def fits(self, length: int) -> bool:
-        """Return whether a record of so many bytes is the whole storage. A few extra bytes at its end are allowed."""
+        """Return whether a record of this many bytes is the whole storage. It may have a few extra bytes at the end."""
         item = 1 if self.dtype is None else self.dtype.itemsize
         return 0 <= length - self.numel * item < item
 
 
 @dataclass(frozen=True, slots=True)
 class Lazy:
-    """Operations that remain to be done on a tensor's bytes: torch saves a view as the bytes of its base and these two bits.
+    """Operations still to be applied to a tensor's bytes: torch saves a view as its base's bytes and these two bits.
 
     Attributes:
         conj: The values are the complex conjugates of the stored ones.
@@ -96,7 +96,7 @@ class TensorRef:
 
     @property
     def view(self) -> tuple[Any, ...]:
-        """A key that is equal for references to the same values."""
+        """A key that is equal for all references to the same values."""
         return self.storage.key, self.dtype, self.shape, self.strides, self.offset, self.lazy
 
     def __repr__(self) -> str:
@@ -143,7 +143,7 @@ class Class:
 
 
 class Record:
-    """An object of a class, kept as arguments, state and items only. Alternating keys and values are items too."""
+    """An object of a class, kept only as arguments, state and items; a mapping's items are alternating keys and values."""
 
     __slots__ = ("args", "items", "kind", "state")
 
@@ -157,10 +157,10 @@ class Record:
         return self.kind.name
 
     def set_state(self, state: Any) -> None:
-        """Take the state that a pickle sets, but only once: the effect of a second state depends on the class."""
+        """Take the state that a pickle sets, but only once: what a second state does depends on the class."""
         if self.state:
             raise UnpicklingError(f"it sets the state of a {self.name} twice")
-        # Slotted dataclasses and enums pickle (dict, slots); everything else that torch writes pickles one dict.
+        # Slotted dataclasses and enums pickle their state as (dict, slots), everything else that torch writes as one dict.
         if isinstance(state, tuple) and len(state) == 2 and all(part is None or isinstance(part, dict) for part in state):
             state = {**(state[0] or {}), **(state[1] or {})}
         self.state = state if isinstance(state, dict) else {"state": state}

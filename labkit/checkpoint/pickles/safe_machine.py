@@ -1,4 +1,4 @@
-"""The pickle machine that knows which names are data, and makes records of them."""
+"""A pickle machine that knows which names are data, and turns them into records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOST_UNKNOWN = 100
 _DCP = "torch.distributed.checkpoint"
 _NUMPY_CORES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
-# Plain types, which a pickle cannot modify: sizes and the three classes are most of a large .metadata file.
+# Plain types, which a pickle cannot modify; sizes and these three classes make up most of a large .metadata file.
 _TYPES: dict[tuple[str, str], type] = {
     (f"{_DCP}.metadata", "ChunkStorageMetadata"): Stateful,
     (f"{_DCP}.metadata", "MetadataIndex"): Stateful,
@@ -43,12 +43,12 @@ class NumpyScalar(Record):
 
 
 class SafeMachine(PickleMachine):
-    """The machine that turns names into records. The pickle decides which records are made, but never which code runs.
+    """A machine that turns names into records. The pickle decides which records are made, but never which code runs.
 
     Args:
         data: The pickle.
-        storages: Whether it belongs to a torch.save archive, in which tensors may have their storages elsewhere. DCP's index
-            has no tensors, and there a torch.Size is a plain tuple.
+        storages: Whether it belongs to a torch.save archive, where tensors' storages may be elsewhere. DCP's index has no tensors,
+            and each torch.Size in it is kept as a plain tuple.
 
     Attributes:
         unknown: The first hundred names in it that are outside the allow-list.
@@ -92,7 +92,7 @@ class SafeMachine(PickleMachine):
         return storage_kind(module, name) or self._class(*pair)
 
     def _defaultdict(self, kind: Class, arguments: tuple[Any, ...]) -> Any:
-        # A plain dict holds the same; the factory would only be called for missing keys.
+        # A plain dict is equivalent: the factory would only be called for missing keys.
         factory = arguments[0] if arguments else None
         known = factory is None or factory is OrderedDict or isinstance(factory, Function) or factory in self._factories.values()
         return {} if known and len(arguments) < 2 else Record(kind, arguments)
@@ -107,13 +107,13 @@ class SafeMachine(PickleMachine):
 
     def _member(self, kind: Any, name: Any) -> Class:
         # Protocol 2 pickles a nested class, and Python 3.11 pickles an enum's member, as getattr(class, name). On any other class
-        # this is a method, which torch would call.
+        # this would be a method, which torch would call.
         if not isinstance(kind, Class) or not isinstance(name, str) or len(name) > 100:
             raise UnpicklingError("an attribute of something that is not a class")
         return kind if kind.opaque else self._class(kind.module, f"{kind.qualname}.{name}")
 
     def _set(self, items: Any) -> set[Any]:
-        # Only from a sequence: set(range(10**9)) would be a bomb.
+        # Accept only a sequence: set(range(10**9)) would be a bomb.
         if type(items) not in (list, tuple, set, frozenset):
             raise UnpicklingError(f"a set of {type(items).__name__}")
         self.budget.charge_parts(len(items))
@@ -152,7 +152,7 @@ class SafeMachine(PickleMachine):
             self.budget.charge(sum(len(part) for part in state if isinstance(part, dict)) if isinstance(state, tuple) else 0)
             target.set_state(state)
         elif type(target) is OrderedDict:
-            # A module's state dict has the attribute _metadata. It is dropped, because it is not one of the entries.
+            # A module's state dict has the attribute _metadata, which is no entry, so it is dropped.
             if type(state) is not dict or any(not isinstance(key, str) or hasattr(OrderedDict, key) for key in state):
                 raise UnpicklingError("it replaces a method of an OrderedDict")
         else:
@@ -191,7 +191,7 @@ def _device(*arguments: Any) -> torch.device:
 
 
 def encode(text: str, encoding: str = "latin1") -> bytes:
-    """Return the bytes that protocol 2 writes as text."""
+    """Return the bytes behind a string, as protocol 2 pickles them."""
     if encoding not in ("latin1", "latin-1"):
         raise UnpicklingError("bytes in an encoding other than latin1")
     return text.encode("latin-1")

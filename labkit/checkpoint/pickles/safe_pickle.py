@@ -1,13 +1,12 @@
 """Reading of the pickles in checkpoints without running anything that they name.
 
-A pickle is a small program: it may name any importable function and call it. Here no name is ever imported. Each name on the
-allow-list becomes an inert record that only stores its arguments. Any other name makes the reader refuse the file, or becomes an
-opaque record if the caller still wants to inspect the file. See the warning in :mod:`pickle`, and :func:`torch.load` with
-``weights_only=True`` for torch's own restricted reader. That one builds real tensors, but reads neither ``.metadata`` nor FSDP1's
-sharded tensors.
+A pickle is a small program: it may name any importable function and call it. Here no name is ever imported. A name on the
+allow-list becomes an inert record that only stores its arguments. For any other name, the file is refused or, if the caller still
+wants to inspect it, the name becomes an opaque record. See the warning in :mod:`pickle`. torch's own restricted reader,
+:func:`torch.load` with ``weights_only=True``, builds real tensors, but reads neither ``.metadata`` nor FSDP1's sharded tensors.
 
-The cost of reading is in proportion to the pickle's length. :mod:`labkit.checkpoint.pickles.pickle_machine` limits the reading
-itself, and this module limits the conversion of the result.
+The cost is proportional to the pickle's length: :mod:`labkit.checkpoint.pickles.pickle_machine` limits the reading itself, and this
+module the conversion of the result.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Unknown = Literal["refuse", "opaque"]
 _PAUSE_BYTES = 1 << 20
 _MAX_DEPTH = 64
 _NAMES_PER_BYTE = 8
-# Errors that a damaged or hostile pickle causes in the machine.
+# Errors that a damaged or hostile pickle can cause in the machine.
 _DAMAGED = (UnpicklingError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, struct.error)
 
 
@@ -77,7 +76,7 @@ def load(data: bytes, path: object, *, unknown: Unknown = "refuse", storages: bo
 
 @contextmanager
 def _collector_paused(pause: bool) -> Iterator[None]:
-    # With millions of objects that all stay, the collector scans them again and again, which takes half of the time.
+    # With millions of objects that all stay alive, the garbage collector's repeated scans take half of the time.
     pause = pause and gc.isenabled()
     if pause:
         gc.disable()
@@ -106,7 +105,7 @@ def plain(value: Any, path: object, *, tensor: Callable[[TensorRef], Any] | None
 
 
 class _Plain:
-    """The converter of :func:`plain`. It turns each shared value only once: a few bytes of pickle can double a list sixty times."""
+    """The converter of :func:`plain`. It converts shared values only once: a few bytes can double a list sixty times."""
 
     def __init__(self, path: object, tensor: Callable[[TensorRef], Any] | None) -> None:
         self._path, self._tensor = path, tensor
@@ -157,7 +156,7 @@ class _Plain:
             raise CheckpointFormatError(self._path, f"a numpy array that cannot be read ({str(error)[:200]})") from None
 
     def _count(self, data: Any) -> None:
-        # Each array gets its own memory, even if many arrays refer to the same bytes.
+        # Each array gets its own memory, even if several refer to the same bytes.
         self._array_bytes[id(data)] = len(data)
         self._copied += len(data)
         if self._copied > UNITS_PER_BYTE * sum(self._array_bytes.values()) + FREE_UNITS:
@@ -185,14 +184,14 @@ def _short(item: Any) -> str:
 
 
 class Walk:
-    """A walk over the leaves of a nested state, each with the keys that lead to it, in stored order.
+    """A walk over the leaves of a nested state in stored order, each with the keys that lead to it.
 
     A list or tuple is a leaf unless it contains a tensor or a dict, as in DCP's own flattening. An empty dict is a leaf too.
 
     Args:
         path: The file, for messages.
-        size: The length of the pickle in bytes. All names together may have eight times as many characters plus a million. A
-            shared value is listed under each of its names, so a dict that is doubled fifty times is refused.
+        size: The length of the pickle in bytes. All names together may have eight times as many characters, plus a million. Since a
+            shared value is listed under each of its names, this refuses a dict that is doubled fifty times.
     """
 
     def __init__(self, path: object, size: int) -> None:
@@ -235,7 +234,7 @@ class Walk:
             )
 
     def _holds_tensors(self, items: Any, depth: int) -> bool:
-        """Return whether a list contains a tensor or a dict. A list without any, even if shared often, is searched only once."""
+        """Return whether a list contains a tensor or a dict. A shared list without any is searched only once."""
         if depth == 0:
             return True
         if id(items) in self._without:

@@ -1,9 +1,9 @@
-"""The values of a training state: ``load`` returns those that ``save`` accepts, equal and of the same type. Others are refused.
+"""Values in a training state. What ``save`` accepts, ``load`` returns equal and of the same type; ``save`` refuses all others.
 
 ==============================================  ==================================================================================
 a value                                         its restored form
 ==============================================  ==================================================================================
-None, bool, int, float, complex, str, bytes,    the same to the last bit: any size of int, -0.0, every NaN, lone surrogates
+None, bool, int, float, complex, str, bytes,    the same to the last bit: any int, -0.0, every NaN, lone surrogates
 bytearray, torch.dtype, torch.device
 list, tuple, torch.Size, set, frozenset         the same items in the same order (sets have none)
 dict, OrderedDict, Counter                      equal; keys and items of sets are values of the first row (an int of at most
@@ -18,10 +18,10 @@ Only these exact classes are accepted. A subclass (an Enum of ints, a namedtuple
 a different class, and is refused. So are defaultdict, deque, paths, dates, namespaces, ranges, arrays of text, dates or objects,
 tensors that are sparse, quantized, jagged or on meta, sharded tensors inside a value, and nesting beyond 50 levels, which also
 covers a value that contains itself. An attribute set on an OrderedDict is refused, except ``_metadata``, which torch sets and which
-is not kept. Two places that held the same object get two equal ones.
+is not kept. If one object was in two places, each place gets an equal object of its own.
 
-Two values agree if they are equal, of the same types and identical to the last bit. The order of a dict, a Counter or a set does
-not matter, that of an OrderedDict does.
+Two values agree if they have the same types and are identical to the last bit. Order matters in an OrderedDict, but not in a dict,
+Counter or set.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from labkit.checkpoint.errors import STATE, UnsavableStateError
 from labkit.checkpoint.files.plain_tensors import plain_tensor, tensor_bytes, to_cpu
 from labkit.checkpoint.pickles.pickle_budget import MOST_KEY_BITS
 
-MAX_DEPTH = 50  # the reader accepts a few more levels
+MAX_DEPTH = 50  # the reader accepts a few levels more
 
 _PAYLOADS: dict[type, Callable[[Any], bytes]] = {
     type(None): lambda value: b"",
@@ -65,7 +65,7 @@ _NUMBERS = frozenset(
 )
 _LONG = 32
 
-# A refused value gets the advice of the first class here that it is an instance of.
+# A refused value gets the advice of the first class here that it belongs to.
 _WAYS_OUT = {
     "labkit.checkpoint.state.state.PerRank": "PerRank has to be the value of a key, in a dict of the state with str or int keys",
     "torch.nn.modules.module.Module": "give it a key of its own, in a dict of the state with str or int keys",
@@ -96,14 +96,14 @@ _WAYS_OUT = {
 
 
 def snapshot(value: Any, *, copy: bool = False) -> Any:
-    """Return a value in the form to be written: new containers, and tensors on the CPU.
+    """Return a value in the form that is written: new containers, and tensors on the CPU.
 
     Args:
         value: The value.
         copy: Whether tensors and arrays must be independent of the live ones.
 
     Raises:
-        UnsavableStateError: Something in it would not be restored unchanged. The problem begins with its place in the value.
+        UnsavableStateError: Something in it would not be restored unchanged; the message begins with its place in the value.
     """
     known: dict[int, Any] = {}
 
@@ -194,7 +194,7 @@ def _what_and_way_out(value: Any) -> str:
 
 
 def digest(value: Any) -> bytes:
-    """Return a hash of a value from :func:`snapshot`. Equal values have equal hashes; it depends on types and on every bit."""
+    """Return a hash of a value from :func:`snapshot`, which depends on types and on every bit. Equal values have equal hashes."""
     return xxhash.xxh3_128_digest(_canonical(value, {}))
 
 
@@ -238,7 +238,7 @@ def _update(total: Any, parts: Iterable[bytes]) -> None:
 
 
 def _numbers(items: Any) -> bytes | None:
-    """Return many floats, or many ints of up to 64 bits, as bytes; else None. Histories and permutations have a million."""
+    """Return many floats, or many ints of up to 64 bits, as bytes; else None. Histories and permutations may have a million."""
     kinds = set(map(type, items)) if len(items) >= _LONG else set()
     if kinds == {float}:
         return b"floats " + array("d", items).tobytes()

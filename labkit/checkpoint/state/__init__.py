@@ -1,1 +1,1 @@
-"""A training state taken apart into flat leaves, and put back."""
+"""Splitting of a training state into flat leaves, and restoring it."""

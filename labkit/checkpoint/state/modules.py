@@ -1,4 +1,4 @@
-"""A module's tensors by canonical FQN, sharded like the module, and loading them back."""
+"""A module's tensors by canonical FQN, sharded like the module, and their loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from labkit.checkpoint.state.shards import is_sharded, is_tensor
 
 
 def has_fsdp1(module: nn.Module) -> bool:
-    """Return whether a module is or contains an old FullyShardedDataParallel wrapper."""
+    """Return whether a module is or contains an FSDP1 wrapper (FullyShardedDataParallel)."""
     return any(isinstance(part, FSDP) for part in module.modules())
 
 
@@ -41,10 +41,10 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def not_handed_back(module: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names in a module's state that no load would restore, each with the reason.
+    """Return the names in a module's state that a load cannot restore, each with the reason.
 
-    A load fills the module's own tensors and calls ``set_extra_state``. It cannot restore a copy or a value that ``state_dict``
-    adds. FSDP1 modules can load everything that they return.
+    A load fills the module's own tensors and calls ``set_extra_state``. It cannot restore a copy of a tensor, or a value that
+    ``state_dict`` adds. FSDP1 modules can load everything they return.
 
     Ranks: local.
     """
@@ -71,12 +71,12 @@ def _memory(tensor: Any) -> int:
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a module's state is that of its extra state, which ``set_extra_state`` takes."""
+    """Return whether a name in a module's state is for extra state, which ``set_extra_state`` takes."""
     return name.rpartition(".")[2] == "_extra_state"
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load a sharded state into a module. Only FSDP1 and extra state need it: other tensors were filled in place.
+    """Load a sharded state into a module. Only FSDP1 and extra state need this: other tensors were filled in place.
 
     Ranks: collective for FSDP1, else local.
     """

@@ -1,7 +1,7 @@
 """An optimizer's state by parameter name.
 
-Reading never changes the optimizer. torch's ``get_optimizer_state_dict`` runs an optimizer step on a fresh optimizer, and in some
-places matches moments by position. Here a parameter's state is read from the optimizer and named by the module's FQN.
+Reading never changes the optimizer. torch's ``get_optimizer_state_dict`` runs a step on a fresh optimizer, and in places matches
+moments by position. Here each parameter's state is read from the optimizer and named by the module's FQN.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def parameter_names(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
 def optimizer_state(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) -> dict[str, Any]:
     """Return an optimizer's state by FQN: ``{"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn, ...]}]}``.
 
-    Nothing is initialised and nothing changes: a fresh optimizer has an empty ``state``. The form is that of
-    :func:`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, and its counterpart can load it.
+    Nothing is initialised or changed: a fresh optimizer has an empty ``state``. The form is that of
+    :func:`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict`, whose counterpart can load it.
 
     Ranks: collective for FSDP1 (:meth:`FSDP.optim_state_dict`), else local.
     """
@@ -76,7 +76,7 @@ def optimizer_state(optimizer: Optimizer, modules: Mapping[Path_, nn.Module]) ->
 
 
 def match_groups(optimizer: Optimizer, names: Mapping[int, str], saved: list[dict[str, Any]], path: object) -> list[dict[str, Any]]:
-    """Return the saved group for each of an optimizer's groups, matched by their parameters; empty groups by their order.
+    """Return the saved group for each of an optimizer's groups, matched by parameters, or by order if empty.
 
     Raises:
         FQNMismatchError: Parameters are missing or unexpected, or the groups divide them differently.
@@ -111,8 +111,8 @@ def state_like(
 ) -> torch.Tensor:
     """Allocate an uninitialised tensor for one piece of a parameter's optimizer state.
 
-    A piece with the parameter's shape is sharded like the parameter. Anything else is whole on every rank; a step counter is on
-    the CPU unless the optimizer is capturable or fused.
+    A piece with the parameter's shape is sharded like the parameter; anything else is whole on every rank. A step counter is on the
+    CPU unless the optimizer is capturable or fused.
     """
     if shape == tuple(parameter.shape) and (shape or name != "step"):
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False, memory_format=torch.contiguous_format)

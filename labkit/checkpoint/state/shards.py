@@ -1,4 +1,4 @@
-"""The part of a tensor that one rank holds: its local boxes, for plain tensors, DTensor and FSDP1's ShardedTensor alike."""
+"""The local boxes of a tensor that one rank holds, whether it is a plain tensor, a DTensor or FSDP1's ShardedTensor."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class LocalTensor:
         shape: The full shape.
         dtype: The dtype.
         shards: The shards that this rank holds; empty boxes are left out unless the whole tensor is empty.
-        replica_of: None if no other rank holds the same boxes; else a label that ranks with equal boxes share. Ranks with the
-            same label must hold equal values.
+        replica_of: A label shared by all ranks with the same boxes, which must hold equal values; None if no other rank has these
+            boxes.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,7 @@ def local_tensor(tensor: torch.Tensor) -> LocalTensor:
     """Return this rank's part of a tensor.
 
     Raises:
-        UnsavableStateError: A DTensor is an unreduced partial sum, or its data do not match its placements; or
+        UnsavableStateError: It is a DTensor that is an unreduced partial sum, or whose data do not match its placements; or
             :func:`~labkit.checkpoint.files.plain_tensors.plain_tensor` refuses the tensor.
 
     Ranks: local.
@@ -100,11 +100,11 @@ def placement_of(placement: Any) -> Placement:
 
 
 def box_of(tensor: DTensor) -> Box:
-    """Return this rank's box of a tensor; the rank must be in its mesh. The box need not have the size of the local tensor.
+    """Return this rank's box of a tensor; the rank must be in its mesh. The box and the local tensor may differ in size.
 
-    torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes split unevenly: with 7
-    rows over ``(dp=3, tp=2)`` a rank gets a row that does not exist, and boxes of 13 rows overlap. So the layouts of fully_shard
-    and parallelize_module are computed here. Other strides and placements are left to torch.
+    torch's own arithmetic (``__create_chunk_list__``, which DCP uses) is wrong for some sizes that two axes split unevenly: for 7
+    rows over ``(dp=3, tp=2)`` it gives one rank a row that does not exist, and for 13 rows its boxes overlap. So this function
+    computes the layouts of fully_shard and parallelize_module itself, and leaves other strides and placements to torch.
 
     Raises:
         UnsavableStateError: This rank holds several boxes.

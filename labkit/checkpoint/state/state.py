@@ -1,14 +1,14 @@
 """Splitting of a training state (modules, optimizers, schedulers, tensors, values) into flat leaves.
 
-The nested dicts and lists of a state determine names and belong to the caller: a load fills them and does not replace them. A
-``dict`` or ``OrderedDict`` is split if all its keys are str or int; an int becomes its digits, so 3 and "3" are the same name, and
-a collision is refused. A list is split if it contains a tensor or a dict that is split.
+The nested dicts and lists of a state determine the names. They belong to the caller, so a load fills them instead of replacing
+them. A ``dict`` or ``OrderedDict`` is split if all its keys are str or int; an int becomes its digits, so 3 and "3" give the same
+name, and having both is refused. A list is split if it contains a tensor or a dict that is split.
 
-The result of an object's ``state_dict`` must be rebuilt from the file. So only str keys are names there, and the order of each
-OrderedDict is saved beside its items. Anything that is not split is one value, stored whole;
-:mod:`labkit.checkpoint.pickles.values` lists the possible values. Tensors of an object are restored as new tensors on the CPU. A
-sharded tensor is loaded into the tensor that the object's ``state_dict`` returns at the time of the load; if that one is not
-sharded, it is restored whole.
+An object's ``state_dict`` result, on the other hand, must be rebuilt from the file. So there only dicts with str keys are split,
+and the order of each OrderedDict is saved beside its items. Anything that is not split is stored whole as one value;
+:mod:`labkit.checkpoint.pickles.values` lists the possible values. An object's tensors are restored as new tensors on the CPU. A
+sharded tensor is loaded into the tensor that the object's ``state_dict`` returns at load time; if that tensor is not sharded, it is
+restored whole.
 """
 
 from __future__ import annotations
@@ -37,20 +37,21 @@ ORDER = "<OrderedDict>"
 
 @dataclass
 class PerRank:
-    """A value that differs between ranks: saved under ``rank_0``, ``rank_1`` ..., and loaded by the rank that it belongs to.
+    """A value that differs between ranks: each rank saves its own under ``rank_0``, ``rank_1`` ... and loads it back.
 
     Attributes:
-        value: Plain data, tensors, nested dicts of them, a module that is entirely on this rank, or an object with
-            ``state_dict`` and ``load_state_dict``.
+        value: Plain data, tensors, nested dicts of these, a module that is entirely on this rank, or an object with ``state_dict``
+            and ``load_state_dict``.
     """
 
     value: Any
 
 
 class Rng:
-    """This process's random number generators as state: Python's, torch's on the CPU and every visible GPU, numpy's.
+    """This process's random number generators as state: Python's, numpy's, and torch's on the CPU and every visible GPU.
 
-    Wrap it in :class:`PerRank`, because every rank has its own: ``{"rng": PerRank(Rng())}``. numpy's is included if it is imported.
+    Wrap it in :class:`PerRank`, because every rank has its own: ``{"rng": PerRank(Rng())}``. numpy's is included if numpy is
+    imported.
 
     Ranks: local.
     """
@@ -67,7 +68,7 @@ class Rng:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the generators to a state from :meth:`state_dict`. States of GPUs that this process does not have are ignored."""
+        """Set the generators to a state from :meth:`state_dict`, ignoring states of GPUs that this process does not have."""
         torch.set_rng_state(state["torch"])
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
@@ -96,11 +97,11 @@ class Captured:
         modules: Key prefix to module.
         optimizers: Key prefix to optimizer.
         objects: Key prefix to other objects with ``state_dict`` and ``load_state_dict``.
-        sharded: Flat key to the sharded tensors that objects hold.
-        per_rank: Key prefixes of :class:`PerRank` values, without the rank.
-        replicas: Flat key to the label under which ranks must hold equal values; see
+        sharded: The sharded tensors in objects, by flat key.
+        per_rank: Key prefixes of :class:`PerRank` values, excluding the rank.
+        replicas: For each flat key, a label: ranks with the same label must hold equal values; see
             :class:`labkit.checkpoint.state.shards.LocalTensor`.
-        problems: Sentences about entries that cannot be saved, or that a load cannot fill.
+        problems: Sentences about entries that a save cannot store or a load cannot fill.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -113,24 +114,25 @@ class Captured:
     problems: list[str] = field(default_factory=list)
 
     def is_own(self, path: Path_) -> bool:
-        """Return whether a path leads into a :class:`PerRank`."""
+        """Return whether a path leads into a :class:`PerRank` value."""
         return any(path[: len(prefix)] == prefix for prefix in self.per_rank)
 
 
 def capture(state: Mapping[str, Any], rank: int, *, saving: bool = True) -> Captured:
-    """Split a training state; for a save, find everything that a load would not restore before anything is written.
+    """Split a training state; for a save, also find everything that a load would not restore.
 
     Args:
         state: Nested dicts whose leaves are tensors of any kind, plain values, :class:`PerRank`, modules, optimizers, or
             objects with ``state_dict`` and ``load_state_dict`` (schedulers, data loaders).
         rank: This rank, for per-rank values.
-        saving: Whether to read and check the contents of optimizers, objects and values, or only note what a load can fill.
+        saving: Whether to read and check the contents of optimizers, objects and values, rather than only note what a load can
+            fill.
 
     Raises:
-        FQNMismatchError: Two leaves get the same name; or an optimizer holds tensors that are not parameters of a module in
-            the state (it was built before ``fully_shard`` replaced them, and its steps change nothing).
-        UnsavableStateError: A value or a tensor would not be restored unchanged; all of them are named.
-        CheckpointMismatchError: A tensor cannot be filled; or FSDP1 is combined with tensor parallelism, whose optimizer state
+        FQNMismatchError: Two leaves get the same name; or an optimizer holds tensors that are not parameters of a module in the
+        state (for example, it was built before ``fully_shard`` replaced them, so its steps change nothing). UnsavableStateError: A
+        value or tensor would not be restored unchanged; the message names all of them. CheckpointMismatchError: A tensor cannot be
+        filled; or FSDP1 is combined with tensor parallelism, whose optimizer state
             torch restores wrongly.
 
     Ranks: collective if an FSDP1 module is in the state, else local.
@@ -196,8 +198,8 @@ def walk(
     Args:
         value: The nested containers.
         path: The keys that lead to it.
-        rebuilt: Whether a load rebuilds the containers, or fills the caller's own.
-        ordered: A dict that receives the keys of each OrderedDict that is split and rebuilt. None leaves OrderedDicts whole.
+        rebuilt: Whether a load rebuilds the containers rather than filling the caller's own.
+        ordered: A dict to fill with the keys of each OrderedDict that is split and rebuilt; if None, OrderedDicts stay whole.
     """
     if len(path) > MAX_DEPTH:
         raise UnsavableStateError(STATE, [f"{flat_key(path):.80} is nested deeper than {MAX_DEPTH} levels, or contains itself"])
@@ -214,7 +216,7 @@ def walk(
 
 
 def _is_open(value: Any, *, rebuilt: bool, ordered: bool = False, closed: set[int] | None = None) -> bool:
-    """Return whether a dict or list is split; ``closed`` collects lists that are not, because these may occur many times."""
+    """Return whether a dict or list is split; ``closed`` collects lists that are not, since a list may occur many times."""
     kind = type(value)
     if kind is dict or (kind is OrderedDict and (not rebuilt or (ordered and not lost_attributes(value)))):
         return bool(value) and all(type(key) is str or (type(key) is int and not rebuilt) for key in value)
@@ -248,7 +250,7 @@ def _add(found: Captured, path: Path_, value: Any, *, rebuilt: bool, saving: boo
             found.leaves[key] = Leaf(key, path, value=snapshot(value) if saving else value, own=own)
             return
         if rebuilt and saving and type(value) is not torch.Tensor and not is_sharded(value):
-            snapshot(value)  # raises for a parameter or another subclass, which would be restored as a plain tensor
+            snapshot(value)  # raises for a parameter or other subclass, which would come back as a plain tensor
         local = local_tensor(value)
     except UnsavableStateError as error:
         found.problems.extend(f"{key} {problem}" if not problem.startswith("[") else key + problem for problem in error.problems)

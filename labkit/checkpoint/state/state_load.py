@@ -24,10 +24,10 @@ from labkit.checkpoint.state.state import ORDER, PerRank
 def nest(leaves: Mapping[Path_, Any], source: object) -> Any:
     """Build nested dicts and lists from leaves by path; integers in a path are list positions.
 
-    The order of each OrderedDict may be among the leaves, as :func:`labkit.checkpoint.state.state.capture` saves it.
+    The leaves may include the order of each OrderedDict, as :func:`labkit.checkpoint.state.state.capture` saves it.
 
     Raises:
-        FQNMismatchError: The positions of a list have gaps, so they were int keys of a dict in a file from another program.
+        FQNMismatchError: A list's positions have gaps, so they were really int dict keys, in a file from another program.
     """
     if () in leaves:
         return leaves[()]
@@ -86,7 +86,7 @@ def _set(here: Any, step: Any, value: Any) -> None:
 
 
 def key_of(container: Any, step: str | int) -> Any:
-    """Return the dict key or list index for a part of a name: "3" means the int 3 if the dict has that key but not "3"."""
+    """Return the dict key or list index for a part of a name; "3" means the int 3 if the dict has that key but no "3"."""
     if isinstance(container, list):
         return int(step)
     if step in container or not str(step).lstrip("-").isdecimal():
@@ -95,7 +95,7 @@ def key_of(container: Any, step: str | int) -> Any:
 
 
 def put_value(state: Any, path: Path_, value: Any) -> None:
-    """Replace the value at nested keys of a state, in its dict or list, or inside its :class:`PerRank`."""
+    """Replace the value at nested keys of a state, whether in a dict, a list or a :class:`PerRank`."""
     here = state
     for index, step in enumerate(path):
         last = index == len(path) - 1
@@ -119,8 +119,8 @@ class OptimizerTarget:
         optimizer: The optimizer.
         tensors: Flat key to the tensor that receives the piece, sharded like its parameter.
         keys: All keys of the checkpoint that belong to the optimizer.
-        states: FQN to its state, with those tensors and with values that are not tensors.
-        groups: The saved options for each of the optimizer's groups, in its order.
+        states: Each FQN's state: those tensors, and values that are not tensors.
+        groups: The saved options for each of the optimizer's groups, in the optimizer's order.
         parameters: FQN to parameter.
     """
 
@@ -150,7 +150,7 @@ class OptimizerTarget:
 
 
 def keys_below(checkpoint: Checkpoint, path: Path_) -> list[str]:
-    """Return the keys of a checkpoint's entries whose nested keys are a path or begin with it."""
+    """Return the keys of a checkpoint's entries at or below a path."""
     entries: list[TensorEntry | ValueEntry] = [*checkpoint.tensors.values(), *checkpoint.values.values()]
     return [entry.key for entry in entries if entry.path[: len(path)] == path]
 
@@ -221,7 +221,7 @@ def _fsdp1_targets(
             state[piece] = reader.value(key)
             continue
         tensor = reader.checkpoint.tensors[key]
-        # FSDP1 needs whole tensors even for its sharded optimizer state, and splits them itself.
+        # FSDP1 needs whole tensors even for sharded optimizer state, and splits them itself.
         state[piece] = target.tensors[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
 
 
@@ -230,7 +230,7 @@ def _fsdp1_shapes(modules: Mapping[Path_, nn.Module]) -> set[str]:
 
 
 def _state_key(rest: Path_, names: Container[str | int]) -> tuple[str, Path_] | None:
-    """Return FQN and piece from the keys below an optimizer: ``("state", "block.0.weight", "exp_avg")``.
+    """Split the keys below an optimizer into FQN and piece: ``("state", "block.0.weight", "exp_avg")``.
 
     A piece may be nested (LBFGS has lists of tensors) if the FQN is a single key and the name of a parameter.
     """

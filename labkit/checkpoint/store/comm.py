@@ -37,10 +37,10 @@ class Comm:
         return result  # type: ignore[return-value]
 
     def everywhere(self, function: Callable[[], T], path: object) -> list[T]:
-        """Call a function on every rank and return all results; on failure, raise the first failing rank's error on every rank.
+        """Call a function on every rank and return all results; if any rank fails, raise the first one's error on every rank.
 
         Raises:
-            CheckpointError: The function raised a CheckpointError on some rank; its own type is kept.
+            CheckpointError: The function raised a CheckpointError on some rank; its type is kept.
             CheckpointWriteError: The function raised something else; the message names the rank and the exception.
 
         Ranks: collective.

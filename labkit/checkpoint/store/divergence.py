@@ -1,4 +1,4 @@
-"""Detection of values that should be equal on several ranks but differ, before one is saved and the others are lost."""
+"""Detection of values that should be equal on several ranks but differ, before one is saved and the rest are lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from labkit.checkpoint.pickles.values import digest
 from labkit.checkpoint.state.state import Captured
 from labkit.checkpoint.store.comm import Comm
 
-# Maps a key to its nested keys and a text with its shape and dtype (or "a value"), for everything but per-rank values.
+# For everything but per-rank values: maps a key to its nested keys and a text with its shape and dtype (or "a value").
 _Forms = dict[str, tuple[Path_, str]]
 _ADVICE = {
     "else": "Wrap each rank's own values in PerRank(...).",
@@ -28,13 +28,13 @@ _ADVICE = {
 
 
 def refuse_divergence(captured: Captured, comm: Comm) -> None:
-    """Compare, across the ranks, all keys and all values that several ranks hold copies of.
+    """Compare all keys across the ranks, and all values of which several ranks hold copies.
 
-    The ranks first exchange digests; only if these differ are single keys compared. A key may be only on some ranks (a pipeline's
+    The ranks first exchange digests, and compare single keys only if these differ. A key may exist on only some ranks (a pipeline's
     stages). A value that rank 0 lacks is marked to be written by the lowest rank that has it, because DCP would drop it.
 
     Raises:
-        RankDivergenceError: Keys differ; it names each key and the groups of ranks that agree.
+        RankDivergenceError: Keys or their values differ; it names each key and the groups of ranks that agree.
 
     Ranks: collective. Blocks for a hash of the replicated data (about 10 GB/s on one core).
     """
@@ -82,10 +82,10 @@ def _name_them(captured: Captured, digests: Mapping[str, tuple[str, bytes]], for
 
 
 def _of_names(forms: Sequence[_Forms], objects: Sequence[list[Path_]]) -> dict[str, str]:
-    """Return the problem of each key whose form or nesting differs between ranks.
+    """Return the problem with each key whose form or nesting differs between ranks.
 
-    A name may be only on some ranks. But the entries of one object must have the same names on all ranks that have the object,
-    because a load gives each of these ranks all of the names.
+    A name may exist on only some ranks. But an object's entries must have the same names on all ranks that have the object, because
+    a load gives each of these ranks all the names.
     """
     problems: dict[str, str] = {}
     where: dict[str, dict[int, tuple[Path_, str]]] = {}
@@ -132,7 +132,7 @@ def _advice(captured: Captured, keys: Iterable[str]) -> str:
 
 
 def _digests(captured: Captured) -> dict[str, tuple[str, bytes]]:
-    """Return, by key, the label of the ranks that must agree and the content's digest, for entries on several ranks."""
+    """Return, for each entry on several ranks, the label of the ranks that must agree and the content's digest."""
     result = {}
     for key, leaf in captured.leaves.items():
         if leaf.own:

@@ -41,11 +41,11 @@ class HostMemory:
         self._block = self._offset = 0
 
     def copy(self, data: Tensor) -> Tensor:
-        """Begin to copy a tensor of any device, dtype and strides.
+        """Start copying a tensor of any device, dtype and strides.
 
         Returns:
             A contiguous copy whose storage holds nothing else, valid until the next :meth:`begin`. Its values are complete once the
-            device's current stream has reached this copy.
+            device's current stream has got past this copy.
         """
         copy = torch.empty(0, dtype=data.dtype).set_(self._take(data.nbytes)).view(data.shape)
         return copy.copy_(data, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The plan of what one rank will read into its training state, and the problems that prevent it."""
+"""A plan of what one rank will read into its training state, or the problems that prevent it."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class LoadPlan:
             for name, value in self.modules[path].items():
                 key = flat_key((*path, name))
                 if is_extra_state(name) and key in self.checkpoint.tensors:
-                    self.values.append(key)  # passed on whole, whatever its shape is here
+                    self.values.append(key)  # passed on whole, whatever shape it has here
                     taken.add(key)
                     continue
                 self._want(key, value if is_tensor(value) and not is_extra_state(name) else None, taken)
@@ -208,7 +208,7 @@ class LoadPlan:
         for key in keys:
             entry = self.checkpoint.tensors.get(key)
             if entry is not None:
-                live = self.tensors.get(key)  # a sharded one, about to be filled
+                live = self.tensors.get(key)  # a sharded tensor, about to be filled
                 leaves[entry.path[len(path) :]] = reader.tensor(key) if live is None else live
             else:
                 leaves[self.checkpoint.values[key].path[len(path) :]] = reader.value(key)
@@ -223,7 +223,7 @@ class LoadPlan:
         put_value(self.state, leaf.path, value)
 
     def finish(self) -> None:
-        """Do what needs the loaded tensors: FSDP1's own loading, extra state, optimizers."""
+        """Finish what needs the loaded tensors: FSDP1's own loading, extra state, optimizers."""
         for path, state in self.modules.items():
             load_module_state(self.captured.modules[path], state)
         for target in self.optimizers:
@@ -231,7 +231,7 @@ class LoadPlan:
 
 
 def find(state: Any, path: Path_, rank: int) -> Any:
-    """Return the value at nested keys of a state, also inside a :class:`PerRank`; None in another rank's part."""
+    """Return the value at nested keys of a state, even inside a :class:`PerRank`; None if it belongs to another rank."""
     value = state
     for step in path:
         if isinstance(value, PerRank):

@@ -1,7 +1,7 @@
 """A load that checks everything before it changes anything.
 
-Keys in both directions, shapes, dtypes, coverage and hashes are compared first, on every rank. Then each rank reads the boxes
-that it holds, straight from the files, without a collective and without unpickling anything unsafe.
+First, every rank compares keys in both directions, shapes, dtypes, coverage and hashes. Then each reads its own boxes straight from
+the files, without collectives and without unpickling anything unsafe.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class LoadReport:
     Attributes:
         path: The checkpoint's directory or file.
         step: Its step, in a store.
-        num_tensors: Number of tensors read, over all ranks, each counted once.
-        ignored: Keys that only the checkpoint or only the state has, and that ``ignore`` covered.
-        checked: Whether file hashes were compared; also False if the checkpoint has no manifest.
+        num_tensors: Number of tensors read by all ranks together, each counted once.
+        ignored: Keys that only the checkpoint or only the state has, and that ``ignore`` matched.
+        checked: Whether file hashes were compared; False if the checkpoint has no manifest.
         notes: Sentences about anything else worth knowing.
     """
 
@@ -67,23 +67,23 @@ def load(
     Args:
         path: A store (its newest complete step, or ``step``), or any checkpoint that :func:`open_checkpoint` reads.
         state: As for :func:`labkit.checkpoint.save`. Tensors and modules are filled in place. Optimizers get the saved state and
-            groups. Objects with ``load_state_dict`` are called. Other values are replaced in their dicts; they are equal to the
-            saved ones and of the same type (:mod:`labkit.checkpoint.pickles.values`). The dicts and lists that hold names stay the
-            caller's own.
+            groups. Other objects get their state through ``load_state_dict``. Plain values are replaced in their dicts by ones
+            equal to the saved ones and of the same type (:mod:`labkit.checkpoint.pickles.values`). The containers themselves stay
+            the caller's.
         step: The step of a store to load.
-        ignore: Patterns (``optimizer.*``) of keys that may be missing or unexpected; these keep their values.
-        check: ``full`` first compares every file with the manifest's hashes, shared out over the ranks. Without a manifest it
-            compares torch's own checksums while reading, so a load can then stop half way. ``size`` checks only sizes.
-            ``none`` does neither, and does not look for errors as :func:`labkit.checkpoint.verify` does.
-        narrowing: Allow conversions to a dtype that cannot hold every value of the saved one. Values that overflow are
-            still refused.
-        despite: Codes of errors of ``verify`` to accept (:data:`labkit.checkpoint.checks.findings.CODES`). Rank 0 checks
-            the index, the moments and the lists of parameters of everything loaded; it does not check for NaN, nor single values.
-            ``unsafe`` has no effect here: pickles that ask for code are never read.
+        ignore: Patterns (``optimizer.*``) of keys that may be missing or unexpected; their values in the state stay as they are.
+        check: ``full`` first compares every file's hash with the manifest's, dividing the files among the ranks. Without a manifest
+            it compares torch's own checksums while reading, so a load may then stop half way. ``size`` checks only sizes. ``none``
+            does neither, and skips the checks of :func:`labkit.checkpoint.verify`.
+        narrowing: Allow conversion to a dtype that cannot hold every value of the saved one; values that overflow are still
+            refused.
+        despite: Codes of errors of ``verify`` to accept (:data:`labkit.checkpoint.checks.findings.CODES`). For everything loaded,
+            rank 0 checks the index, the moments and the lists of parameters, but neither single values nor NaN. ``unsafe`` has no
+            effect here: pickles that ask for code are never read.
         group: The ranks that load; None for all ranks.
 
     Returns:
-        The checkpoint that was loaded, and what was read from it.
+        Which checkpoint was loaded, and what was read from it.
 
     Raises:
         CheckpointNotFoundError: The store has no complete step, or not this one.
@@ -94,8 +94,8 @@ def load(
         CorruptCheckpointError: A file's hash is not the manifest's.
         UnsafeCheckpointError: A pickle names something outside the allow-list.
         VerificationError: ``verify`` would find an error, and ``despite`` does not name it.
-        In all these cases nothing in the state has changed, on any rank. The exceptions are overflow under ``narrowing``, and
-        damaged data in a checkpoint without a manifest, which only show while reading.
+        In all these cases no rank's state has changed, with two exceptions that show only while reading: overflow under
+        ``narrowing``, and damaged data in a checkpoint without a manifest.
 
     Ranks: collective; all ranks raise when one does. Blocks for reading the checkpoint once to check it and once to load.
     """
@@ -143,7 +143,7 @@ def _check_files(root: Path, check: Check, comm: Comm) -> bool:
         found = manifest.read(root) if root.is_dir() else None
         if found is None:
             return False
-        # Deal out the files from the largest to the smallest, so that each rank hashes about the same number of bytes.
+        # Deal out files in order of size, the largest first, so that all ranks hash about the same number of bytes.
         names = sorted(found.files, key=lambda name: (-found.files[name].size, name))
         share = names[comm.rank :: comm.size]
         with task("check", sum(found.files[name].size for name in share)) as checking:

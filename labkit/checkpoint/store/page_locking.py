@@ -1,7 +1,8 @@
-"""Memory whose pages are locked for a GPU, after several threads have filled it.
+"""Memory whose pages several threads create, and which is then locked for a GPU.
 
-A driver that allocates locked memory creates its pages in one thread: on a machine with one NVIDIA H200, 10 GiB took 3.8 to
-5.1 s, even if eight threads each asked for a part. Created by eight threads and locked afterwards, they took 1.4 s.
+A driver that allocates locked memory creates the pages in a single thread: on a machine with one NVIDIA H200, 10 GiB took 3.8 to
+5.1 s, even when eight threads each asked for a part. When eight threads created the pages and they were locked afterwards, it took
+1.4 s.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def lock(memory: Tensor) -> bool:
     if int(torch.cuda.cudart().cudaHostRegister(start, memory.nbytes, 0)):
         _forget_error()
         return False
-    # When the interpreter exits, the driver is gone, or it will unlock everything itself.
+    # When the interpreter exits, the driver is already gone or will unlock everything itself.
     weakref.finalize(memory, _unlock, start).atexit = False
     return True
 

@@ -1,8 +1,8 @@
 """A save that cannot lose the last good checkpoint.
 
-Anything that a load would not restore unchanged is refused before anything is written. DCP writes a step into a directory of its
-own. After every rank has read back its files and the values in them, rank 0 publishes ``manifest.json`` by an atomic rename. Only
-then is the step complete, and only then are older steps removed. A crash at any moment leaves the previous steps unchanged, and a
+Anything that a load would not restore unchanged is refused before anything is written. DCP writes each step into its own directory.
+After every rank has read back its files and their values, rank 0 publishes ``manifest.json`` by an atomic rename. Only then is the
+step complete, and only then are older steps removed. Whenever it crashes, a save leaves earlier steps unchanged and at worst a
 directory without a manifest.
 """
 
@@ -57,21 +57,21 @@ def save(
         state: Nested dicts of modules, optimizers, objects with ``state_dict``, tensors, DTensors, plain values, and
             :class:`labkit.checkpoint.PerRank` for each rank's own values. Optimizer state is saved by FQN, so the module that an
             optimizer trains must be in the state too. Schedulers and counters need entries of their own.
-        step: The training step; it names the directory ``step_00000010``.
-        keep: After publishing, remove complete steps beyond the newest ``keep``, and what unfinished saves of earlier steps
-            left. Steps that are links or another user's stay, and do not count. None removes nothing.
+        step: The training step; step 10 goes into the directory ``step_00000010``.
+        keep: After publishing, keep the newest ``keep`` complete steps; remove older ones, and what unfinished saves of earlier
+            steps left. Steps that are links or another user's stay, and do not count. None removes nothing.
         threads: Files that each rank writes at the same time.
-        group: The ranks that save; None for all of them. Without a process group this process saves alone.
+        group: The ranks that save; None for all of them. Without a process group, this process saves alone.
 
     Returns:
         The step's directory. It is a DCP checkpoint with a manifest.
 
     Raises:
-        CheckpointExistsError: The step is already complete; or what is in its place is another user's, or not a directory.
-        RankDivergenceError: Ranks hold different values under one key that is not per rank.
-        UnsavableStateError: A value or a tensor would not be restored unchanged; the message names all of them, each with advice.
-        FQNMismatchError: Names collide, or an optimizer holds no parameter of a module in the state.
-        CheckpointWriteError: A rank could not write, or its files do not read back. All ranks raise it, and the step is not
+        CheckpointExistsError: The step is already complete, or its path is taken by something that is another user's or not a
+        directory. RankDivergenceError: Ranks hold different values under one key that is not per rank. UnsavableStateError: A value
+        or a tensor would not be restored unchanged; the message names all of them, each with advice. FQNMismatchError: Names
+        collide, or an optimizer holds no parameter of a module in the state. CheckpointWriteError: A rank could not write, or its
+        files do not read back. All ranks raise it, and the step is not
             published.
 
     Ranks: collective. Blocks until every rank's files are on disk and read back.
@@ -93,7 +93,7 @@ class PendingSave:
         self._path: Path | None = None
         self._error: BaseException | None = None
         self._collected = False
-        # Not a daemon thread: a process that ends normally finishes its save first.
+        # Not a daemon thread, so that a process that ends normally finishes its save first.
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"labkit-save-{work.step}")
         self._thread.start()
 
@@ -104,7 +104,7 @@ class PendingSave:
             self._error = error
 
     def done(self) -> bool:
-        """Return whether the save has ended, successfully or not."""
+        """Return whether the save has ended, whether or not it succeeded."""
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Path:
@@ -134,20 +134,20 @@ _groups: dict[int, dist.ProcessGroup] = {}
 def save_async(store: str | Path, state: Mapping[str, Any], step: int, *, keep: int | None = None, threads: int = 1) -> PendingSave:
     """Save in the background: copy everything to CPU memory, return, and write from a thread.
 
-    GPU tensors are copied into page-locked memory, which is kept for the next save. So host memory of the size of this rank's
-    share stays allocated. The first save locks it and takes longer.
+    GPU tensors are copied into page-locked memory, which is kept for the next save, so host memory as large as this rank's share
+    stays allocated. The first save takes longer, because it locks that memory.
 
     Later changes to the tensors do not affect the checkpoint. Only one save runs at a time: a second call first waits for the
     previous save, and raises its error unless ``wait()`` has already done so. The arguments are those of :func:`save`. All ranks of
     the default group take part, over a separate gloo group.
 
     Returns:
-        The pending save. Call ``wait()`` before relying on it; the step counts only once it is published.
+        The pending save. Call ``wait()`` before you rely on it: the step counts only once it is published.
 
     Raises:
         CheckpointError: As :func:`save`, for errors found before writing begins; or the previous save failed.
 
-    Ranks: collective. Blocks for the copy to CPU memory, and until a save that is still running has ended.
+    Ranks: collective. Blocks until a save that is still running has ended, and for the copy to CPU memory.
     """
     global _pending
     previous, _pending = _pending, None
@@ -192,7 +192,7 @@ def _capture(state: Mapping[str, Any], comm: Comm) -> Captured:
 
 
 class _Save:
-    """One save, from the directory to retention."""
+    """One save, from making the directory to removing old steps."""
 
     def __init__(self, store: Path, step: int, captured: Captured, comm: Comm, *, keep: int | None, threads: int) -> None:
         if keep is not None and keep < 1:
@@ -214,8 +214,8 @@ class _Save:
         try:
             self._write_and_publish()
         except CheckpointError:
-            # Every rank raises the same error here, so none is still writing. The unfinished step never counted, and on a full disk
-            # its space is needed.
+            # Every rank raises the same error here, so none is still writing. The unfinished step never counted, and its space may
+            # be needed if the disk is full.
             if self.folder is not None:
                 self.folder.remove(self.directory.name, only_unfinished=True)
             raise

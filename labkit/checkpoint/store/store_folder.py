@@ -1,12 +1,12 @@
-"""The folder of a store, held open while a step is saved: a save makes and removes steps in it.
+"""A store's folder, held open while a save makes and removes steps in it.
 
-Others may be able to write to a store. A step that is a link or belongs to another user is never removed, and does not count among
-the steps to keep. The rule is that of :mod:`labkit.base.places`, but a step's owner is compared with that of a directory that was
-just made, since some file systems give all files to one user. Steps are removed through open directories, so that exchanging names
+Other users may be able to write to a store. A step that is a link or another user's is never removed, and does not count among the
+steps to keep. The rule is that of :mod:`labkit.base.places`, but a step's owner is compared with that of a directory made just
+before, since some file systems give all files to one user. Steps are removed through open directories, so that swapping names
 meanwhile has no effect.
 
-There is one limit: every rank writes the data of a step by path, so a user who may rename entries of the store can exchange the
-step's directory meanwhile. A sticky bit on the store, as ``/tmp`` has it, prevents that.
+There is one limit: every rank writes a step's data by path, so a user who may rename entries of the store can swap the step's
+directory meanwhile. A sticky bit on the store, as on ``/tmp``, prevents that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class StoreFolder:
         store: The store; it is made if needed.
 
     Raises:
-        CheckpointWriteError: A link that another user has made leads there.
+        CheckpointWriteError: The path leads through a link that another user made.
         OSError: It cannot be opened or made.
     """
 
@@ -52,7 +52,7 @@ class StoreFolder:
         os.close(self._fd)
 
     def make_step(self, name: str) -> None:
-        """Make the directory of a step; first remove what an unfinished save of this user has left there.
+        """Make the directory of a step, after removing what an unfinished save of this user left there.
 
         Raises:
             CheckpointExistsError: Something else is there.
@@ -74,7 +74,7 @@ class StoreFolder:
         return CheckpointExistsError(self._store / name, f"{what}, and was left as it is. Save another step, or move it away.")
 
     def _owner_of_new(self) -> int:
-        """Return the owner of a directory that this process makes here."""
+        """Return the owner that the file system gives to a directory made by this process here."""
         name = f".labkit-{secrets.token_hex(8)}"
         os.mkdir(name, 0o700, dir_fd=self._fd)
         try:
@@ -83,7 +83,7 @@ class StoreFolder:
             os.rmdir(name, dir_fd=self._fd)
 
     def remove(self, name: str, *, only_unfinished: bool = False) -> bool:
-        """Remove a step, its manifest first: a crash in the middle leaves an unfinished step and never a damaged complete one.
+        """Remove a step, manifest first, so that a crash leaves an unfinished step, never a damaged one that looks complete.
 
         Args:
             name: The step's directory. A link or another user's directory stays.
@@ -109,7 +109,7 @@ class StoreFolder:
         return False
 
     def retain(self, keep: int, *, newest: int) -> list[Path]:
-        """Remove this user's complete steps beyond the newest ``keep``, and their unfinished steps below ``newest``.
+        """Remove all but the newest ``keep`` of this user's complete steps, and this user's unfinished steps before ``newest``.
 
         Returns:
             The directories that were removed.
@@ -128,7 +128,7 @@ class StoreFolder:
 
     @contextlib.contextmanager
     def _step(self, name: str) -> Iterator[int | None]:
-        """Open a step's directory; yield None if it is not a directory of this user."""
+        """Open a step's directory; yield None unless it is a directory of this user."""
         try:
             fd = os.open(name, _FOLDER, dir_fd=self._fd)
         except OSError:

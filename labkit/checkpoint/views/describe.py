@@ -37,10 +37,10 @@ def describe(checkpoint: Checkpoint, *, patterns: Sequence[str] = (), chunks: bo
 
     Args:
         checkpoint: An opened checkpoint.
-        patterns: Select tensors and values whose name matches one of these; the totals always cover everything.
+        patterns: Include only tensors and values whose name matches one of these; the totals always cover everything.
         chunks: Whether to list each chunk with its file, byte range, box and writing rank.
 
-    Values of up to 64 KiB are read. Names in them outside the allow-list are reported and not run.
+    Values of up to 64 KiB are read. Names in their pickles outside the allow-list are reported, not run.
 
     Ranks: local.
     """
@@ -68,7 +68,7 @@ def _missing(name: str, held: Held) -> dict[str, Any]:
 
 
 def totals(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return counts and bytes, in total and per section; a tied tensor counts under each name, its elements and bytes once."""
+    """Return counts and bytes, in total and per section. A tied tensor counts under each name, its bytes and elements once."""
     result: dict[str, Any] = {
         "num_tensors": len(checkpoint.tensors),
         "num_values": len(checkpoint.values),

@@ -1,4 +1,4 @@
-"""A picture of where a checkpoint's bytes are. Plain HTML and SVG, readable in a saved notebook without any script."""
+"""A picture of where a checkpoint's bytes are, in plain HTML and SVG that a saved notebook shows without any script."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from labkit.checkpoint.views.describe import totals
 from labkit.checkpoint.views.table import KINDS
 from labkit.checkpoint.wording import bytes_text, counted
 
-# Okabe and Ito's colours; the patterns keep the parts apart in black and white.
+# Okabe and Ito's colours; the patterns tell the parts apart in black and white.
 _COLOURS: Mapping[Section, str] = {"model": "#0072B2", "optimizer": "#E69F00", "other": "#999999"}
 _WIDTH, _ROW, _LABEL = 620, 20, 190
 MAX_FILES = 24
@@ -33,7 +33,7 @@ def file_shares(checkpoint: Checkpoint) -> dict[str, dict[Section, int]]:
 
 
 def checkpoint_svg(checkpoint: Checkpoint) -> str:
-    """Draw one bar per file with the bytes of each section. At most 24 files are drawn; a text counts the others."""
+    """Draw one bar per file with the bytes of each section. At most 24 files are drawn; a line of text counts the rest."""
     shares = file_shares(checkpoint)
     names = list(shares)[:MAX_FILES]
     largest = max((sum(shares[name].values()) for name in names), default=1) or 1
@@ -101,7 +101,7 @@ def checkpoint_html(checkpoint: Checkpoint, *, rows: int = 12) -> str:
     ]
     more = f"<p>and {counted(len(entries) - rows, 'more tensor')}</p>" if len(entries) > rows else ""
     table = f"<table>{_row(['name', 'shape', 'dtype', 'size', 'shards'], tag='th')}{''.join(body)}</table>"
-    # An image, because JupyterLab removes inline SVG from untrusted notebooks.
+    # Use an image, because JupyterLab removes inline SVG from untrusted notebooks.
     data = base64.b64encode(checkpoint_svg(checkpoint).encode()).decode()
     sizes = ", ".join(
         f"{name} {bytes_text(sum(share.values()))}" for name, share in list(file_shares(checkpoint).items())[:MAX_FILES]

@@ -1,4 +1,4 @@
-"""Short descriptions of values that are not tensors: small values are read, and unreadable ones are named."""
+"""Short descriptions of values that are not tensors; only small ones are read."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_CHARACTERS = 60
 
 @dataclass(frozen=True, slots=True)
 class SmallValue:
-    """A value, as far as it was read.
+    """A value, or the reason why it was not read.
 
     Attributes:
         entry: The entry of the value.
-        content: The value; inert records replace whatever is not plain data.
+        content: The value, with inert records in place of whatever is not plain data.
         asks_for: Names in its pickle outside the allow-list. None of them was run.
         unread: The reason why it was not read; empty if it was.
     """
@@ -46,7 +46,7 @@ class SmallValue:
 
 
 def small_values(checkpoint: Checkpoint, entries: Iterable[ValueEntry]) -> Iterator[SmallValue]:
-    """Read values of a checkpoint of up to 64 KiB each. Ranks: local. Runs nothing, and reads no tensor."""
+    """Read a checkpoint's values of up to 64 KiB each. Ranks: local. Runs nothing, and reads no tensor."""
     with Reader(checkpoint) as reader:
         for entry in entries:
             if entry.length > SMALL_BYTES:
@@ -60,12 +60,12 @@ def small_values(checkpoint: Checkpoint, entries: Iterable[ValueEntry]) -> Itera
             try:
                 content = safe_pickle.plain(content, checkpoint.root / entry.file, tensor=lambda reference: reference)
             except CheckpointFormatError:
-                pass  # the content is then shown as records
+                pass  # content then keeps the records
             yield SmallValue(entry, content, asks_for)
 
 
 class _Short(reprlib.Repr):
-    """A repr of only a few levels and items of a value, because a file of a few bytes may hold a list of 2**60 items."""
+    """A repr limited to a few levels and items, because a file of a few bytes may hold a list of 2**60 items."""
 
     def __init__(self) -> None:
         super().__init__()

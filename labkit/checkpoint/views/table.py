@@ -27,7 +27,7 @@ KINDS = {
     "parts": "put together from parts",
 }
 DEFAULT_ROWS = 200
-_MISSING = 8  # enough to see what is wrong
+_MISSING = 8  # enough to see the problem
 
 
 def render(
@@ -66,7 +66,7 @@ def render(
 
 
 def _cells(texts: Iterable[str]) -> list[Text]:
-    return [Text(printable(text)) for text in texts]  # a Text does not interpret markup
+    return [Text(printable(text)) for text in texts]  # Text does not interpret markup
 
 
 def _row(entry: TensorEntry) -> list[str]:
@@ -176,7 +176,7 @@ def _values_table(values: Sequence[SmallValue], num_values: int) -> list[Rendera
     return [table, *(rest if more else [])]
 
 
-# The width of a printed page; a notebook cuts off or scrolls wider lines.
+# The width of a printed page; a notebook cuts off wider lines or scrolls them.
 NOTEBOOK_COLUMNS = 96
 
 

@@ -1,1 +1,1 @@
-"""Writing of files: in each format, beside the destination, complete before it appears."""
+"""Writing of files in each format, beside the destination, so that it is complete when it appears."""

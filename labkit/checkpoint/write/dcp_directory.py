@@ -36,7 +36,7 @@ from labkit.checkpoint.write.torch_writer import write_tensor
 
 @dataclass
 class DcpWriter:
-    """A writer of a DCP directory. It notes where each file's items are, and makes ``.metadata`` from the notes."""
+    """A writer of DCP directories. It notes where each file's items are, and makes ``.metadata`` from these notes."""
 
     files: list[OutFile]
     single: str | None = None
@@ -64,7 +64,7 @@ class DcpWriter:
     def _value(self, value: OutValue, reader: Reader) -> io.BytesIO:
         entry = value.entry
         if value.key not in self.plain and entry is not None and entry.length:
-            reader.check_value(entry)  # DCP executes whatever a pickle names, so do not pass on an unsafe one
+            reader.check_value(entry)  # DCP executes whatever a pickle names, so do not pass on an unsafe pickle
             data = bytearray(entry.length)
             got = read_into(reader.open(entry.file).fileno(), memoryview(data), entry.start)
             if got != entry.length:

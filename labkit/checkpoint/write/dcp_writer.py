@@ -1,8 +1,8 @@
 """A storage writer and a planner for :func:`torch.distributed.checkpoint.save`.
 
-The files have DCP's own format: :func:`torch.distributed.checkpoint.load` reads them. Three things differ from
-:class:`torch.distributed.checkpoint.FileSystemWriter`: every file is hashed while it is written, an error in any writer
-thread fails the save, and ``.metadata`` never replaces that of an earlier save, because a step directory is new.
+The files have DCP's own format, so :func:`torch.distributed.checkpoint.load` reads them. Unlike
+:class:`torch.distributed.checkpoint.FileSystemWriter`, this writer hashes every file while writing it, fails the save if any thread
+has an error, and never replaces the ``.metadata`` of an earlier save, because a step directory is new.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Leaf:
     Attributes:
         key: The flat name.
         path: The nested keys.
-        shape, dtype: Those of the full tensor; None for a value that is not a tensor.
-        shards: Offsets, sizes and data of the part of a tensor that this rank holds.
+        shape, dtype: The full tensor's; None for a value that is not a tensor.
+        shards: Offsets, sizes and data of this rank's part of a tensor.
         value: The value, if it is not a tensor.
-        own: True if only this rank has the key (per-rank values); otherwise every rank has it and one of them writes it.
+        own: True if only this rank has the key (per-rank values); otherwise every rank has it, and one of them writes it.
     """
 
     key: str
@@ -60,7 +60,7 @@ class Leaf:
 
 
 class LeafPlanner(DefaultSavePlanner):
-    """A planner for leaves whose state is already flattened; global planning and its checks are DCP's.
+    """A planner for leaves that are already flat; global planning and its checks are DCP's.
 
     Args:
         leaves: This rank's leaves by key.
@@ -107,7 +107,7 @@ class LeafPlanner(DefaultSavePlanner):
 
 
 class DirectoryWriter(StorageWriter):
-    """A writer of a DCP checkpoint into a new directory. It keeps the hash of every file of this rank, and reads them all back.
+    """A writer of a DCP checkpoint into a new directory. It keeps the hash of every file of this rank, and can read them all back.
 
     Args:
         directory: An existing directory without a checkpoint in it.
@@ -179,7 +179,7 @@ class DirectoryWriter(StorageWriter):
         self.sums[METADATA_FILE] = write_metadata(self.directory, metadata)
 
     def read_back(self, leaves: Mapping[str, Leaf], progress: Callable[[int], None]) -> None:
-        """Read back what this rank wrote: compare every file on disk with its hash, and every value as a load reads it.
+        """Read back what this rank wrote: compare each file on disk with its hash, and each value with its leaf.
 
         Args:
             leaves: The leaves that were to be written, by key.

@@ -1,4 +1,4 @@
-"""The files of a checkpoint to write, their contents, and the interface of a format's writer."""
+"""The files of a checkpoint to write, their contents, and the interface that each format's writer implements."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from labkit.checkpoint.index.layout import Box
 from labkit.checkpoint.index.manifest import FileSum
 
 Reserve = Callable[[int], AbstractContextManager[None]]
-# Maps the key of a tensor without bytes of its own to the tensor and the key whose bytes it shares.
+# For each tensor without its own bytes: maps its key to the tensor and the key whose bytes it shares.
 Ties = Mapping[str, tuple[OutTensor, str]]
 
 
@@ -46,7 +46,7 @@ class Piece:
 
     @property
     def cost(self) -> int:
-        """Bytes of memory that reading it takes if its bytes cannot be copied unchanged."""
+        """Memory, in bytes, needed to read it if its bytes cannot be copied unchanged."""
         return self.tensor.source.cost(prod(self.box[1]))
 
 
@@ -62,7 +62,7 @@ class Written:
 
     Attributes:
         total: Its size and hash.
-        items: Information about the file that the format needs for its index.
+        items: What the format needs to know about the file for its index.
     """
 
     total: FileSum

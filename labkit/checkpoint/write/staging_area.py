@@ -2,14 +2,14 @@
 
 ``NEW.partial`` is a folder that labkit creates for its user alone. It contains
 
-- ``.labkit``, the marker: it names the destination of the folder, and is locked as long as a run writes;
+- ``.labkit``, the marker: it names the folder's destination, and is locked while a run writes;
 - ``data``, the checkpoint that is being written.
 
 After a killed run, the next run for the same destination removes the leftovers and starts over
 (:mod:`labkit.checkpoint.files.staging_leftovers` says when it may).
 
-There is one limit: a user who may rename entries of the destination's parent directory may also exchange the folder while a run
-writes into it. Directories that others may write to, such as ``/tmp``, prevent that by their sticky bit.
+There is one limit: a user who may rename entries of the destination's parent directory can also swap the folder while a run writes
+into it. Shared directories such as ``/tmp`` prevent that by their sticky bit.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class StagingArea:
         data: An empty directory to write into.
 
     Raises:
-        CheckpointExistsError: Something is in the folder's place that was not left by a killed run for this destination.
-        CheckpointWriteError: Another process is writing to this destination, or a link that another user has made leads there.
-        OSError: The folder cannot be made.
+        CheckpointExistsError: The folder's path is taken by something that a killed run for this destination did not leave.
+        CheckpointWriteError: Another process is writing to this destination, or the path leads through a link that another user
+        made. OSError: The folder cannot be made.
     """
 
     def __init__(self, destination: Path) -> None:
@@ -75,7 +75,7 @@ class StagingArea:
             raise
 
     def _begin(self) -> bool:
-        """Create the folder; return False if a leftover was removed, or another run interfered."""
+        """Create the folder; return False if a leftover had to be removed, or another run interfered."""
         try:
             self.folder.mkdir(mode=0o700)
         except FileExistsError:
@@ -88,7 +88,7 @@ class StagingArea:
             if lock(marker_fd) is not False and is_linked(marker_fd, folder_fd):
                 self._folder_fd, self._marker_fd = folder_fd, marker_fd
         except (FileNotFoundError, FileExistsError):
-            return False  # another run took the folder, which was still empty, for a leftover
+            return False  # another run took the still empty folder for a leftover
         finally:
             if self._folder_fd < 0:
                 _close(folder_fd, marker_fd)
@@ -102,10 +102,10 @@ class StagingArea:
         return True
 
     def publish(self, file: str | None = None) -> str:
-        """Publish the destination, complete, by one rename; nothing existing is replaced.
+        """Publish the complete destination by one rename, without replacing anything.
 
         A directory cannot be renamed over a file, a link or a non-empty directory, and a hard link cannot replace anything. Only on
-        a file system without hard links, a file that appears at the same instant is replaced.
+        a file system without hard links can a file be replaced, if it appears at the same instant.
 
         Args:
             file: The one file in ``data`` that becomes the destination; by default ``data`` itself does.
@@ -160,14 +160,14 @@ class StagingArea:
         return (status.st_dev, status.st_ino) == self._result
 
     def _remove(self) -> str:
-        """Remove the folder if this run created it, and allow others to write to the destination; return a note on leftovers."""
+        """Remove the folder if this run created it, and release the destination for other runs; return a note on leftovers."""
         if self._folder_fd < 0:
             return ""
         try:
             empty(self._folder_fd)
             remove_folder(self.folder)
         except FileNotFoundError:
-            return ""  # a run that began meanwhile has removed the emptied folder
+            return ""  # a run that began meanwhile removed the emptied folder
         except OSError as error:
             return f"{self.folder} could not be removed ({error.strerror}): remove it."
         finally:

@@ -1,8 +1,8 @@
 """Writing of a torch.save archive whose tensors are read one at a time.
 
-:func:`torch.save` needs the whole state in memory. The archive is a zip of stored records, so it can be written record by
-record: first the pickle, which describes each tensor and names its storage, then the storages. The pickle uses the same
-functions as torch's own, and ``torch.load(weights_only=True)`` reads it.
+:func:`torch.save` needs the whole state in memory. But the archive is a zip of stored records, so it can be written record by
+record: first the pickle, which describes each tensor and names its storage, then the storages. The pickle calls the same functions
+as torch's own, so ``torch.load(weights_only=True)`` reads it.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class _Storage:
 
 @dataclass(frozen=True, eq=False)
 class _Tensor:
-    """A tensor whose data are a whole storage, in C order."""
+    """A tensor whose data fill a whole storage, in C order."""
 
     storage: _Storage
     shape: tuple[int, ...]
 
 
 class _Pickler(pickle.Pickler):
-    """A pickler for a nested state in which tensors are :class:`_Tensor`."""
+    """A pickler for nested states in which each tensor is a :class:`_Tensor`."""
 
     def persistent_id(self, item: Any) -> Any:
         if not isinstance(item, _Storage):
@@ -89,7 +89,7 @@ def write_state(
         known, _ = storages.setdefault(piece.tensor.source.label, (_storage(piece, len(storages)), piece))
         leaves[piece.tensor.path] = _Tensor(known, piece.tensor.source.shape)
     leaves |= {value.path: plain[value.key] for value in values}
-    stem = PurePath(name).stem.encode(errors="replace").decode() or "archive"  # any name will do
+    stem = PurePath(name).stem.encode(errors="replace").decode() or "archive"  # any name works
     _write(out, stem, _pickled(nested(leaves)), list(storages.values()), reader, reserve, progress)
 
 
@@ -101,7 +101,7 @@ def write_tensor(out: HashedFile, piece: Piece, reader: Reader, reserve: Callabl
 
 @lru_cache
 def _lone_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    """Return the pickle of a tensor that is alone in its archive; cached, as a checkpoint has many tensors of few shapes."""
+    """Return the pickle of a tensor that is alone in its archive; cached, because a checkpoint has many tensors but few shapes."""
     return _pickled(_Tensor(_Storage("0", dtype, prod(shape)), shape))
 
 
@@ -137,8 +137,8 @@ def _write(
 def nested(leaves: Mapping[tuple[str | int, ...], Any]) -> Any:
     """Build nested dicts and lists from leaves by path.
 
-    An int is a position in a list, and an :class:`IntKey` is a key of a dict. Digits right below an optimizer's ``state`` are
-    parameter numbers, even if DCP turned them into text: ``load_state_dict`` would silently accept text and restore nothing.
+    An int is a position in a list, and an :class:`IntKey` is a key of a dict. Digits directly below an optimizer's ``state`` are
+    parameter numbers, even if DCP turned them into text: given text, ``load_state_dict`` would silently restore nothing.
     """
     root: Any = [] if any(type(path[0]) is int for path in leaves) else {}
     for path, value in leaves.items():

@@ -1,6 +1,6 @@
 """Writing of a zip of stored records in one pass, with each record's CRC-32 supplied by the caller.
 
-:mod:`zipfile` computes the CRC-32 itself, with a zlib that is slower than the disk. The format is in
+:mod:`zipfile` computes the CRC-32 itself, with a zlib that is slower than the disk. The format is described in
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, sections 4.3 and 4.5.3 (zip64).
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from labkit.checkpoint.data.hashed_file import HashedFile
 from labkit.checkpoint.files.checksums import crc32
 
-_ELSEWHERE = 0xFFFFFFFF  # the value of a 32-bit field whose number is in the zip64 part
+_ELSEWHERE = 0xFFFFFFFF  # this value in a 32-bit field means that the number is in the zip64 part
 _LARGE = _ELSEWHERE
 _DATE = 0x21  # 1 January 1980, so that equal contents give equal bytes
 _CRC_FOLLOWS = 1 << 3
@@ -31,11 +31,11 @@ class _Record:
 
 
 class StoredZip:
-    """A zip archive that begins at a file's current position.
+    """A zip archive written from a file's current position.
 
     Args:
         out: The file.
-        align: Data of records begin at multiples of this many bytes in the file.
+        align: Each record's data begin at a multiple of this many bytes in the file.
     """
 
     def __init__(self, out: HashedFile, align: int) -> None:
@@ -47,7 +47,7 @@ class StoredZip:
         self._out.write(b"".join([self._header(name, len(data), crc32(data), flags=0), data]))
 
     def add_stream(self, name: str, size: int, write: Callable[[], int]) -> None:
-        """Append a record of ``size`` bytes; ``write`` writes them to the file and returns their CRC-32."""
+        """Append a record of ``size`` bytes, which ``write`` writes to the file, returning their CRC-32."""
         self._out.write(self._header(name, size, 0, flags=_CRC_FOLLOWS))
         crc = write()
         self._out.write(struct.pack("<IIQQ" if size >= _LARGE else "<IIII", 0x08074B50, crc, size, size))
@@ -81,7 +81,7 @@ class StoredZip:
 
 
 def _directory_entry(record: _Record) -> bytes:
-    # The zip64 part holds, in this order, only the numbers that do not fit into their own fields.
+    # The zip64 part holds only the numbers that do not fit into their own fields, in this order.
     wide = [number for number in (record.size, record.size, record.offset) if number >= _LARGE]
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size, offset = (_ELSEWHERE if number >= _LARGE else number for number in (record.size, record.offset))

@@ -24,7 +24,7 @@ from labkit.course.running.runner import OnCell, OnResult, run_notebooks
 
 AUDIENCES: tuple[Audience, ...] = ("student", "instructor")
 RUN_TIMEOUT_S = 600.0
-# These copies have solutions, so they are not beside the students' folder: somebody may publish it with everything beside it.
+# These copies contain solutions, so do not put them beside the students' folder: somebody may publish it with its surroundings.
 EXECUTED = "instructor/executed"
 _MOST_NAMED = 5
 
@@ -37,7 +37,7 @@ class Handouts:
         folders: The folder of each audience.
         zips: The zip of each audience.
         files: The files that this run wrote.
-        others: The notebooks whose handouts from earlier runs are in the same set.
+        others: Other notebooks whose handouts, from earlier runs, are in the same set.
     """
 
     folders: dict[Audience, Path]
@@ -56,30 +56,27 @@ def make_handouts(
     on_cell: OnCell | None = None,
     on_result: OnResult | None = None,
 ) -> Handouts:
-    """Make the students' and the instructor's set: notebooks, pages, PDFs, an index page and a zip for each.
+    """Make the students' and the instructor's sets, each with notebooks, pages, PDFs, an index page and a zip.
 
-    A notebook that has not been run is run first; its executed copy goes to ``out/instructor/executed``, not into a zip. A link to
-    a notebook that is not in the set becomes plain text. PDFs need Chromium and are left out without it.
+    Notebooks that have not been run are run first; their executed copies go to ``out/instructor/executed``, not into a zip. Links
+    to notebooks outside the set become plain text. PDFs need Chromium, and are left out without it.
 
-    Handouts of other notebooks from earlier runs into the same folder stay, and the index and the zips include them. Everything is
-    built elsewhere first, so an error or an interrupt leaves ``out`` as it was.
+    Handouts that earlier runs made of other notebooks stay in the folder, and the index and zips include them. Everything is built
+    elsewhere first, so an error or an interrupt leaves ``out`` as it was.
 
     Args:
         notebooks: Notebooks with their solutions, executed or not. They are only read.
         out: The folder for the handouts. A file is replaced only if an earlier run wrote it and it is unchanged.
         timeout_s: Time limit for running one notebook, in seconds.
         chromium: Chromium's path; None searches for it.
-        on_page: Called with a notebook's name and an audience before their copy is made.
+        on_page: Called with a notebook's name and an audience before that copy is made.
         on_cell: See `labkit.course.running.runner.run_notebooks`, for notebooks that are run first.
         on_result: The same.
 
     Raises:
-        HandoutError: A notebook has been run only in part, fails when it runs, or cannot be made into a page; or something in
-            ``out`` is in the way.
-        PlaceError: Handouts would be written through a link, or into another user's folder.
-        SolutionLeakError: A student's file would hold a line of a solution.
-        NotebookError: A file is not a notebook.
-        ValueError: Two notebooks have the same name.
+        HandoutError: A notebook was run only in part, fails when run, or cannot be made into a page; or something in ``out`` is in
+        the way. PlaceError: Handouts would be written through a link, or into another user's folder. SolutionLeakError: A student's
+        file would hold a line of a solution. NotebookError: A file is not a notebook. ValueError: Two notebooks have the same name.
 
     Blocks for at most ``timeout_s`` plus 30 s per notebook to be run, and about 10 s per notebook and audience after that.
     Ranks: controller.
@@ -113,7 +110,7 @@ def make_handouts(
 
 
 def _require_names(stems: Sequence[str]) -> None:
-    # Some file systems treat names as equal that differ only in case.
+    # Some file systems ignore case in names.
     folded = [stem.casefold() for stem in stems]
     if twice := sorted({shown(stem) for stem in stems if folded.count(stem.casefold()) > 1}):
         raise ValueError(f"there are several notebooks named {', '.join(twice)}; the handouts would overwrite each other.")
@@ -135,7 +132,7 @@ def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
             raise HandoutError(
                 f"{shown(path)} is the copy of a run that failed. Run the notebook again, or pass the notebook itself."
             )
-        # Whoever sees results does not expect it to be run, and may have it from somebody else.
+        # A user who sees results does not expect it to be run, and may have got it from somebody else.
         if has_results(notebook) and (left := left_out_of_run(notebook)):
             named = shown(", ".join(left[:_MOST_NAMED])) + (f" and {len(left) - _MOST_NAMED} more" * (len(left) > _MOST_NAMED))
             raise HandoutError(
@@ -146,7 +143,7 @@ def _read(notebooks: Sequence[Path]) -> dict[Path, NotebookNode]:
 
 
 def _copy_others(target: HandoutFolder, built: Path, stems: Sequence[str]) -> list[str]:
-    """Copy the handouts that earlier runs made of other notebooks, for the index and the zips. Return the notebooks' names."""
+    """Copy the handouts that earlier runs made of other notebooks, for the index and zips, and return those notebooks' names."""
     others = set()
     for audience in AUDIENCES:
         (built / audience).mkdir()
@@ -161,7 +158,7 @@ def _copy_others(target: HandoutFolder, built: Path, stems: Sequence[str]) -> li
 def _run(
     notebooks: Sequence[Path], folder: Path, timeout_s: float, on_cell: OnCell | None, on_result: OnResult | None
 ) -> dict[Path, NotebookNode]:
-    """Run the notebooks and return them with their outputs. Their executed copies go into the folder."""
+    """Run the notebooks and return them with outputs, writing their executed copies into the folder."""
     results = run_notebooks(notebooks, folder, timeout_s=timeout_s, on_cell=on_cell, on_result=on_result)
     if failed := [result for result in results if not result.passed]:
         told = "\n".join(f"{result.notebook} {result.status}:\n{result.error}" for result in failed)
@@ -172,7 +169,7 @@ def _run(
 def _build(
     executed: Mapping[str, NotebookNode], built: Path, chromium: str | None, on_page: Callable[[str, Audience], None]
 ) -> None:
-    """Build both sets in a folder that already has copies of other notebooks' handouts."""
+    """Build both sets in a folder that already holds copies of other notebooks' handouts."""
     secrets = Secrets(executed.values())
     for audience in AUDIENCES:
         folder = built / audience

@@ -14,7 +14,7 @@ from labkit.course.handouts.pages.page import KINDS, Audience, embed_fonts, styl
 from labkit.course.handouts.pages.safe import POLICY
 
 INDEX = "index.html"
-# A fixed date, the oldest that a zip can hold, so that the same handouts give the same zip.
+# A fixed date (the oldest that a zip can hold), so that equal handouts give equal zips.
 _DATE = (1980, 1, 1, 0, 0, 0)
 _FORMS = ((".html", "read"), (".pdf", "print"), (".ipynb", "run"))
 
@@ -26,7 +26,7 @@ class Entry:
     Attributes:
         stem: The name of its files without their endings.
         title: Its title.
-        about: What a reader will be able to do after it, as plain text.
+        about: What readers will be able to do after it, as plain text.
     """
 
     stem: str
@@ -35,7 +35,7 @@ class Entry:
 
 
 def write_index(folder: Path, entries: Sequence[Entry], audience: Audience) -> Path:
-    """Write the index page, with links to every file of a set."""
+    """Write the index page, with links to every file in a set."""
     rows = "".join(_row(folder, entry) for entry in entries)
     heading = "labkit: notebooks of the course" if audience == "student" else "labkit: the instructor's notebooks"
     words = {
@@ -75,7 +75,7 @@ def _size(path: Path) -> str:
 
 
 def write_zip(folder: Path, path: Path) -> Path:
-    """Pack the files of a set, without those in subfolders, into one zip, in a folder named like the zip."""
+    """Pack the files of a set, except those in subfolders, into one zip, inside a folder of the same name."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
         for file in sorted(folder.iterdir()):
             if file.is_file():

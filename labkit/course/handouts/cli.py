@@ -47,7 +47,7 @@ def handouts(notebooks: tuple[Path, ...], out: Path, timeout: float) -> None:
     chosen = list(notebooks) or sorted(Path().glob(NOTEBOOKS))
     if not chosen:
         raise click.UsageError(f"there is no {NOTEBOOKS} here. Name the notebooks.")
-    # A cancelled CI job sends SIGTERM; kernels must not outlive it.
+    # Cancelling a CI job sends SIGTERM, which kernels must not outlive.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     chromium = machine.find_chromium()
     try:

@@ -1,4 +1,4 @@
-"""The errors that can occur while handouts are made."""
+"""Errors that can occur while handouts are made."""
 
 from __future__ import annotations
 

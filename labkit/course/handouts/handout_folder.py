@@ -1,9 +1,9 @@
-"""The folder of the handouts: files that an earlier run wrote there may be replaced, other files may not.
+"""The folder of handouts: files that an earlier run wrote there may be replaced, others may not.
 
-A new set is built in a folder of its own and replaces the old one at the end. `handouts.json` in the folder lists the files, each
-with its hash: a file that is not listed, or has been changed since, is somebody's own work. Others may be able to write to the
-folder, so the list and its files count only if they are the caller's (:mod:`labkit.base.places`), and each file is checked once
-more, in folders that are held open, before it is replaced or deleted.
+A new set is built in a separate folder and replaces the old one at the end. `handouts.json` in the folder lists the files with
+their hashes: a file that is not listed, or was changed since, is somebody's work. Other users may be able to write to the folder,
+so the list and its files count only if they are the caller's (:mod:`labkit.base.places`), and each file is checked again, in
+folders held open, before it is replaced or deleted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HandoutFolder:
 
     Attributes:
         out: The folder.
-        written: Files that earlier runs wrote and that still exist: paths inside the folder, each with its hash.
+        written: Files from earlier runs that still exist: maps each path inside the folder to its hash.
     """
 
     def __init__(self, out: Path) -> None:
@@ -45,7 +45,7 @@ class HandoutFolder:
             self.written = self._read_list(fd)
 
     def require_apart(self, inputs: Sequence[Path], folders: Iterable[str]) -> None:
-        """Refuse inputs that are in the folders for handouts.
+        """Refuse inputs that are inside the folders for handouts.
 
         Raises:
             HandoutError: There are such inputs; the message names them.
@@ -57,7 +57,7 @@ class HandoutFolder:
             raise HandoutError(f"{names}: handouts go into this folder and could overwrite it. Choose another folder with --out.")
 
     def require_free(self, names: Iterable[str]) -> None:
-        """Refuse to replace files that no earlier run wrote, or that somebody has changed since.
+        """Refuse to replace files that no earlier run wrote, or that were changed since.
 
         Raises:
             HandoutError: There are such files; the message names them.
@@ -98,9 +98,9 @@ class HandoutFolder:
 
     @contextlib.contextmanager
     def building(self) -> Iterator[Path]:
-        """Make an empty folder in which to build a set, where nobody else can write. It is deleted afterwards."""
+        """Make an empty folder for building a set, to which nobody else can write; it is deleted afterwards."""
         with places.opened(self.out, make=True) as self._fd:
-            # Files are written here before they are renamed, so the last step cannot fail for lack of space or permission.
+            # Files are written here and then renamed, so the last step cannot fail for lack of space or permission.
             draft = f".building-{secrets.token_hex(8)}"
             try:
                 os.mkdir(draft, 0o700, dir_fd=self._fd)
@@ -113,14 +113,14 @@ class HandoutFolder:
                 with contextlib.suppress(OSError):
                     os.rmdir(draft, dir_fd=self._fd)
                 with contextlib.suppress(OSError):
-                    self.out.rmdir()  # only where nothing was made
+                    self.out.rmdir()  # only if nothing was made
 
     def take(self, built: Path, names: Sequence[str], stale: Iterable[str]) -> None:
         """Move the built files to their place, delete the files they replace, and rewrite the list.
 
-        Signals are ignored meanwhile, so that no partial set is left. Before the first rename, everything is checked, and the
-        files and their list are written beside their places. Old files are deleted once the list is in place. After the first
-        rename, only a rename over a folder that somebody makes at the same moment can fail.
+        Signals are ignored meanwhile, so that no partial set is left. Before the first rename, everything is checked, and the files
+        and their list are written beside their final places. Old files are deleted once the list is in place. After the first
+        rename, the only thing that can fail is a rename onto a folder that somebody makes at that moment.
 
         Args:
             built: The folder with the new files.
@@ -129,7 +129,7 @@ class HandoutFolder:
 
         Raises:
             HandoutError: Something is in the way, see `require_free`. Nothing has been moved.
-            PlaceError: A folder there is a link, or another user's. Nothing has been moved.
+            PlaceError: A folder there is a link or another user's. Nothing has been moved.
         """
         gone = [name for name in stale if name not in names]
         with _undisturbed(), contextlib.ExitStack() as stack:
@@ -166,7 +166,7 @@ class HandoutFolder:
         places.write_new(drafts[name], data, self._draft_fd)
 
     def _read_list(self, fd: int) -> dict[str, str]:
-        """Return the entries of the list that can be trusted: files of the caller's in this folder. The list must be theirs too."""
+        """Return the trustworthy entries of the list: the caller's own files in this folder. The list must be the caller's too."""
         try:
             with places.open_regular(LIST, dir_fd=fd, own=True) as file:
                 listed = json.load(file)["files"]
@@ -179,7 +179,7 @@ class HandoutFolder:
             raise HandoutError(f"{self.out / LIST} is not a list of handouts. Choose another folder.") from None
 
     def _is_there(self, fd: int, name: str) -> bool:
-        """Return whether a listed name is a file in this folder: a foreign list, or a link, may lead elsewhere."""
+        """Return whether a listed name is a file in this folder; a foreign list, or a link, may lead elsewhere."""
         parts = PurePosixPath(name).parts
         if not parts or PurePosixPath(name).is_absolute() or ".." in parts:
             return False
@@ -201,7 +201,7 @@ class HandoutFolder:
 
 
 def _is_below(path: Path, folder: Path) -> bool:
-    """Return whether a file is in a folder, however the two paths are spelled."""
+    """Return whether a file is inside a folder, however the paths are spelled."""
     return folder.exists() and any(above.samefile(folder) for above in path.resolve().parents)
 
 
@@ -211,7 +211,7 @@ def _hash(data: bytes) -> str:
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Ignore signals that end a run during the block, so that they find it finished."""
+    """Ignore signals that would end the run while the block runs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

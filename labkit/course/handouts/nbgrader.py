@@ -1,7 +1,7 @@
 """Conversion of notebooks into assignments that nbgrader releases, collects and grades: ``labkit nbgrader``.
 
-nbgrader stores the kind of a cell in its metadata; the notebooks store it in tags. Exercises have solutions between the markers
-that nbgrader recognizes. A failed check raises, which nbgrader counts as points lost.
+nbgrader stores a cell's kind in its metadata, while the notebooks store it in tags. Exercises have solutions between markers that
+nbgrader recognizes. A failed check raises, which costs points in nbgrader.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class AssignmentError(LabkitError, ValueError):
 
 
 def assignment_of(notebook: NotebookNode) -> NotebookNode:
-    """Return the notebook with nbgrader's metadata: exercises are solution cells, checks are locked and give a point per star.
+    """Return a notebook with nbgrader's metadata: exercises are solution cells; checks are locked and give a point per star.
 
     Args:
         notebook: The notebook; it is not changed.

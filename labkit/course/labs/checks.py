@@ -1,14 +1,14 @@
-"""Tools for checks of exercises: run the learner's code, measure, compare with the target, and report the difference.
+"""Tools for checking exercises: run the learner's code, measure, compare with the target, and report the difference.
 
-A check returns one line with the number it measured, or raises `ExerciseError` with three things: the measurement, the target, and
-a hint that fits the mistake. Solutions are judged by what they do and never by how they are written.
+A check returns one line with the number it measured, or raises `ExerciseError` with the measurement, the target, and a hint that
+fits the mistake. Solutions are judged by what they do, never by how they are written.
 
-Exercise code that runs on the ranks is in a ``%%spmd`` cell, so it is in the namespace of each rank. A check sends a function there
-(`run_on_ranks`) that takes the learner's code from the namespace (`from_cell`), tries it, and returns its observations as plain
-values.
+Exercise code that runs on the ranks is in a ``%%spmd`` cell, and thus in each rank's namespace. A check sends a function to the
+ranks (`run_on_ranks`) that takes the learner's code from the namespace (`from_cell`), tries it, and returns what it observed as
+plain values.
 
-No answer may end in a traceback of this package. So a check calls the learner's function through `ask`, also on a rank, puts code
-that depends on the form of an answer inside `trying`, and refuses an answer that does not come back with `refuse_hang`.
+No answer may end in a traceback through this package. So a check calls the learner's function through `ask`, even on a rank, wraps
+code that depends on the form of an answer in `trying`, and uses `refuse_hang` for an answer that does not come back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SLOW = (
 
 
 class Pool(Protocol):
-    """The part of a pool that a check needs; `labkit.WorkerPool` has it."""
+    """What a check needs from a pool; `labkit.WorkerPool` provides it."""
 
     @property
     def world_size(self) -> int:
@@ -56,12 +56,12 @@ def refuse(measured: str, target: str, hint: str = "") -> NoReturn:
     Args:
         measured: What the solution does, with the number and the difference.
         target: What it should do.
-        hint: The possible mistake, if the check can tell.
+        hint: The likely mistake, if the check can tell.
 
     Raises:
         ExerciseError: Always.
     """
-    # From None: exceptions that the check itself caught on the way do not concern the learner.
+    # From None, because exceptions that the check itself caught do not concern the learner.
     raise ExerciseError(f"{measured}\nTarget: {target}" + (f"\nHint: {hint}" if hint else "")) from None
 
 
@@ -72,8 +72,8 @@ def refuse_hang(name: str, error: RunTimeoutError, target: str, hint: str = "") 
         name: The learner's function.
         error: The pool's error.
         target: What the function should do.
-        hint: The possible mistake if some ranks wait for one that does something else. If all are computing, or all are in the same
-            call, the hint is instead that they may only be slow.
+        hint: The likely mistake if some ranks wait for one that does something else. If all are computing, or all are in the same
+            call, the learner is told instead that they may only be slow.
 
     Raises:
         ExerciseError: Always.
@@ -89,11 +89,11 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     Args:
         function: The learner's function.
         *args: Its arguments.
-        case: A description of the case, if it says more than the arguments.
+        case: A description of the case, if it is clearer than the arguments.
 
     Raises:
         UnsolvedError: The function is not solved yet.
-        ExerciseError: It raised; the message names the case, and the cause is the original error.
+        ExerciseError: The function raised; the message names the case, and the cause is the original error.
 
     Ranks: controller or local.
     """
@@ -101,7 +101,7 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
     try:
         return function(*args)
     except Exception as error:  # any error of a learner's code is shown to them
-        # An error with a text is torch's own: DTensor raises it for operators that it does not support.
+        # A NotImplementedError with a text is torch's: DTensor raises it for unsupported operators.
         if isinstance(error, NotImplementedError) and not error.args:
             raise UnsolvedError(f"{name} is not solved yet. {_FILL_IN}") from None
         asked = f"{case}: {name}" if case else f"{name}({', '.join(map(repr, args))})"
@@ -111,10 +111,10 @@ def ask(function: Callable[..., T], *args: Any, case: str = "") -> T:
 
 
 def require_answers(**answers: Any) -> None:
-    """Make sure that an exercise's variables are set: its cell sets them to ``...`` before the learner's code.
+    """Make sure that an exercise's variables are set; its cell sets them to ``...`` before the learner's code.
 
     Raises:
-        UnsolvedError: One is still ``...``; the message names those that are.
+        UnsolvedError: Some are still ``...``; the message names them.
     """
     if unset := [name for name, answer in answers.items() if answer is ...]:
         raise UnsolvedError(f"{' and '.join(unset)} {'is' if len(unset) == 1 else 'are'} not set yet. {_FILL_IN}")
@@ -122,12 +122,12 @@ def require_answers(**answers: Any) -> None:
 
 @contextlib.contextmanager
 def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
-    """Use a learner's answer inside the block, and refuse the answer if that raises an error.
+    """Refuse a learner's answer if using it inside the block raises an error.
 
     Args:
         answer: A description of what is tried, such as ``your result``.
         form: The required form of the answer.
-        hint: The possible mistake, if the check can tell.
+        hint: The likely mistake, if the check can tell.
 
     Raises:
         ExerciseError: The block raised an error, which is the cause.
@@ -138,7 +138,7 @@ def trying(answer: str, form: str, hint: str = "") -> Iterator[None]:
         yield
     except ExerciseError:
         raise
-    except Exception as error:  # any error that an answer of another form causes
+    except Exception as error:  # any error that an answer of the wrong form causes
         text = f"{answer} cannot be used: {_raised(error)}.\nTarget: {form}" + (f"\nHint: {hint}" if hint else "")
         raise ExerciseError(text) from error
 
@@ -148,7 +148,7 @@ def _raised(error: Exception) -> str:
 
 
 def _own_line(error: Exception) -> str:
-    """Return the innermost of the learner's own lines that the error passed through."""
+    """Return the innermost line of the learner's own code that the error passed through."""
     own = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not is_library(frame.f_code.co_filename)]
     return linecache.getline(own[-1][0].f_code.co_filename, own[-1][1]).strip() if own else ""
 
@@ -159,7 +159,7 @@ def hint_for(measured: MeasuredT, mistakes: Sequence[tuple[Callable[[MeasuredT],
     Args:
         measured: The measurement of the solution.
         mistakes: Pairs of a test for a mistake and its hint, the most specific first.
-        otherwise: The hint if no mistake applies. A test that cannot read the measurement does not apply.
+        otherwise: The hint if no mistake applies. A mistake whose test cannot read the measurement does not apply.
     """
     for applies, hint in mistakes:
         with contextlib.suppress(Exception):
@@ -183,10 +183,10 @@ def require_on_ranks(pool: Pool, name: str) -> None:
 
 
 def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: float | None = None) -> RankResults[T]:
-    """Run a check's function by `Pool.run`. If it refuses the solution on a rank, refuse it here.
+    """Run a check's function by `Pool.run`; if it refuses the solution on a rank, refuse it here.
 
     Raises:
-        ExerciseError: The function raised an ExerciseError on a rank.
+        ExerciseError: The function raised one on a rank.
         RankFailedError: It raised another error.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
@@ -207,7 +207,7 @@ def run_on_ranks(pool: Pool, function: Callable[..., T], *args: Any, timeout_s: 
 
 
 def from_cell(name: str) -> Any:
-    """Return the object that a ``%%spmd`` cell has defined under this name on this rank.
+    """Return the object that a ``%%spmd`` cell defined under this name on this rank.
 
     Ranks: local. A rank's namespace is its module ``__main__``.
     """

@@ -1,4 +1,4 @@
-"""The learner's own copies of the labs: writing them, finding the solved exercises, and the start page."""
+"""Learners' own copies of the labs: writing them, finding the solved exercises, and the start page."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from labkit.course.learner.solved import progress as progress_of
 from labkit.errors import LabkitError
 
 START = "start.ipynb"
-#: Kernels on Unix sockets in your own folder. At Jupyter's default TCP ports every user of the machine can read the cells' output.
+#: Put kernels on Unix sockets in your own folder: every user of the machine can read output from Jupyter's default TCP ports.
 PRIVATE = "--KernelManager.transport=ipc"
 _START_WRITER = "labkit lab, start page"
 _WELCOME = """# The labs
@@ -50,7 +50,7 @@ def lab(labs: tuple[str, ...], into: Path, solved: bool, no_open: bool) -> None:
     everything after them, go to JupyterLab, such as --no-browser or --port 8889.
     """
     names = tuple(itertools.takewhile(lambda text: not text.startswith("-"), labs))
-    options = labs[len(names) :]  # JupyterLab's, whose values may look like names
+    options = labs[len(names) :]  # JupyterLab's options, whose values may look like names
     try:
         if solved:
             if not is_checkout():
@@ -90,7 +90,7 @@ def _tell(copies: list[Copy], into: Path) -> None:
 
 
 def _write_start(folder: Path) -> None:
-    """Write the start page, with the present table as the output of its cell, unless the learner has changed it."""
+    """Write the start page, with the current table as its cell's output, unless the learner has changed it."""
     path = folder / START
     if os.path.lexists(path) and not is_written(path, _is_start):
         return
@@ -108,7 +108,7 @@ def _is_start(file: BinaryIO) -> bool:
 
 
 def _open(folder: Path, first: str, options: Sequence[str]) -> NoReturn:
-    """Replace this process by JupyterLab in a folder."""
+    """Replace this process with JupyterLab in a folder."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise click.ClickException("opening the labs needs JupyterLab: pip install 'torch-labkit[lab]'")
     flags = [

@@ -1,4 +1,4 @@
-"""Writing of a learner's own copies of the labs, unsolved, without overwriting the learner's changes.
+"""Writing of a learner's own unsolved copies of the labs, without overwriting the learner's changes.
 
 | the copy ``NAME.ipynb`` in the learner's folder | what happens |
 | --- | --- |
@@ -35,7 +35,7 @@ SOLVED = _PACKAGE.parent / "notebooks"
 
 
 class LabNotFoundError(LabkitError, LookupError):
-    """There is no lab of this name, or no lab at all."""
+    """There is no lab of this name, or none at all."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Copy:
 
     Attributes:
         path: The file.
-        state: ``made`` now, ``renewed`` (it replaced an older one that nobody had changed), ``kept`` as it was, or ``beside`` an
-            older one that the learner has changed.
+        state: ``made`` now, ``renewed`` (it replaced an unchanged older copy), ``kept`` as it was, or ``beside`` an older copy that
+            the learner changed.
     """
 
     path: Path
@@ -53,7 +53,7 @@ class Copy:
 
 
 def is_checkout() -> bool:
-    """Return whether labkit runs from its repository, which has the labs with their solutions."""
+    """Return whether labkit runs from its repository, which has the labs with solutions."""
     return (_PACKAGE.parent / "pyproject.toml").is_file() and any(SOLVED.glob("*.ipynb"))
 
 
@@ -75,7 +75,7 @@ def student_labs() -> dict[str, NotebookNode]:
 
 
 def chosen(labs: Mapping[str, NotebookNode], names: tuple[str, ...]) -> dict[str, NotebookNode]:
-    """Return the labs whose names begin with one of these texts, such as ``03``; all if none is given.
+    """Return the labs whose names begin with one of these texts, such as ``03``; all labs if none is given.
 
     Raises:
         LabNotFoundError: No lab, or more than one, begins with a text.
@@ -99,7 +99,7 @@ def write_copies(labs: Mapping[str, NotebookNode], folder: Path) -> list[Copy]:
 
     Raises:
         PlaceError: The folder is a link or another user's.
-        OverwriteError: Something other than a notebook has the name of a lab.
+        OverwriteError: Something that is not a notebook has a lab's name.
         OSError: A file cannot be written.
     """
     return [_write(stem, notebook, folder) for stem, notebook in labs.items()]

@@ -1,4 +1,4 @@
-"""The exercises that a learner has solved, judged by the saved outputs of the checks: no error, and something printed."""
+"""The exercises that a learner has solved, judged by the checks' saved outputs: something was printed, and no error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LabState:
         path: The learner's copy.
         title: The lab's title.
         about: What a reader will be able to do after it.
-        takes, needs: The time and the requirements, from its first cell.
+        takes, needs: The lab's duration and requirements, from its first cell.
         exercises: Its exercises, in order.
     """
 
@@ -56,7 +56,7 @@ class LabState:
 
 
 class Progress:
-    """The labs of a folder as a table: HTML-free markdown in a notebook, text in a terminal.
+    """A table of a folder's labs: HTML-free markdown in a notebook, text in a terminal.
 
     Args:
         labs: The labs.
@@ -96,7 +96,7 @@ def progress(folder: str | Path = ".") -> Progress:
         try:
             notebook = read_notebook(path)
         except NotebookError:
-            continue  # half-written by an editor, or not a notebook
+            continue  # an editor is still writing it, or it is not a notebook
         if exercises := tuple(_exercises(notebook.cells)):
             labs.append(state_of(path, notebook, exercises))
     if not labs:

@@ -32,18 +32,18 @@ __all__ = [
 def predict_memory(
     num_parameters: int, *, world_size: int = 1, bytes_each: int = 4, num_moments: int = 2, activation_bytes: int = 0
 ) -> MemoryParts:
-    """Predict memory by formula: everything but the activations is divided by the number of ranks that shard it.
+    """Predict memory by formula: everything but the activations is divided by the number of ranks.
 
     Args:
         num_parameters: Parameters of the whole model; a shared one counts once.
-        world_size: Ranks that share parameters, gradients and optimizer state (ZeRO stage 3, which FSDP is).
+        world_size: Ranks over which parameters, gradients and optimizer state are sharded (ZeRO stage 3, as in FSDP).
         bytes_each: Bytes of one element of a parameter, of its gradient and of each moment.
         num_moments: Moments that the optimizer keeps: 2 for Adam, 1 for momentum, 0 for plain SGD.
-        activation_bytes: Bytes on one rank; they depend on its batch and not on the number of ranks.
+        activation_bytes: Bytes on one rank, which depend on its batch, not on the number of ranks.
 
     Returns:
-        Bytes per rank at the end of backward, when all gradients exist; ``activations`` are those at the beginning of
-        backward. Padding of uneven shards, step counters and temporary memory are not included.
+        Bytes per rank at the end of backward, when all gradients exist; only ``activations`` are as at the beginning of backward.
+        Padding of uneven shards, step counters and temporary memory are not included.
 
     Ranks: local.
     """
@@ -64,7 +64,7 @@ def held_memory(model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 
 
 def storage_bytes(tensors: list[Any]) -> int:
-    """Return the bytes of the storages behind some tensors, each counted once; for a DTensor, of this rank's part."""
+    """Return the bytes of the storages behind tensors, counting each storage once and, for a DTensor, only this rank's part."""
     local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
     storages = {storage._cdata: storage.nbytes() for storage in (tensor.untyped_storage() for tensor in local)}
     return sum(storages.values())
@@ -73,13 +73,13 @@ def storage_bytes(tensors: list[Any]) -> int:
 def tracked_peak(
     model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...], step: Callable[[], object]
 ) -> MemoryParts:
-    """Return the peak of a step by ``FSDPMemTracker`` (torch.distributed._tools), which follows every tensor, on any device.
+    """Return the peak of a step according to ``FSDPMemTracker`` (torch.distributed._tools), which follows every tensor.
 
-    It also works under ``FakeTensorMode``, without any real computation; then it predicts the peak.
+    It works on any device, and also under ``FakeTensorMode``, where it predicts the peak without any real computation.
 
     Args:
         model: A model whose root is sharded by FSDP2.
-        optimizer: With its state; otherwise the step creates the state and it counts as temporary.
+        optimizer: The optimizer, with its state; otherwise the step creates the state, which then counts as temporary.
         inputs: The inputs that the step passes to the model.
         step: Forward, backward and optimizer step.
 
@@ -96,14 +96,14 @@ def tracked_peak(
 
 
 def measured_peak(step: Callable[[], object], device: torch.device, held: int = 0) -> int:
-    """Return the peak bytes of a step: those held when it begins, plus what the allocator hands out on top of that.
+    """Return the peak bytes of a step: those held when it begins, plus the most that the allocator adds.
 
     On CUDA this comes from the allocator's statistics; on the CPU torch's profiler reports every allocation. Other memory of this
     rank, such as another model, is not counted.
 
     Args:
         step: The step to watch.
-        device: The device that computes.
+        device: The device that runs the step.
         held: Bytes held when the step begins, such as ``held_memory(...).total``.
 
     Ranks: as ``step``.
@@ -117,13 +117,13 @@ def measured_peak(step: Callable[[], object], device: torch.device, held: int = 
 
 
 def allocation_curve(step: Callable[[], object]) -> list[tuple[int, int]]:
-    """Return (nanoseconds of ``time.time_ns``, bytes allocated since the beginning) after every CPU allocation of a step."""
+    """Return (``time.time_ns``, bytes allocated since the beginning) after every CPU allocation in a step."""
     from torch.profiler import ProfilerActivity, profile
 
-    # With acc_events torch would build Python objects of all events, which takes six times as long as a small step.
+    # With acc_events, torch would build Python objects for all events, which takes six times as long as a small step.
     profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
     with _without_the_profilers_log(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # after one cycle; there is only one
+        warnings.filterwarnings("ignore", message="Warning: Profiler clears events")  # after a cycle; there is only one
         with profiler:
             step()
     results: Any = profiler.profiler
@@ -176,7 +176,7 @@ def tracked_parts(snapshot: Mapping[torch.device, Mapping[Any, int]], model: nn.
     first = next(model.parameters())
     device = (first.to_local() if isinstance(first, DTensor) else first).device
     parts = dict.fromkeys(PARTS, 0)
-    # Adam's step counters live on the CPU, so even with a GPU there is more than one device.
+    # Adam's step counters are on the CPU, so with a GPU there is more than one device.
     for kind, size in snapshot[device].items():
         category = str(getattr(kind, "value", kind))
         if category != "Total":

@@ -1,8 +1,8 @@
-"""Prediction of the memory of one rank's training step under FSDP2 from a few sizes of the model, for any number of ranks.
+"""Prediction of one rank's memory in a training step under FSDP2, from a few sizes of the model, for any number of ranks.
 
-A peak belongs to one moment; it is not a sum over the step. So the code walks through the step: the moment when all blocks have
-run forward, then the backward of each block. For each it adds up which parameters are whole, what is held, and which gradients
-exist.
+A peak occurs at one moment, so it is not a sum over the step. The code therefore walks through the step: first the moment when all
+blocks have run forward, then each block's backward. At each point it adds up the whole parameters, what is held, and the gradients
+that exist.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "in 
 
 @dataclass(frozen=True)
 class StepSizes:
-    """Sizes of a model and its batch, as `measure_sizes` measures them.
+    """Sizes of a model and its batch, measured by `measure_sizes`.
 
     Attributes:
         block_elements: Parameters of each separately sharded block, in the order of forward.
         root_elements: Parameters outside the blocks. They stay gathered from forward to the end of backward.
-        costs: The cost of each block, in the dtype of the computation.
-        head_bytes: Further memory when the loss is computed: logits and their gradient.
+        costs: The cost of each block, measured in the dtype of the computation.
+        head_bytes: Additional memory while the loss is computed: logits and their gradient.
     """
 
     block_elements: tuple[int, ...]
@@ -46,7 +46,7 @@ class Sharding:
     """The distribution of the model over ranks, and the size of its numbers.
 
     Attributes:
-        num_shards: Ranks that share parameters, gradients and optimizer state; with HSDP the ranks of one replica.
+        num_shards: Ranks over which parameters, gradients and optimizer state are sharded; with HSDP, the ranks of one replica.
         stored_bytes: Bytes of one element of a parameter, its gradient and each moment, as sharded.
         computed_bytes: Bytes of one element of a parameter and its gradient while its block runs
             (``MixedPrecisionPolicy.param_dtype``).
@@ -72,7 +72,7 @@ class Sharding:
 def predict_peak(
     sizes: StepSizes, choices: Sequence[Choice], sharding: Sharding, *, max_in_flight_bytes: int = DEFAULT_IN_FLIGHT
 ) -> dict[str, int]:
-    """Return the parts of one rank's memory at the peak of a step, in bytes, in the order of `PARTS`.
+    """Return the parts of one rank's memory, in bytes, at the peak of a step, in the order of `PARTS`.
 
     Each block and the root are units of ``fully_shard`` with its defaults. In backward, a block is gathered again while the block
     after it runs, and its gradients are reduced while the block before it runs. Padding of uneven shards, step counters, buffers
@@ -99,18 +99,18 @@ def predict_peak(
 def _parts_at(
     place: int | None, sizes: StepSizes, choices: Sequence[Choice], sharding: Sharding, max_in_flight_bytes: int
 ) -> dict[str, int]:
-    """Return the memory during the backward of a block; for None, when forward has ended and the loss is computed."""
+    """Return the memory during a block's backward or, for None, at the end of forward, while the loss is computed."""
     whole, elements = sharding.computed_bytes, sizes.block_elements
     share = sharding.stored_bytes / sharding.num_shards
     held = [cost.held(choice) for cost, choice in zip(sizes.costs, choices, strict=True)]
     gathered, gradients, activations, temporary = sizes.root_elements, 0.0, sum(held), sizes.head_bytes
     if place is not None:
         activations = sum(held[:place]) + sizes.costs[place].own(choices[place])
-        temporary = sizes.costs[place].working_bytes  # the gradients of an operation's tensors are as large as the tensors
+        temporary = sizes.costs[place].working_bytes  # an operation's gradients are as large as its tensors
         before = elements[place - 1] if place else 0
         after = elements[place + 1] if place + 1 < len(elements) else 0
         if sharding.num_shards > 1:
-            # This block runs, the one before it is being gathered, and gradients of the one after it are being reduced.
+            # This block runs while the block before it is gathered and the gradients of the block after it are reduced.
             gathered += elements[place] + before
             gradients += elements[place] * whole + after * sharding.bytes_in_reduction
         gradients += sum(elements[place + 1 :]) * share
@@ -136,7 +136,7 @@ def _parts_at(
 def measure_sizes(
     model: nn.Module, blocks: Sequence[nn.Module], optimizer: torch.optim.Optimizer, step: Callable[[], object]
 ) -> StepSizes:
-    """Measure a model that is not sharded, with the batch of one rank.
+    """Measure an unsharded model with the batch of one rank.
 
     Args:
         model: The model, after at least one step, so that the optimizer has its state.

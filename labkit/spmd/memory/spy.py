@@ -1,4 +1,4 @@
-"""Watches for torch's own offload: the bytes that it moves, and how often a block runs."""
+"""Spies on torch's own offload: how many bytes it moves, and how often a block runs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.autograd.graph import save_on_cpu
 
 @dataclass
 class SaveOnCpuCounts:
-    """Counts of what ``save_on_cpu`` moved.
+    """What ``save_on_cpu`` moved.
 
     Attributes:
-        num_entered: How often it was entered.
+        num_entered: How often its context was entered.
         num_tensors: Saved tensors that it moved.
         moved_bytes: Bytes of these tensors; a tensor that is saved twice counts twice.
     """
@@ -31,7 +31,7 @@ class SaveOnCpuCounts:
 def spy_save_on_cpu() -> Iterator[SaveOnCpuCounts]:
     """Count what every ``save_on_cpu`` in this process moves, including the one inside ``offload_wrapper``.
 
-    It changes nothing else. Ranks: local.
+    Apart from counting, nothing changes. Ranks: local.
     """
     counts = SaveOnCpuCounts()
     original_init: Any = save_on_cpu.__init__

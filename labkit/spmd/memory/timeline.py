@@ -1,4 +1,4 @@
-"""The memory of a training step by kind, after each of its operations, as reported by torch's memory tracker."""
+"""The memory of a training step by kind after each operation, as reported by torch's memory tracker."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ StepPhase = Literal["forward", "backward", "optimizer"]
 
 @dataclass(frozen=True)
 class MemoryMark:
-    """The beginning of a phase of the step, or of a block in it.
+    """The beginning of a phase of the step, or of a block within it.
 
     Attributes:
-        at: The number of operations before it.
+        at: The number of operations before the mark.
         phase: The phase of the step.
         block: The block whose forward or backward begins; empty if the phase itself begins.
     """
@@ -101,7 +101,7 @@ def record_memory(
 
 
 class _Recorder(FSDPMemTracker):
-    """A tracker that keeps the memory after each operation, where torch's tracker also updates its peak."""
+    """A tracker that records the memory after each operation, at the points where torch's tracker updates its peak."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(model, optimizer)

@@ -17,8 +17,8 @@ def build_model(config: ModelConfig | None = None, *, seed: int = 0, device: tor
     Args:
         config: Sizes; the default has 176,576 parameters.
         seed: Determines every parameter, see `init_weights`.
-        device: The model's device; by default torch's default device, which is the CPU. On ``meta`` the model has no values:
-            shard it, call ``to_empty``, then `init_weights`.
+        device: The model's device; by default torch's default device, which is the CPU. A model on ``meta`` has no values: shard
+            it, call ``to_empty``, then `init_weights`.
 
     Ranks: local.
     """
@@ -56,7 +56,7 @@ def _initial_value(config: ModelConfig, name: str, shape: torch.Size, seed: int)
     if len(shape) == 1:
         return torch.ones(shape)
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{name}".encode()))
-    # Projections that add to the residual stream start smaller in deeper models (Radford et al., 2019).
+    # Projections that add to the residual stream start smaller the deeper the model is (Radford et al., 2019).
     depth = (2 * config.num_layers) ** 0.5 if name.endswith(("wo.weight", "w2.weight")) else 1.0
     return torch.randn(shape, generator=generator) * (0.02 / depth)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 def english_text() -> Tensor:
     """Return Python's own language reference as bytes.
 
-    Every Python has it for ``help()`` (module ``pydoc_data.topics``): at least 450 kB of prose with code. It differs between
+    Every Python includes it for ``help()`` (module ``pydoc_data.topics``): at least 450 kB of prose and code. It differs between
     Python versions, so no number in a lab may depend on its exact content.
 
     Returns:
@@ -31,14 +31,14 @@ def english_text() -> Tensor:
 class BatchSampler:
     """An endless iterator of batches; each rank gets its rows of one global batch.
 
-    The global batch at a position depends only on the seed and the position. So two runs with different world sizes train on
-    the same data, and a run continues exactly from `state_dict`, even with another number of ranks. The state is the same on
-    every rank; ``state_dict`` and ``load_state_dict`` make the sampler a `Stateful` for torch's checkpoints.
+    The global batch at a position depends only on the seed and the position. So runs with different world sizes train on the same
+    data, and a run continues exactly from `state_dict`, even with another number of ranks. The state is the same on every rank;
+    ``state_dict`` and ``load_state_dict`` make the sampler a `Stateful` for torch's checkpoints.
 
     Args:
         batch_size: Sequences per global batch; ``world_size`` divides it.
-        seq_len: Tokens that the model gets; each row has one more, the last target.
-        seed: Determines the windows of the text and their order.
+        seq_len: Tokens that the model gets; each row has one more token, the last target.
+        seed: Determines which windows of the text are used, and their order.
         rank: Selects rows ``rank * b`` to ``(rank + 1) * b``, where ``b`` is ``batch_size / world_size``.
         world_size: The number of ranks that share a global batch.
         device: The device of the batches.

@@ -17,13 +17,13 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterator[
     """Train on the next batches and return the loss of each step.
 
     Args:
-        model: A model over bytes. If there are several ranks, its wrapper averages gradients over them.
-        optimizer: Built from the model's parameters as they are now.
+        model: A model over bytes. With several ranks, its wrapper must average the gradients over them.
+        optimizer: Built from the model's current parameters.
         batches: This rank's batches, int64 (rows, seq + 1), such as a `BatchSampler`.
         num_steps: Optimizer steps to take.
 
     Returns:
-        Mean loss over the global batch for each step, in nats per byte, computed before the update; equal on all ranks.
+        The mean loss over the global batch for each step, in nats per byte, computed before the update; equal on all ranks.
 
     Raises:
         ShardingError: The optimizer holds tensors that are not parameters of the model.

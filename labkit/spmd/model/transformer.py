@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model. ``num_heads`` divides ``dim``; for tensor parallelism the number of ranks divides ``num_heads``."""
+    """Sizes of the model. ``num_heads`` divides ``dim``; for tensor parallelism, the number of ranks divides ``num_heads``."""
 
     vocab_size: int = 256
     dim: int = 64
@@ -45,7 +45,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Map (batch, seq, dim) to the same shape."""
-        # -1 instead of num_heads: under tensor parallelism a rank computes only its own heads.
+        # -1 instead of num_heads, because under tensor parallelism a rank computes only its own heads.
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
         mixed = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))

@@ -1,7 +1,7 @@
 """The checkpoint that travels through the course: notebook 01 writes it, and notebooks 03 and 05 continue from it.
 
 It is in the folder ``checkpoints`` of the current directory, which in Jupyter and under ``labkit run`` is the notebooks' folder.
-If there is no checkpoint, a notebook makes the same one by the same training, so the notebooks can be read in any order.
+If there is no checkpoint, a notebook makes an identical one by the same training, so the notebooks can be read in any order.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class LeftCheckpoint:
 
     Attributes:
         place: Its folder.
-        outcome: ``new`` if it was copied. If one existed, it stays: ``same`` if it has the same data, else ``other``.
+        outcome: ``new`` if it was copied. An existing checkpoint stays: ``same`` if its data are the same, else ``other``.
     """
 
     place: Path
@@ -73,7 +73,7 @@ class LeftCheckpoint:
 def leave_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> LeftCheckpoint:
     """Copy a complete checkpoint to the folder where the later notebooks look for it.
 
-    If a checkpoint of the same name is there, it stays: another notebook may be reading it right now.
+    An existing checkpoint of the same name stays: another notebook may be reading it right now.
 
     Args:
         source: A folder that DCP wrote, with the entries ``model`` and ``optimizer``.
@@ -96,19 +96,19 @@ def leave_checkpoint(source: Path, run: CourseRun, folder: Path = FOLDER) -> Lef
 
 
 def _data(place: Path) -> dict[str, bytes]:
-    """Return the SHA-256 of each data file. The table is left out, because DCP writes a different number into it at every save."""
+    """Return the SHA-256 of each data file, but not of ``.metadata``, into which DCP writes a different number at every save."""
     return {path.name: hashlib.sha256(path.read_bytes()).digest() for path in place.glob("*.distcp")}
 
 
 def course_checkpoint(run: CourseRun, folder: Path = FOLDER, *, device_type: str = "cpu") -> Path:
-    """Return the folder of the travelling checkpoint, and make the checkpoint if it is not there.
+    """Return the folder of the travelling checkpoint, making the checkpoint if it does not exist.
 
     It is a DCP checkpoint with the entries ``model`` (`build_model` with its default sizes) and ``optimizer`` (AdamW).
 
     Args:
         run: The training run.
-        folder: The folder of the course's checkpoints; every rank sees it.
-        device_type: ``cpu`` or ``cuda``: where to train if the checkpoint has to be made.
+        folder: The folder of the course's checkpoints, which every rank can see.
+        device_type: Where to train if the checkpoint has to be made: ``cpu`` or ``cuda``.
 
     Ranks: collective, over the default process group.
     Blocks: for ``run.num_steps`` training steps and a save, at most.
@@ -144,7 +144,7 @@ def _train_and_save(run: CourseRun, draft: Path, device_type: str) -> None:
     mesh = init_device_mesh(device_type, (world_size,))
     model = shard_model(build_model(seed=run.seed, device=device), mesh, blocks=Block)
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.learning_rate)
-    # If the ranks cannot share a batch evenly, some get the same rows. Each row is used equally often, so the mean is the same.
+    # If a batch cannot be divided evenly, some ranks get the same rows. Each row is used equally often, so the mean stays the same.
     num_shares = math.gcd(run.batch_size, world_size)
     batches = BatchSampler(
         batch_size=run.batch_size,
@@ -164,7 +164,7 @@ def _draft(folder: Path) -> Path:
 
 
 def _publish(draft: Path, place: Path) -> Path:
-    """Rename a complete checkpoint to its final name. If two notebooks do so at once, the first one's stays."""
+    """Rename a complete checkpoint to its final name. If two notebooks do so at once, the first one's checkpoint stays."""
     try:
         os.rename(draft, place)
     except OSError:

@@ -1,4 +1,4 @@
-"""Offload of activations to host memory, its measurements and its plan."""
+"""Offload of activations to host memory, with measurements and planning."""
 
 from __future__ import annotations
 

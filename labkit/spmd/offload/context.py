@@ -1,10 +1,10 @@
-"""Activation offload that overlaps with computation: tensors that autograd saves in chosen blocks wait in host memory.
+"""Activation offload that overlaps with computation: tensors that autograd saves in chosen blocks move to host memory.
 
-`torch.autograd.graph.save_on_cpu` copies every saved tensor, on the stream that computes: the computation waits for each
-copy, weights are copied too, and a tensor that three operations save is copied three times. Here the unit is a *storage*: it
-leaves once, on a stream of its own, while the computation goes on, and comes back before backward needs it. Weights, buffers
-and small tensors stay. The hooks on saved tensors are torch's (``torch.autograd.graph.saved_tensors_hooks``); moving
-activations ahead of their use is the idea of vDNN (Rhu et al., 2016, arXiv:1602.08124).
+`torch.autograd.graph.save_on_cpu` copies every saved tensor on the computing stream: the computation waits for each copy, weights
+are copied too, and a tensor that three operations save is copied three times. Here the unit is a *storage*: it leaves once, on a
+separate stream, while the computation goes on, and comes back before backward needs it. Weights, buffers and small tensors stay.
+The hooks on saved tensors are torch's (``torch.autograd.graph.saved_tensors_hooks``); fetching activations ahead of their use is
+vDNN's idea (Rhu et al., 2016, arXiv:1602.08124).
 """
 
 from __future__ import annotations
@@ -29,34 +29,36 @@ from labkit.spmd.offload.moves import Move, OffloadCounts, OffloadError, View
 from labkit.spmd.offload.transfer import Transfer, transfer_for
 
 MIB = 1 << 20
-# A fake tensor has no data, and planning treats it like a plain tensor. Other subclasses hold more than one storage.
+# Fake tensors have no data, and planning treats them like plain ones. Other subclasses hold more than one storage.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
 __all__ = ["MIB", "ActivationOffload", "OffloadCounts", "OffloadError"]
 
 
 class ActivationOffload:
-    """Keep the saved activations of some blocks in host memory between forward and backward.
+    """An offload that keeps the saved activations of some blocks in host memory between forward and backward.
 
     It works with plain modules, inside and around FSDP1 and FSDP2, and around activation checkpointing. Around a checkpointed
     block it moves only the block's inputs, and backward recomputes the rest. *Inside* a checkpointed block it takes every
     tensor before the checkpoint sees it, so nothing is recomputed. Gradients are exact: the bytes come back unchanged.
 
-    The block whose backward comes first has the least time for its copies, out and back, so moving its activations costs the most.
-    It still lowers the least possible peak, because a block that moves gives its activations away while it runs.
+    The block whose backward comes first has the least time for its copies, out and back, so moving its activations costs the most
+    time. But moving them still lowers the minimum peak, because a block's activations leave the device while the block runs.
 
     Args:
         blocks: Modules whose saved activations move. This puts hooks on them; `close` removes the hooks.
-        max_in_flight_bytes: The most device memory that may be held for copies under way, out and back together. When it
-            is used up, the computation waits for the oldest copy. A storage larger than this limit is copied alone.
+        max_in_flight_bytes: The most device memory that copies under way may hold, out and back together. When it is used up, the
+            computation waits for the oldest copy. A storage above this limit is copied alone.
         min_bytes: Storages smaller than this stay on the device.
-        transfer: How bytes move; by default pinned memory and two streams on a CUDA device, and only counting elsewhere.
+        transfer: How bytes move; by default, over two streams and pinned memory on a CUDA device, while elsewhere they are only
+            counted.
 
     Raises:
-        OffloadError: No block is given, or one is given twice or lies inside another, so that it is unclear which one moves it.
+        OffloadError: No block is given, or one is given twice or lies inside another, so that it is unclear which of them moves its
+            activations.
 
-    Ranks: local. It does not communicate, and the ranks may choose differently. No call waits on the CPU, except for
-        pinning memory in the first steps. Host memory is kept for the next step until `close`.
+    Ranks: local. It does not communicate, and each rank may make its own choice. No call waits on the CPU, except to pin memory in
+        the first steps. Host memory is kept for the next step until `close`.
     """
 
     def __init__(
@@ -79,23 +81,23 @@ class ActivationOffload:
         self._numbers: list[int] = []  # the keys of _moves, in the order of forward
         self._next_number = 0
         self._leaving: deque[weakref.ref[Move]] = deque()
-        self.in_flight_bytes = 0  #: Device memory that copies hold right now.
-        # Hooks run first on entry and last on exit, also with torch's composable `checkpoint`, which hooks the same module.
+        self.in_flight_bytes = 0  #: Device memory currently held by copies.
+        # These hooks must run first on entry and last on exit, even if torch's composable `checkpoint` hooks the same module.
         self._handles = [block.register_forward_pre_hook(self._enter, prepend=True) for block in self.blocks]
         self._handles += [block.register_forward_hook(self._leave, always_call=True) for block in self.blocks]
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of host memory that are held, either in use or kept for the next step."""
+        """Bytes of host memory held, whether in use or kept for the next step."""
         return self._transfer.host_bytes() if self._transfer else 0
 
     def reset_counts(self) -> OffloadCounts:
-        """Reset the counts to zero, and return those so far."""
+        """Reset the counts to zero, and return the previous ones."""
         counts, self.counts = self.counts, OffloadCounts()
         return counts
 
     def close(self) -> None:
-        """Remove the hooks from the blocks. A backward still to come gets its tensors; then the host memory is freed."""
+        """Remove the hooks from the blocks. A backward that is still to come gets its tensors; then the host memory is freed."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -110,7 +112,7 @@ class ActivationOffload:
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def _enter(self, block: nn.Module, _: Any) -> None:
-        # In backward, forward runs again only to recompute: its saved tensors are used at once, and the checkpoint must see them.
+        # During backward, forward runs only to recompute: its saved tensors are used at once, and the checkpoint must see them.
         in_backward = torch._C._current_graph_task_id() != -1
         hooks: AbstractContextManager[Any] = nullcontext() if in_backward else saved_tensors_hooks(self._pack, self._unpack)
         hooks.__enter__()
@@ -123,10 +125,10 @@ class ActivationOffload:
 
     def _pack(self, tensor: Tensor) -> Any:
         self.counts.saved_bytes += tensor.nbytes
-        # A weight is a leaf, or under FSDP1 a view of one; the result of an operation in this graph is neither.
+        # A weight is a leaf or, under FSDP1, a view of one; the result of an operation in this graph is neither.
         root = tensor._base if tensor._is_view() else tensor
         is_made = root is not None and not root.is_leaf
-        # A saved output refers to its own node: keeping it undetached would make a cycle that is never collected.
+        # Detach it: a saved output refers to its own node, which would make a cycle that is never collected.
         tensor = tensor.detach()
         plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
         if not plain or tensor.is_conj() or tensor.is_neg() or tensor.is_meta:
@@ -150,7 +152,7 @@ class ActivationOffload:
         return View(move, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def _is_here(self, device: torch.device) -> bool:
-        # Only the first storage large enough to move sets the device: torch.utils.checkpoint saves an empty tensor on the CPU
+        # Let only the first storage large enough to move set the device: torch.utils.checkpoint saves an empty tensor on the CPU
         # before the inputs of a block on a GPU.
         if self._device is None:
             self._device = device
@@ -163,8 +165,8 @@ class ActivationOffload:
         return move if move is not None and move.version == version else None
 
     def _is_weight(self, storage: torch.UntypedStorage) -> bool:
-        # Search the modules again for every saved tensor: FSDP replaces their tensors whenever it gathers and frees. FSDP1 with
-        # use_orig_params=False leaves its views of the flat parameter as plain attributes.
+        # Search the modules for every saved tensor, because FSDP replaces their tensors whenever it gathers or frees. FSDP1 with
+        # use_orig_params=False keeps its views of the flat parameter as plain attributes.
         for module in self._entered[-1].modules:
             held: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
             for value in chain.from_iterable(values.values() for values in held):
@@ -190,7 +192,7 @@ class ActivationOffload:
         return move
 
     def _make_room(self, size_bytes: int) -> None:
-        """Make room for one more copy: the computation waits until the oldest copies have left."""
+        """Make room for one more copy by letting the computation wait until the oldest copies have left."""
         while self._leaving:
             move = self._leaving[0]()
             if move is not None and move.is_in_flight:
@@ -216,7 +218,7 @@ class ActivationOffload:
         )
 
     def _fetch_ahead(self, number: int) -> None:
-        """Bring back the storages saved before this one, as far as the limit allows: backward uses the saves in reverse order."""
+        """Bring back the storages saved before this one, as far as the limit allows, since backward uses them in reverse order."""
         for place in reversed(range(bisect_left(self._numbers, number))):
             move = self._moves[self._numbers[place]]()
             if move is None or move.raw is not None:

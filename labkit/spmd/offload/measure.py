@@ -1,4 +1,4 @@
-"""Measurements for a plan (time and bytes of each block, bandwidth of the bus), and the application of a plan."""
+"""Measurements for a plan (time and bytes of each block, bandwidth of the bus), and application of a plan."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ _PIECES = 8
 
 
 def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, repeats: int = 5) -> list[BlockCost]:
-    """Run training steps and measure each block: its bytes once, and its shortest times.
+    """Run training steps and measure each block: its bytes, once, and its shortest times.
 
     Args:
-        blocks: Modules with plain forward, none of them checkpointed or offloaded, whose outputs need a gradient. Each runs
-            once a step.
-        step: Runs forward and backward. It is called ``repeats + 2`` times.
-        repeats: Number of timed steps, after one step for the bytes and one to warm up.
+        blocks: Modules that run once per step, with outputs that need a gradient; none may be checkpointed or offloaded.
+        step: Runs forward and backward; called ``repeats + 2`` times.
+        repeats: Number of timed steps, which follow one step for the bytes and one to warm up.
 
     Returns:
-        One cost per block. Backward is the time from the gradient of a block's output to that of its input. If the input
-        needs no gradient, it is the time until the end of the step.
+        One cost per block. A block's backward lasts from the gradient of its output to that of its input or, if the input needs no
+        gradient, to the end of the step.
 
     Ranks: local for a plain model; collective if ``step`` is.
     """
@@ -54,19 +53,19 @@ def measure_blocks(blocks: Sequence[nn.Module], step: Callable[[], object], *, r
         clock.step(step)
     clock.close()
     return [
-        # The backward of a product needs both factors, so count the two largest storages.
+        # A product's backward needs both factors, so count the two largest storages.
         BlockCost(*clock.shortest(place), sum(found.sizes), input_bytes[place], sum(sorted(found.sizes)[-2:]))
         for place, found in enumerate(sizes)
     ]
 
 
 def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_bytes: int = 64 << 20, repeats: int = 5) -> Bus:
-    """Measure the bandwidth of both directions while both are in use, as an offload uses them.
+    """Measure the bandwidth of each direction while both are in use, as they are in an offload.
 
     Args:
         device: The device that computes.
-        transfer: How bytes move; by default the transfer that suits the device. One that only counts has no bandwidth.
-        size_bytes: Bytes under way at a time in each direction, in eight copies.
+        transfer: How bytes move; by default, as suits the device. A transfer that only counts has no bandwidth.
+        size_bytes: Bytes under way at a time in each direction, divided into eight copies.
         repeats: Number of timed rounds, after one to warm up.
 
     Raises:
@@ -77,7 +76,7 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
     bus = transfer or transfer_for(device)
     if bus.is_alias:
         raise ValueError(f"nothing moves on {device}: there is no bus to measure. Give a transfer such as SlowBus.")
-    # Several copies at a time, to measure a busy bus and not the start-up time of one copy.
+    # Run several copies at a time, to measure a busy bus rather than the start-up time of a copy.
     sources = [torch.ones(size_bytes // _PIECES, dtype=torch.uint8, device=device) for _ in range(_PIECES)]
     waiting = [bus.send(source) for source in sources]
     rates = []
@@ -101,7 +100,7 @@ def measure_bus(device: torch.device, transfer: Transfer | None = None, *, size_
 
 
 def measure_seconds(step: Callable[[], object], device: torch.device, *, repeats: int = 5) -> float:
-    """Return the shortest time of several steps, after one to warm up: other work on the machine only makes a step longer.
+    """Return the shortest time of several steps after one to warm up, since other work on the machine only makes steps longer.
 
     Ranks: as ``step``.
     """
@@ -119,7 +118,7 @@ def apply_plan(blocks: Sequence[nn.Module], plan: OffloadPlan, **options: Any) -
     """Apply a plan to the blocks of a model, before or after it is sharded.
 
     Args:
-        blocks: The blocks that the plan is for. Those that recompute get torch's composable ``checkpoint``, permanently.
+        blocks: The blocks that the plan is for. Those to recompute get torch's composable ``checkpoint``, permanently.
         plan: The plan, with one choice per block.
         options: Passed to `ActivationOffload`.
 
@@ -141,7 +140,7 @@ def apply_plan(blocks: Sequence[nn.Module], plan: OffloadPlan, **options: Any) -
 
 
 class _Sizes(CountingTransfer):
-    """A transfer that only notes the sizes of the storages that would move."""
+    """A transfer that only records the sizes of the storages that would move."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +152,7 @@ class _Sizes(CountingTransfer):
 
 
 class _Clock:
-    """Times at which each block begins and ends, in forward and backward."""
+    """The times at which each block begins and ends forward and backward."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self._marks: dict[tuple[str, int], Any] = {}

@@ -1,4 +1,4 @@
-"""One saved storage on its way to the host and back, and the counters over all of them."""
+"""A saved storage on its way to the host and back, and the counts over all of them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from labkit.spmd.offload.transfer import HostCopy, Transfer
 
 
 class OffloadError(LabkitError, RuntimeError):
-    """An offload was set up for modules that cannot take it, or a saved tensor was changed before its copy was complete."""
+    """An offload was set up for modules that do not support it, or a saved tensor was changed before its copy was complete."""
 
 
 @dataclass
 class OffloadCounts:
-    """Bytes that autograd saved in the blocks, by what happened to them, since the last `ActivationOffload.reset_counts`.
+    """What happened to the bytes that autograd saved in the blocks since the last `ActivationOffload.reset_counts`.
 
     Attributes:
-        saved_bytes: All saved tensors, each as often as it was saved. ``save_on_cpu`` moves this much.
-        weight_bytes: The part of it in parameters and buffers, which stay.
+        saved_bytes: All saved tensors, each counted as often as it was saved. ``save_on_cpu`` would move this much.
+        weight_bytes: The part in parameters and buffers, which stay.
         small_bytes: The part in tensors below ``min_bytes``, which stay.
         other_bytes: The part in tensors of other kinds or on other devices (DTensors, sparse, conjugated), which stay.
-        repeated_bytes: The part saved again, or as another view, while its storage already moves.
+        repeated_bytes: The part saved again, or as another view, when its storage already moves.
         moved_bytes: Storages sent to the host, each counted once and whole.
         num_moved: The number of these storages.
-        fetched_bytes: Storages brought back. Less than ``moved_bytes``: what backward needs first never left the device.
-        num_late: Storages that backward needed before their copy back had begun.
-        peak_in_flight_bytes: The most device memory held only because a copy was under way or had arrived early.
+        fetched_bytes: Storages brought back. This is less than ``moved_bytes``, because what backward needs first never left the
+            device.
+        num_late: Number of storages that backward needed before their copy back had begun.
+        peak_in_flight_bytes: The most device memory that was held only for copies that were under way or had arrived early.
     """
 
     saved_bytes: int = 0
@@ -63,16 +64,16 @@ class Mover(Protocol):
     in_flight_bytes: int
 
     def forget(self, number: int) -> None:
-        """Take note that this move no longer exists."""
+        """Handle the end of a move."""
 
 
 class Move:
-    """One storage on its way. It lives as long as a node of the graph needs it, and frees what it holds when it is deleted."""
+    """One storage on its way. It lives as long as a node of the graph needs it, and frees what it holds when deleted."""
 
     def __init__(self, owner: Mover, transfer: Transfer, number: int, raw: Tensor, copy: HostCopy, saved: Tensor) -> None:
         self.owner, self.number, self.copy, self.size_bytes = owner, number, copy, raw.numel()
         self.transfer = transfer
-        self.raw: Tensor | None = raw  # the bytes on the device: until they have left, and again once they come back
+        self.raw: Tensor | None = raw  # the bytes on the device, until they have left and again once they come back
         self.version = saved._version
         self.saved: Tensor | None = saved  # shares the version counter of the tensor of the forward pass
         self.is_in_flight, self.is_leaving, self.is_torn = True, True, False
@@ -92,7 +93,7 @@ class Move:
         self.owner.counts.fetched_bytes += self.size_bytes
 
     def use(self) -> Tensor:
-        """Return the bytes on the device, for the node of the graph that runs now. They stay until no node needs them."""
+        """Return the bytes on the device, for the graph node that runs now. They stay until no node needs them."""
         self._note_changes()
         if self.is_torn:
             raise OffloadError(
@@ -123,7 +124,7 @@ class Move:
         if self.is_leaving:
             self.transfer.wait_sent(self.copy)  # the copy still reads memory that is about to be freed
         elif self.is_in_flight:
-            self.transfer.wait_fetched(self.copy)  # or still writes to it
+            self.transfer.wait_fetched(self.copy)  # or still writes to that memory
         if self.is_in_flight:
             self._land()
         self.transfer.recycle(self.copy)

@@ -1,7 +1,7 @@
-"""Choice, per block, between keeping, recomputing and moving its activations: the fastest under a memory limit.
+"""The fastest way, under a memory limit, to keep, recompute or move the activations of each block.
 
-The bound on time is a roofline (Williams et al., 2009): each direction of a step takes as long as the slower of computation
-and bus. `predict` refines it: copies hide behind later blocks only as far as the limit on bytes in flight allows.
+The bound on time is a roofline (Williams et al., 2009): forward and backward each take as long as the slower of computation and
+bus. `predict` refines this: copies overlap with later blocks only as far as the limit on bytes in flight allows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MOST_GROUPS, _MOST_STATES = 24, 300
 
 
 class PlanError(LabkitError, ValueError):
-    """No choice fits under the memory limit."""
+    """No choice stays within the memory limit."""
 
 
 class Choice(StrEnum):
@@ -39,15 +39,15 @@ _RECOMPUTED = (Choice.RECOMPUTE, Choice.MOVE_INPUTS)
 
 @dataclass(frozen=True)
 class BlockCost:
-    """Costs of a block, as measured by `labkit.spmd.offload.measure.measure_blocks`.
+    """The costs of a block, measured by `labkit.spmd.offload.measure.measure_blocks`.
 
     Attributes:
-        forward_s: Seconds of its forward.
-        backward_s: Seconds of its backward, without recomputation.
-        saved_bytes: Storages that autograd saves in it, each counted once, without weights.
+        forward_s: Duration of its forward, in seconds.
+        backward_s: Duration of its backward, in seconds, without recomputation.
+        saved_bytes: Bytes of the storages that autograd saves in it, each counted once, without weights.
         input_bytes: Bytes of its inputs, which recomputation needs.
-        working_bytes: The part of the saved storages that one operation of backward needs at a time. It is on the device even
-            if the block's activations move.
+        working_bytes: Bytes of saved storages that one operation in backward needs at a time. They are on the device even if the
+            block's activations move.
     """
 
     forward_s: float
@@ -65,7 +65,7 @@ class BlockCost:
         return {Choice.KEEP: self.saved_bytes, Choice.RECOMPUTE: self.input_bytes}.get(choice, 0)
 
     def own(self, choice: Choice) -> int:
-        """Return the bytes on the device while the block itself runs. Moving bytes count as in flight instead."""
+        """Return the bytes on the device while the block itself runs; bytes that move count as in flight instead."""
         return self.working_bytes if choice is Choice.MOVE else self.saved_bytes
 
 
@@ -79,12 +79,12 @@ class Bus:
 
 @dataclass(frozen=True)
 class Setting:
-    """Conditions that a plan has to meet.
+    """The conditions under which a plan has to work.
 
     Attributes:
         bus: The bandwidth.
         fixed_bytes: Memory that every choice needs: parameters, gradients, optimizer state, temporary memory.
-        rest_s: Seconds of a step outside the blocks that do not overlap: head, loss, optimizer.
+        rest_s: Seconds per step spent outside the blocks, which cannot be overlapped: head, loss, optimizer.
         max_in_flight_bytes: As for `labkit.spmd.offload.context.ActivationOffload`.
     """
 
@@ -100,11 +100,11 @@ class OffloadPlan:
 
     Attributes:
         choices: One per block, in the order of forward.
-        forward_s: Seconds of the blocks' forward: the slower of computation and bus.
-        backward_s: Likewise for backward, including recomputation.
-        step_s: Both, plus the rest of the step.
+        forward_s: Duration of the blocks' forward, in seconds: the slower of computation and bus.
+        backward_s: The same for backward, including recomputation.
+        step_s: Both, plus the time outside the blocks.
         peak_bytes: The most device memory.
-        moved_bytes: Bytes that leave in forward; at least this minus ``max_in_flight_bytes`` comes back.
+        moved_bytes: Bytes that leave in forward; all but at most ``max_in_flight_bytes`` of them come back.
     """
 
     choices: tuple[Choice, ...]
@@ -116,10 +116,10 @@ class OffloadPlan:
 
 
 def roofline_seconds(costs: Sequence[BlockCost], moved_bytes: float, setting: Setting) -> float:
-    """Return a lower bound on the time of a step that moves this much: no plan without recomputation is faster.
+    """Return a lower bound on the time of a step that moves this much without recomputation.
 
-    A direction takes ``max(computation, (moved - in flight) / bandwidth)``: bytes that may be in flight need not have left when
-    forward ends, and bytes that have not left need not come back.
+    Forward and backward each take ``max(computation, (moved - in flight) / bandwidth)``: bytes allowed in flight need not have left
+    when forward ends, and bytes that have not left need not come back.
 
     Ranks: local.
     """
@@ -132,11 +132,11 @@ def roofline_seconds(costs: Sequence[BlockCost], moved_bytes: float, setting: Se
 def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Setting) -> OffloadPlan:
     """Predict what a choice costs.
 
-    Time: while a block runs, its bytes and those waiting from neighbouring blocks go over the bus. When the block ends, no more
-    than the limit in flight may be left. A block takes as long as the slower of its computation and these copies.
+    Time: while a block runs, its bytes and those left over from the neighbouring block go over the bus. When it ends, no more than
+        the limit in flight may be left. So a block takes as long as the slower of its computation and these copies.
 
-    Memory: the peak is reached in some block. It is everything held for the blocks before it, its own activations unless they
-    move, and the bytes in flight.
+    Memory: the peak is the largest, over all blocks, of what is held for the blocks before it, its own activations unless they
+        move, and the bytes in flight.
 
     Raises:
         ValueError: The number of choices is not the number of blocks.
@@ -152,10 +152,10 @@ def predict(costs: Sequence[BlockCost], choices: Sequence[Choice], setting: Sett
 
 
 def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: float) -> OffloadPlan:
-    """Return the fastest choice whose predicted peak stays within the limit; among equally fast ones, the one that moves least.
+    """Return the fastest choice whose predicted peak is within the limit; of equally fast ones, the one that moves least.
 
-    To stay quick, more than 24 blocks are put into groups of neighbours that share a choice, and many similar partial choices
-    are thinned out. The plan is then only close to the best one, but its prediction is as good as for any other.
+    To stay quick, it puts more than 24 blocks into groups of neighbours that share a choice, and thins out similar partial choices
+    when there are many. The plan is then only close to the best one, but its prediction is as accurate as any other.
 
     Args:
         costs: One per block, in the order of forward.
@@ -163,7 +163,7 @@ def plan_blocks(costs: Sequence[BlockCost], setting: Setting, *, limit_bytes: fl
         limit_bytes: The most device memory that the step may take.
 
     Raises:
-        PlanError: Nothing fits; the message gives the least possible peak.
+        PlanError: No choice fits; the message gives the lowest possible peak.
         ValueError: There is no block.
 
     Ranks: local. Takes up to a few seconds.
@@ -192,7 +192,7 @@ def _joined(group: Sequence[BlockCost]) -> BlockCost:
 
 @dataclass(frozen=True)
 class _Partial:
-    """The blocks from some block to the last: their time and memory, and the bytes that still wait for the bus at its edge."""
+    """The blocks from some block to the last: their time and memory, and the bytes that its neighbour has to carry over the bus."""
 
     forward_s: float
     backward_s: float
@@ -207,9 +207,9 @@ _NOTHING = _Partial(0.0, 0.0, 0.0, 0.0, 0, 0, ())
 
 
 def _with_block(state: _Partial, cost: BlockCost, choice: Choice, setting: Setting) -> _Partial:
-    """Add one more block before the others."""
-    # The blocks are added from the last to the first. A row of stages with limited room between them takes as long in either
-    # order (Muth, 1979), so this serves forward as well as backward.
+    """Prepend a block to those in ``state``."""
+    # Blocks are added from the last to the first. A row of stages with limited room between them takes equally long in either order
+    # (Muth, 1979), so this is valid for forward as well as backward.
     moved, bus = cost.moved(choice), setting.bus
     again_s = cost.forward_s if choice in _RECOMPUTED else 0.0
     room = setting.max_in_flight_bytes
@@ -227,14 +227,14 @@ def _with_block(state: _Partial, cost: BlockCost, choice: Choice, setting: Setti
 
 
 def _over_bus(compute_s: float, size_bytes: float, bytes_per_s: float, room_bytes: float) -> tuple[float, float]:
-    """Return the seconds of a block, and the bytes left over for its neighbour."""
+    """Return a block's duration, and the bytes left over for its neighbour."""
     seconds = max(compute_s, (size_bytes - room_bytes) / bytes_per_s)
     return seconds, max(0.0, size_bytes - bytes_per_s * seconds)
 
 
 def _candidates(costs: Sequence[BlockCost], setting: Setting) -> list[tuple[Choice, ...]]:
-    """Return all choices that no other choice beats in time and memory at once; if there are very many, a selection."""
-    # From the last block to the first, because what a block holds stays held through all later ones.
+    """Return all choices that no other beats in both time and memory; if there are very many, a selection."""
+    # Go from the last block to the first, because what a block holds stays held through all later blocks.
     states = [_NOTHING]
     for cost in reversed(costs):
         states = _undominated([_with_block(state, cost, choice, setting) for state in states for choice in Choice])
@@ -246,7 +246,7 @@ def _undominated(states: list[_Partial]) -> list[_Partial]:
         [[s.forward_s, s.backward_s, s.out_waiting, s.back_waiting, s.moved_bytes, s.need_bytes] for s in states],
         dtype=torch.float64,
     )
-    order = torch.argsort(rows.sum(dim=1))  # a state comes after those that beat it, and after the first of its equals
+    order = torch.argsort(rows.sum(dim=1))  # a state comes after all that beat it, and after the first of its equals
     beaten = _earlier_beats(rows[order]).tolist()
     kept = [states[place] for place, is_beaten in zip(order.tolist(), beaten, strict=True) if not is_beaten]
     if len(kept) > _MOST_STATES:
@@ -257,7 +257,7 @@ def _undominated(states: list[_Partial]) -> list[_Partial]:
 
 
 def _earlier_beats(rows: Tensor) -> Tensor:
-    """Return, for each row, whether some earlier row is nowhere larger."""
+    """Return, for each row, whether some earlier row is no larger in any column."""
     at_most = torch.ones(len(rows), len(rows), dtype=torch.bool)
     for column in rows.T:
         at_most &= column[:, None] <= column[None]

@@ -1,4 +1,4 @@
-"""Measurement of what autograd keeps between forward and backward, by storage, on real ranks and on tensors without data."""
+"""Measurement of what autograd keeps between forward and backward, by storage, for real tensors and for tensors without data."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ class SavedStorages:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def note(self, tensor: Tensor) -> Tensor:
-        """Count a tensor that autograd saves, and return the tensor to keep instead."""
-        # A saved output refers to its own node: keeping it undetached would make a cycle that is never collected.
+        """Count a tensor that autograd saves, and return the tensor to keep in its place."""
+        # Detach it: a saved output refers to its own node, which would make a cycle that is never collected.
         tensor = tensor.detach()
         storage = _local(tensor).untyped_storage()
         self._storages[storage._cdata] = storage
         return tensor
 
     def size_bytes(self, model: nn.Module) -> int:
-        """Return the bytes of the activations: saved storages that hold memory now and are not the model's parameters or buffers.
+        """Return the bytes of activations: saved storages that hold memory now and are neither parameters nor buffers of the model.
 
-        Call it when forward has ended. Weights that FSDP gathered and freed again hold no memory then, and weights that are still
-        whole are parameters of the model.
+        Call it when forward has ended. By then, weights that FSDP gathered and freed again hold no memory, and weights that are
+        still whole are parameters of the model.
 
         Ranks: local.
         """
@@ -45,8 +45,8 @@ class SavedStorages:
 def watch_saved() -> Iterator[SavedStorages]:
     """Watch what autograd saves while the block runs.
 
-    A module with hooks of its own hides its saved tensors from this watch; with an offload, use a `WatchedOffload`. A checkpointed
-    module saves only its inputs in forward, so only those are seen.
+    A module with its own hooks hides its saved tensors from this watch; for an offload, use a `WatchedOffload`. Of a checkpointed
+    module only the inputs are seen, since it saves nothing else in forward.
 
     Returns:
         A context manager that yields the storages.
@@ -59,7 +59,7 @@ def watch_saved() -> Iterator[SavedStorages]:
 
 
 class WatchedOffload(ActivationOffload):
-    """An activation offload that reports to a watch which tensors it leaves on the device: its hooks hide them from outer hooks.
+    """An activation offload that reports to a watch the tensors it leaves on the device, which its hooks hide from outer hooks.
 
     Attributes:
         saved: The watch, set before each forward.

@@ -1,4 +1,4 @@
-"""A simulated bus for learning: real copies on their own threads, as slow as you wish, to show overlap without a GPU."""
+"""A simulated bus for learning: real copies on separate threads, as slow as you like, to show overlap without a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from labkit.spmd.offload.transfer import HostCopy
 class SlowBus:
     """A `labkit.spmd.offload.transfer.Transfer` between two parts of the CPU's memory, with a bandwidth of your choice.
 
-    For each direction, one thread waits as long as a bus of that bandwidth would take, and then copies. Waiting costs no
-    processor time, so computation and copies overlap as on a GPU. The memory of a tensor that has left is really freed.
+    For each direction, a thread waits as long as a bus of that bandwidth would take, then copies. Waiting costs no processor time,
+    so computation and copies overlap as on a GPU. Once a tensor has left, its memory really is freed.
 
     Args:
         bytes_per_s: Bandwidth of each direction.
@@ -23,7 +23,7 @@ class SlowBus:
     Raises:
         ValueError: The bandwidth is not positive.
 
-    Ranks: local. Call `close` at the end: it holds two threads.
+    Ranks: local. Call `close` at the end, to stop its two threads.
     """
 
     is_alias = False
@@ -47,7 +47,7 @@ class SlowBus:
         return copy
 
     def wait_sent(self, copy: HostCopy) -> None:
-        """See `Transfer`; this one does wait on the CPU, because the CPU computes here."""
+        """See `Transfer`; this one does wait on the CPU, because here the CPU computes."""
         copy.sent.result()
 
     def fetch(self, copy: HostCopy) -> Tensor:
@@ -85,7 +85,7 @@ class _Direction:
     def _copy(self, target: Tensor, source: Tensor, after: Future[None] | None, asked_at: float) -> None:
         if after is not None:
             after.result()
-        # Count from when the bus became free, not from when this thread woke up, so that wake-up delays do not add up.
+        # Count from when the bus became free rather than from when this thread woke up, so that wake-up delays do not add up.
         self._free_at = max(self._free_at, asked_at) + source.numel() / self._bytes_per_s
         time.sleep(max(0.0, self._free_at - time.monotonic()))
         target.copy_(source)

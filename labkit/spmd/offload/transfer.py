@@ -1,4 +1,4 @@
-"""Transfers of saved activations from the device to the host and back: over CUDA streams, or counted only."""
+"""Transfers of saved activations from the device to the host and back, either over CUDA streams or only counted."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class HostCopy:
 
     Attributes:
         host: Its bytes, a one-dimensional uint8 tensor.
-        memory: The host memory that holds them, at least as large.
-        sent: The event after which it is written, of the transfer's own kind; None if there is nothing to wait for.
-        fetched: The event after which it has last been read; likewise.
-        stream: The stream that produces and uses the bytes; likewise.
+        memory: The host memory that holds them, which may be larger.
+        sent: The event after which it is complete, of the transfer's own kind; None if there is nothing to wait for.
+        fetched: The event after which its last read is complete; likewise.
+        stream: The stream that produces and uses the bytes, of the transfer's own kind or None.
     """
 
     host: Tensor
@@ -33,35 +33,35 @@ class HostCopy:
 
 
 class Transfer(Protocol):
-    """The bus that `labkit.spmd.offload.context.ActivationOffload` needs. No method waits on the CPU."""
+    """The interface that `labkit.spmd.offload.context.ActivationOffload` needs from a bus. No method waits on the CPU."""
 
-    #: Whether the copies are the tensors themselves: writing to a tensor later then changes its copy.
+    #: Whether the copies are the tensors themselves, so that writing to a tensor later changes its copy.
     is_alias: bool
 
     def send(self, source: Tensor) -> HostCopy:
         """Begin to copy bytes to the host. The caller keeps ``source`` until it has called `wait_sent`."""
 
     def wait_sent(self, copy: HostCopy) -> None:
-        """Hold back the computation until the bytes have left, so that their memory may be reused."""
+        """Make the computation wait until the bytes have left, so that their memory may be reused."""
 
     def fetch(self, copy: HostCopy) -> Tensor:
-        """Begin to copy the bytes back, into new memory on the device. It must not be read before `wait_fetched`."""
+        """Begin to copy the bytes back into new memory on the device, which must not be read before `wait_fetched`."""
 
     def wait_fetched(self, copy: HostCopy) -> None:
-        """Hold back the computation until the bytes are back."""
+        """Make the computation wait until the bytes are back."""
 
     def recycle(self, copy: HostCopy) -> None:
         """Take back the host memory of a copy that is no longer needed."""
 
     def host_bytes(self) -> int:
-        """Return the bytes of host memory that this transfer holds, either in use or kept for the next step."""
+        """Return how many bytes of host memory this transfer holds, whether in use or kept for the next step."""
 
 
 @dataclass(eq=False)
 class CountingTransfer:
-    """A transfer that moves nothing: it only follows the calls, and the tensors stay in place.
+    """A transfer that only counts: the tensors stay in place.
 
-    An offload on a CPU uses it, because there the host's memory is the device's.
+    Offloads on a CPU use it, because there host and device share one memory.
     """
 
     is_alias: bool = True
@@ -92,10 +92,10 @@ class CountingTransfer:
 class CudaTransfer:
     """Copies between a GPU and pinned host memory, one stream for each direction, ordered by events.
 
-    Device memory is always taken from and returned to the stream that computes, after that stream has been told to wait for
-    the copy. So the allocator may reuse it at once. ``record_stream`` would hold it back for an unknown time. Host memory is
-    kept from step to step, because pinning is slow and would stop the device. torch pins powers of two, so this class also takes
-    powers of two and uses each for anything that fits, so batches of varying length do not pin more.
+    Device memory is always taken from the computing stream, and returned to it after that stream has been told to wait for the
+    copy, so the allocator may reuse it at once. ``record_stream`` would hold it back for an unknown time. Host memory is kept from
+    step to step, because pinning is slow and would stall the device. torch pins powers of two, so this class requests powers of two
+    and uses each for anything that fits; then batches of varying length do not pin more.
 
     Args:
         device: A CUDA device with an index.
@@ -117,7 +117,7 @@ class CudaTransfer:
         copy.stream = torch.cuda.current_stream(self.device)
         self._out.wait_stream(copy.stream)  # until the bytes are computed
         if copy.fetched is not None:
-            self._out.wait_event(copy.fetched)  # and until this host memory has been read for the last time
+            self._out.wait_event(copy.fetched)  # and until the last read of this host memory is complete
         with torch.cuda.stream(self._out):
             copy.host.copy_(source, non_blocking=True)
         copy.sent, copy.fetched = self._out.record_event(), None

@@ -1,4 +1,4 @@
-"""Execution of a notebook cell as a notebook runs it: all statements, and the value of the last expression."""
+"""Execution of a cell the way a notebook does it: all statements, and the value of the last expression."""
 
 from __future__ import annotations
 import __future__
@@ -14,7 +14,7 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any], flags: int =
         source: The cell's source.
         filename: The name to show in tracebacks.
         namespace: The cell's variables.
-        flags: Features of ``from __future__`` to compile with, in addition to those that the cell imports; see `future_flags`.
+        flags: Compiler flags of ``from __future__`` features, in addition to those that the cell imports; see `future_flags`.
 
     Returns:
         The value of its last line if that is an expression and does not end with a semicolon, else None.
@@ -26,7 +26,7 @@ def run_cell(source: str, filename: str, namespace: dict[str, Any], flags: int =
     """
     tree = ast.parse(source, filename)
     flags |= future_flags(tree)
-    # A notebook compiles each statement on its own, so these imports are allowed anywhere in a cell.
+    # A notebook compiles each statement separately, so it allows these imports anywhere in a cell.
     tree.body = [statement for statement in tree.body if not is_future(statement)]
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -43,7 +43,7 @@ def is_future(statement: ast.stmt) -> TypeGuard[ast.ImportFrom]:
 
 
 def future_flags(tree: ast.Module) -> int:
-    """Return the flags for ``compile`` of the features that a cell imports from ``__future__``."""
+    """Return the ``compile`` flags for the features that a cell imports from ``__future__``."""
     names = [alias.name for statement in tree.body if is_future(statement) for alias in statement.names]
     return sum({getattr(__future__, name).compiler_flag for name in names})
 
@@ -55,7 +55,7 @@ def is_silenced(source: str) -> bool:
 
 
 def text_of(value: Any) -> str:
-    """Return the text that a notebook without graphics shows for a value: Markdown as its source, else IPython's text."""
+    """Return what a text-only notebook shows for a value: the source of Markdown, else IPython's text."""
     from IPython.core.formatters import DisplayFormatter
 
     # Like a notebook: IPython prefers a value's _repr_mimebundle_ to its repr.

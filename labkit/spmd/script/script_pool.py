@@ -18,17 +18,17 @@ class ScriptJob(Protocol):
     device: torch.device
 
     def ask(self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, **kwargs: Any) -> RankResults[Any]:
-        """Call a function of the job on ranks."""
+        """Call a function with the job on ranks."""
 
     def forget(self) -> None:
-        """Forget what cells have made."""
+        """Forget the variables that cells have made."""
 
     def renew(self, world_size: int) -> None:
         """Let the first ranks start anew."""
 
 
 class ScriptPool:
-    """The pool of the notebook's own process, over the ranks of the script. Ranks: rank 0, inside a cell of that process."""
+    """The pool that the notebook's own process sees, over the ranks of the script. Ranks: rank 0, inside a cell of that process."""
 
     def __init__(self, job: ScriptJob) -> None:
         self._job = job
@@ -49,7 +49,7 @@ class ScriptPool:
     def run(
         self, function: Callable[..., Any], *args: Any, ranks: RankSpec = None, timeout_s: float | None = None, **kwargs: Any
     ) -> RankResults[Any]:
-        """Behave like ``WorkerPool.run``, but without its timeout: nothing watches a script. Blocks as long as the function."""
+        """Behave like ``WorkerPool.run``, but without its timeout: nothing watches a script. Blocks while the function runs."""
         return self._job.ask(_run, function, *args, ranks=ranks, **kwargs)
 
     def push(self, ranks: RankSpec = None, **values: Any) -> None:
@@ -61,7 +61,7 @@ class ScriptPool:
         return self._job.ask(_pull, expression, ranks=ranks)
 
     def restart(self, ranks: RankSpec = None) -> None:
-        """Behave like ``WorkerPool.restart``: these ranks, or all, forget the variables of cells. Their processes stay."""
+        """Behave like ``WorkerPool.restart``: these ranks, or all, forget the variables of cells, but keep their processes."""
         if ranks is None:
             self._job.ask(renew, self.world_size)
         else:
@@ -72,7 +72,7 @@ class ScriptPool:
 
 
 def _run(job: ScriptJob, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    # A function from the notebook also finds names that exist only in the rank's namespace.
+    # A function from the notebook can also use names that exist only in the rank's namespace.
     own = getattr(function, "__globals__", None)
     if own is not None and getattr(function, "__module__", None) == "__main__" and own is not job.namespace:
         for name, value in job.namespace.items():

@@ -1,8 +1,8 @@
-"""Runtime of a script written by ``labkit script``: the ranks of torchrun, with rank 0 also acting as the notebook's process.
+"""Runtime of a script that ``labkit script`` wrote: the ranks of torchrun, of which rank 0 also acts as the notebook's process.
 
-In the script the ``%%spmd`` cells are plain code. The work of the notebook's own process between them (parameters, folders, tables,
-checks of exercises) runs on rank 0, in a namespace of its own. Meanwhile the other ranks answer its ``pool.push``, ``pool.pull``
-and ``pool.run``.
+In the script, ``%%spmd`` cells are plain code. What the notebook's own process does between them (parameters, folders, tables,
+checks of exercises) runs on rank 0, in a separate namespace. Meanwhile the other ranks answer its ``pool.push``, ``pool.pull`` and
+``pool.run``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ScriptRankError(LabkitError, RuntimeError):
 
 
 class Job:
-    """One rank of a script, and on rank 0 the notebook's own process as well.
+    """One rank of a script; rank 0 is also the notebook's own process.
 
     Create it with `Job.start`. Ranks: its methods are collective; all ranks call them in the same order.
 
@@ -67,7 +67,7 @@ class Job:
 
     @classmethod
     def start(cls, namespace: Namespace) -> Job:
-        """Form the process group as a pool does, and set ``rank``, ``world_size``, ``local_rank`` and ``device``.
+        """Form the process group as a pool would, and set ``rank``, ``world_size``, ``local_rank`` and ``device``.
 
         Args:
             namespace: The script's ``globals()``.
@@ -120,7 +120,7 @@ class Job:
             sys.stdout.flush()
 
     def show(self, value: Any, *, ranks: RankSpec = None) -> None:
-        """Print a cell's last expression as the notebook shows it: for each rank, but equal texts only once and None never."""
+        """Print a cell's last expression as the notebook would: for each rank, with equal texts only once, and never None."""
         texts = self._gather(None if value is None else text_of(value), ranks)
         groups: dict[str, list[int]] = {}
         for rank, text in texts.items():
@@ -144,7 +144,7 @@ class Job:
             self.kernel_namespace[name] = RankResults(values)
 
     def kernel(self, name: str, source: str, *, parameters: bool = False) -> None:
-        """Run a cell of the notebook's own process on rank 0, and answer its requests on the other ranks.
+        """Run a cell of the notebook's own process on rank 0 while the other ranks answer its requests.
 
         Args:
             name: The cell's id, for tracebacks.
@@ -174,7 +174,7 @@ class Job:
     # Requests from rank 0 to all ranks ------------------------------------------------------------------------------------
 
     def _open_pool(self, world_size: int | None = None, **_: Any) -> ScriptPool:
-        """Replace ``labkit.WorkerPool``: return a pool of this job's ranks. If it needs fewer ranks, the last ones end here."""
+        """Stand in for ``labkit.WorkerPool``: return a pool of this job's ranks. If it needs fewer, the last ranks end here."""
         wanted = world_size or self.world_size
         if wanted > self.world_size:
             raise LabkitError(f"the script has {self.world_size} ranks, so it cannot have a pool of {wanted}")
@@ -214,14 +214,14 @@ class Job:
                 answer = (True, function(self, *args, **kwargs))
             except Exception:
                 answer = (False, traceback.format_exc())
-        # The function may have ended the last ranks.
+        # The function may have ended some ranks.
         answers = self._gather(answer, [rank for rank in chosen if rank < self.world_size])
         if failed := {rank: text for rank, (good, text) in answers.items() if not good}:
             raise ScriptRankError(failed)
         return {rank: value for rank, (_, value) in answers.items()}
 
     def _gather(self, value: Any, ranks: RankSpec, *, on_rank_0: bool = False) -> dict[int, Any]:
-        """Return the values of some ranks, on all ranks or on rank 0 only. Ranks: collective."""
+        """Gather the values of some ranks, on all ranks or only on rank 0. Ranks: collective."""
         packed: list[bytes] = [b""] * self.world_size
         chosen = parse_ranks(ranks, self.world_size)
         dist.all_gather_object(packed, _pack(value) if self.rank in chosen else b"")
@@ -238,7 +238,7 @@ class Job:
     def renew(self, world_size: int) -> None:
         """Restart with the first ranks: forget the variables that cells have made, and form a new process group.
 
-        Ranks: collective. The remaining ranks end the script here, successfully.
+        Ranks: collective. For the ranks that are left out, the script ends here, successfully.
         """
         self.forget()
         dist.barrier()

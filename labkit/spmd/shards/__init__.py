@@ -1,4 +1,4 @@
-"""Sharding of a model, and descriptions of the shards that a rank holds."""
+"""Sharding of a model, and descriptions of the shards that each rank holds."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def flat_shares(model: nn.Module) -> list[FlatShare]:
     """List this rank's part of every parameter of an FSDP1 model, in the order of the flat parameters.
 
     Args:
-        model: Wrapped with ``use_orig_params=True``, so that each parameter is a view of this rank's piece of a flat one.
+        model: A model wrapped with ``use_orig_params=True``, so that each parameter is a view of this rank's piece of a flat one.
 
     Raises:
         ValueError: The model exposes flat parameters instead (``use_orig_params=False``).

@@ -1,4 +1,4 @@
-"""Layouts of ranks on a mesh and of a tensor on its axes: plain data without torch, so that the kernel can draw them."""
+"""Layouts of ranks on a mesh, and of tensors on its axes: plain data without torch, so that the kernel can draw them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Split(NamedTuple):
 
     Attributes:
         dim: The dim that the axis splits; None if each rank of the axis has a copy.
-        strided: Whether it is a ``_StridedShard``: axes further right have split this dim before. FSDP2 over TP creates these.
+        strided: Whether it is a ``_StridedShard``, which means that axes further right split this dim first. FSDP2 over TP creates
+            these.
     """
 
     dim: int | None
@@ -30,12 +31,12 @@ class Split(NamedTuple):
 
 @dataclass(frozen=True)
 class MeshRecord:
-    """A device mesh without torch.
+    """A device mesh as plain data.
 
     Attributes:
         axes: Name of each axis, outermost first; ``""`` if the mesh has no names.
         shape: Number of ranks along each axis.
-        ranks: The ranks in row-major order: the last axis runs fastest.
+        ranks: The ranks in row-major order, in which the last axis varies fastest.
     """
 
     axes: tuple[str, ...]
@@ -59,7 +60,7 @@ class MeshRecord:
         return tuple(reversed(place))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Return the process groups of one axis: ranks whose coordinates differ in this axis only.
+        """Return the process groups of one axis: ranks whose coordinates differ only along this axis.
 
         Raises:
             ValueError: The mesh has no such axis.
@@ -93,7 +94,7 @@ def splits_of(placements: Sequence[str]) -> tuple[Split, ...]:
     """Parse placements as torch writes them and as a `ShardRecord` keeps them.
 
     Args:
-        placements: Such as ``("_StridedShard(dim=0, sf=2)", "Shard(dim=1)")``; one per mesh axis.
+        placements: One per mesh axis, such as ``("_StridedShard(dim=0, sf=2)", "Shard(dim=1)")``.
 
     Raises:
         ValueError: A placement is neither a shard nor a replica, for example a partial sum.

@@ -1,7 +1,7 @@
-"""Two-axis meshes for FSDP over tensor parallelism (TP), with checks for cases that torch accepts and gets wrong.
+"""Two-axis meshes for FSDP over tensor parallelism (TP), with checks for cases that torch accepts but gets wrong.
 
 Apply TP first, then FSDP, with the ``dp`` axis outside the ``tp`` axis. FSDP2 is correct with either order of the axes. FSDP1 is
-not: its checkpoint assumes the order (dp, tp) whatever the order in the mesh, and raises no error (torch removed the check that
+not: its checkpoint assumes the order (dp, tp) regardless of the mesh, and raises no error (torch removed the check that
 ``parallelize_module`` once had).
 """
 
@@ -29,15 +29,15 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 class MeshError(LabkitError, ValueError):
-    """The mesh cannot be made, or the requested operation on it would give wrong results."""
+    """The mesh cannot be made, or the operation would give wrong results on it."""
 
 
 def make_mesh(device_type: str, *, tp: int | None = None) -> DeviceMesh:
-    """Arrange all ranks as ``("dp", "tp")``: ranks of one TP group are neighbours, because TP needs the fastest links.
+    """Arrange all ranks as ``("dp", "tp")``, with the ranks of a TP group next to each other, because TP needs the fastest links.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
-        tp: Ranks in a TP group. By default 2 if that divides the world size, else 1, which leaves TP out.
+        tp: Ranks in a TP group; by default 2 if that divides the world size, else 1, which means no TP.
 
     Raises:
         MeshError: ``tp`` does not divide the world size.
@@ -66,8 +66,8 @@ def check_mesh(mesh: DeviceMesh, *, fsdp: Literal[1, 2], dp: str = "dp", tp: str
         The mesh.
 
     Raises:
-        MeshError: The mesh has no names or lacks one of the two axes; or FSDP1 is to shard over an axis inside the TP axis.
-            There it trains correctly and saves wrong weights, or does not train at all if an axis has one rank.
+        MeshError: The mesh has no names or lacks one of the two axes; or FSDP1 is to shard over an axis inside the TP axis. In that
+            case it trains correctly but saves wrong weights or, if an axis has only one rank, does not train at all.
 
     Ranks: local; equal on all ranks.
     """
@@ -102,9 +102,9 @@ def shard_2d(
 
     Args:
         model: The whole model, equal on all ranks. Changed in place.
-        mesh: With the axes ``dp`` and ``tp``, see `make_mesh`. FSDP gets every axis but ``tp``, so ``("replicate", "dp", "tp")`` is
-            HSDP over TP.
-        plan: As for ``parallelize_module``; every key and size is checked first. Not applied if ``tp`` has one rank.
+        mesh: A mesh with the axes ``dp`` and ``tp``, see `make_mesh`. FSDP gets every axis but ``tp``, so ``("replicate", "dp",
+            "tp")`` means HSDP over TP.
+        plan: As for ``parallelize_module``; every key and size is checked first. It is not applied if ``tp`` has one rank.
         blocks: The FSDP units, as in `shard_model`.
         reshard_after_forward: As in `shard_model`.
 
@@ -131,18 +131,18 @@ def shard_2d(
 def fsdp1_extended(model: nn.Module) -> list[str]:
     """Return the names of the FSDP1 modules with the "2D extension", ``""`` for the root.
 
-    FSDP1 switches it on when its mesh is an axis of a larger mesh. It turns parameters that are DTensors on the other axis into
-    plain tensors for the flat parameter, and the shards of a state dict into two-axis DTensors. FSDP2 does not need it.
+    FSDP1 switches it on if its mesh is an axis of a larger one. The extension turns parameters that are DTensors on the other axis
+    into plain tensors for the flat parameter, and the shards in a state dict into two-axis DTensors. FSDP2 does not need it.
 
     Ranks: local.
     """
     names = {module: name for name, module in model.named_modules()}
-    # No default for the attribute: if torch renames it, this must raise and not report "no extension".
+    # Use no default for the attribute: if torch renames it, this must raise rather than report "no extension".
     return [names[unit] for unit in FullyShardedDataParallel.fsdp_modules(model) if unit._fsdp_extension is not None]
 
 
 def fsdp1_over_tp(model: nn.Module) -> list[str]:
-    """Return the names of the FSDP1 modules whose flat parameter holds tensor-parallel parameters, ``""`` for the root.
+    """Return the names of the FSDP1 modules whose flat parameters hold tensor-parallel parameters, ``""`` for the root.
 
     Ranks: local.
     """
@@ -152,17 +152,17 @@ def fsdp1_over_tp(model: nn.Module) -> list[str]:
 
 
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], **options: Any) -> None:
-    """Call ``set_optimizer_state_dict``, but refuse the case in which torch would corrupt the state.
+    """Call ``set_optimizer_state_dict``, but refuse a case in which torch would corrupt the state.
 
     Args:
         model: FSDP1, FSDP2 or plain.
         optimizer: Built from the model's parameters as they are now.
-        state: The result of ``get_optimizer_state_dict``, or such a dict after a checkpoint was loaded into it.
+        state: The result of ``get_optimizer_state_dict``, possibly after a checkpoint was loaded into it.
         **options: Further arguments of ``set_optimizer_state_dict``.
 
     Raises:
-        MeshError: The model is FSDP1 over TP. There FSDP1 gathers each moment whole, and every rank keeps the leading elements
-            of the *whole* tensor instead of those of its TP shard: TP weights get the moments of other elements.
+        MeshError: The model is FSDP1 over TP. There FSDP1 gathers each moment whole, but every rank keeps the leading elements of
+            the *whole* tensor instead of those of its TP shard, so TP weights get other elements' moments.
 
     Ranks: collective.
     Blocks: as long as ``set_optimizer_state_dict``.

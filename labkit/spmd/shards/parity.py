@@ -16,27 +16,27 @@ State = nn.Module | Mapping[str, Any]
 
 
 def compare(actual: State, expected: State, *, rtol: float | None = None, atol: float | None = None) -> Parity:
-    """Compare two states key by key: keys first, then types, shapes, dtypes, and values by ``torch.equal``.
+    """Compare two states: first the keys, then for each key type, shape, dtype, and values by ``torch.equal``.
 
-    DTensors are gathered, so a sharded state can be compared with a plain one or with one that is sharded differently. Every
-    rank gathers every DTensor of both sides before it looks at a value: a comparison that stopped at the first difference
-    would leave the other ranks waiting in a collective. Gathered tensors are kept on the CPU, so each rank's host memory
-    holds both states whole; the devices hold one whole tensor at a time.
+    DTensors are gathered, so a sharded state can be compared with a plain or differently sharded one. Every rank gathers every
+    DTensor of both sides before it compares values, since stopping at the first difference would leave the other ranks waiting in a
+    collective. Gathered tensors are kept on the CPU, so each rank's host memory holds both states whole, but its device only one
+    whole tensor at a time.
 
     Args:
-        actual: A module (its ``state_dict()`` is taken) or a nested mapping of tensors and plain values.
-        expected: The same for the side that is known to be right.
+        actual: A module (whose ``state_dict()`` is used) or a nested mapping of tensors and plain values.
+        expected: The same, for the side known to be right.
         rtol: With ``atol``: compare floating-point tensors by ``torch.allclose``. Leave out both for exact comparison.
         atol: See ``rtol``.
 
     Returns:
-        The result, which is true if the states are equal. Ranks may get different results if tensors are plain.
+        The result, which is true if the states are equal. With plain tensors, ranks may get different results.
 
     Raises:
         ValueError: No tensor with elements is present on both sides, so the comparison would say nothing.
         TypeError: A leaf is a ShardedTensor of FSDP1; gather its state dict first.
 
-    Ranks: collective if either side holds DTensors; then both sides hold the same keys on every rank.
+    Ranks: collective if either side holds DTensors; then each side must have the same keys on every rank.
     Blocks: as long as its gathers, one per DTensor.
     """
     left, right = _gathered(actual), _gathered(expected)

@@ -1,4 +1,4 @@
-"""Records in which ranks describe their tensors: plain data without torch, so that the kernel can read and draw them."""
+"""Records of ranks' tensors: plain data without torch, so that the kernel can read and draw them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ShardRecord:
 
     @property
     def is_distributed(self) -> bool:
-        """True if the tensor belongs to a mesh, sharded or replicated; false for a plain tensor, which is this rank's own."""
+        """True if the tensor belongs to a mesh (sharded or replicated), false for a plain tensor, which is this rank's own."""
         return bool(self.placements)
 
 
@@ -64,11 +64,11 @@ class MemoryParts:
     """Bytes on one rank at one moment.
 
     Attributes:
-        parameters: Parameters and buffers: a rank's shard, or whole where FSDP has gathered them.
+        parameters: Parameters and buffers: the rank's shard, or whole ones where FSDP has gathered them.
         gradients: Their gradients.
         optimizer: The optimizer's state.
         activations: What autograd keeps for backward.
-        temporary: The rest: results and gradients that live for a moment, buffers of collectives.
+        temporary: The rest: short-lived results and gradients, and collectives' buffers.
     """
 
     parameters: int = 0
@@ -85,12 +85,12 @@ class MemoryParts:
 
 @dataclass(frozen=True)
 class FlatShare:
-    """The size of one parameter's part in this rank's piece of a flat parameter.
+    """How much of one parameter is in this rank's piece of a flat parameter.
 
     Attributes:
         unit: FQN of the FSDP1 unit whose flat parameter holds it; ``""`` for the root.
         name: FQN of the parameter, without FSDP1's prefixes.
-        numel: Elements on this rank, 0 if the piece holds none of the parameter.
+        numel: Elements on this rank; 0 if the piece holds nothing of the parameter.
     """
 
     unit: str
@@ -121,7 +121,7 @@ class Difference:
         key: The key, as text.
         kind: ``missing`` (only in the expected state), ``unexpected`` (only in the actual one), or what differs.
         detail: Both sides in words.
-        max_abs: For values of tensors: the largest absolute difference, NaN if a NaN is involved; else None.
+        max_abs: For tensor values, the largest absolute difference (NaN if a NaN is involved); else None.
     """
 
     key: str
@@ -135,10 +135,10 @@ class Parity:
     """The result of a comparison; true when nothing differs.
 
     Attributes:
-        num_tensors: Tensors present on both sides, whose shapes, dtypes and values were compared.
-        num_elements: Elements of these tensors, counted on the expected side.
+        num_tensors: Tensors present on both sides and compared by shape, dtype and value.
+        num_elements: Elements of these tensors on the expected side.
         num_values: Other values present on both sides (numbers, texts, flags).
-        differences: One per differing key: missing and unexpected keys first, then in the order of the expected state.
+        differences: One per key that differs: first missing and unexpected keys, then the rest in the order of the expected state.
     """
 
     num_tensors: int
@@ -152,12 +152,12 @@ class Parity:
     @property
     def max_abs(self) -> float:
         """The largest absolute difference of any tensor; 0.0 if all values agree."""
-        # max() would drop a NaN that does not come first.
+        # max() would drop a NaN that is not first.
         found = [difference.max_abs for difference in self.differences if difference.max_abs is not None]
         return next((value for value in found if isnan(value)), max(found, default=0.0))
 
     def require(self) -> Parity:
-        """Return the parity itself, for chaining.
+        """Return this object if nothing differs, for chaining.
 
         Raises:
             ParityError: Something differs.

@@ -1,7 +1,7 @@
-"""Sharding of a model with FSDP2 from the inside out by a policy, with checks for cases that torch accepts and gets wrong.
+"""Sharding of a model with FSDP2 by a policy, from the inside out, with checks for cases that torch accepts but gets wrong.
 
-FSDP1 took an ``auto_wrap_policy``; `fully_shard` takes one module at a time and leaves the order to the caller. This module has
-the loop over the modules, with checks before it.
+FSDP1 took an ``auto_wrap_policy``; `fully_shard` takes one module at a time and leaves the order to the caller. This module
+provides the loop over the modules, after some checks.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def shard_model(
     """Apply `fully_shard` to each matching module, innermost first, and then to the model itself.
 
     FSDP1's ``auto_wrap_policy=ModuleWrapPolicy({Block})`` is now ``blocks=Block``. Matching modules that share a parameter (tied
-    weights) become one group.
+    weights) form one group.
 
     Args:
-        model: A module, whole or already tensor-parallel, with the same values on every rank of ``mesh``. Changed in place.
+        model: A whole or already tensor-parallel module, with the same values on every rank of ``mesh``. Changed in place.
         mesh: One axis to shard over, or two to replicate and shard over (HSDP).
-        blocks: A module class, several, or a predicate; the model itself is always sharded last and need not match.
-        reshard_after_forward: As in `fully_shard`, for the blocks. The root keeps torch's default: its parameters stay whole
-            after forward, because backward needs them first.
+        blocks: A module class, several classes, or a predicate. The model itself is always sharded last and need not match.
+        reshard_after_forward: As in `fully_shard`, but only for the blocks. The root keeps torch's default: its parameters stay
+            whole after forward, because backward needs them first.
         ignored_params: Parameters that stay plain. Their gradients are not averaged.
         mp_policy: As in `fully_shard`.
         offload_policy: As in `fully_shard`.
@@ -62,10 +62,10 @@ def shard_model(
     Raises:
         ShardingError: Nothing matches ``blocks``; a container without ``forward`` matches; a part of the model is already
             sharded; a tied parameter belongs to a matching module and to another one; an ignored parameter is not the model's;
-            an optimizer already holds parameters that sharding replaces (it would go on to update unused tensors); or the ranks
-            hold different values (FSDP2 does not broadcast: each rank would keep its part of a different model).
+            an optimizer already holds parameters that sharding replaces (it would go on updating unused tensors); or the ranks hold
+            different values (FSDP2 does not broadcast, so each rank would keep a part of a different model).
 
-    Ranks: collective. Every check runs before the model is changed, and all ranks agree on whether the values differ.
+    Ranks: collective. All checks run before the model is changed, and the ranks agree on whether values differ.
     Blocks: for one all-reduce of a checksum per parameter.
     """
     ignored = set(ignored_params)
@@ -92,7 +92,7 @@ def shard_model(
 def check_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that updates tensors other than the model's parameters.
 
-    Such an optimizer was built for another model, or before this one was sharded. Its ``step`` would silently do nothing.
+    Such an optimizer was built for another model, or before this one was sharded, and its ``step`` would silently do nothing.
 
     Raises:
         ShardingError: The optimizer holds such tensors; the message gives their number.
@@ -182,12 +182,12 @@ def _check_optimizers(model: nn.Module, ignored: set[nn.Parameter]) -> None:
 
 
 def _holders(parameter_ids: set[int]) -> list[tuple[str, int]]:
-    """Return class name and number of held parameters of each live optimizer with any of these; torch keeps no list of them."""
+    """Return, for each live optimizer with any of these parameters, its class name and how many it holds; torch keeps no list."""
     found = []
     for candidate in gc.get_objects():
-        # type() instead of isinstance(): an isinstance() test would run code of lazy proxy objects.
+        # Use type(), because isinstance() would run code of lazy proxy objects.
         if issubclass(type(candidate), torch.optim.Optimizer):
-            groups = getattr(candidate, "param_groups", [])  # missing while __init__ still runs
+            groups = getattr(candidate, "param_groups", [])  # the attribute is missing while __init__ still runs
             held = sum(id(parameter) in parameter_ids for group in groups for parameter in group["params"])
             if held:
                 found.append((type(candidate).__name__, held))
@@ -216,7 +216,7 @@ def _checksum(parameter: Tensor) -> Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     raw = local.detach().contiguous().flatten().view(torch.uint8)
     total = torch.zeros((), dtype=torch.int64, device=raw.device)
-    # Each byte is weighted by its position, modulo 2**64, so that the order counts as well as the values. Pieces bound the memory.
+    # Weight each byte by its position, modulo 2**64, so that order matters too. Working in pieces bounds the memory.
     for start, piece in enumerate(raw.split(_CHECKSUM_PIECE)):
         weights = torch.arange(1, piece.numel() + 1, device=raw.device, dtype=torch.int64) + start * _CHECKSUM_PIECE
         total += (piece.to(torch.int64) * weights).sum()

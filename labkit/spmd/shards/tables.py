@@ -1,4 +1,4 @@
-"""The shards of a model or state dict that a rank really holds, as plain records."""
+"""The shards of a model or state dict that a rank actually holds, as plain records."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from labkit.spmd.shards.tree import leaves, path_text
 
 
 def shard_table(state: nn.Module | Mapping[str, Any]) -> list[ShardRecord]:
-    """List the part of each tensor that this rank holds, read from the real tensors.
+    """List the part of each tensor that this rank holds, as read from the real tensors.
 
-    Chunks come from `labkit.checkpoint`, which uses them to save. So uneven, empty and strided (two-dimensional) shards are
-    correct, and the table of a live model matches the table of its checkpoint.
+    Chunks come from the `labkit.checkpoint` code that also saves them. So uneven, empty and strided (two-dimensional) shards are
+    right, and a live model's table matches its checkpoint's.
 
     Args:
-        state: A module (parameters, then buffers) or a nested mapping such as an optimizer's state dict. Leaves other than tensors
-            are left out. ShardedTensors of FSDP1 are read too.
+        state: A module (parameters, then buffers) or a nested mapping such as an optimizer's state dict. Leaves that are not
+            tensors are left out; ShardedTensors of FSDP1 are read too.
 
     Returns:
-        One record per tensor, in the state's own order, without any torch object. A tensor that occurs again under another
-        name (tied weights) has ``tied_to`` set.
+        One record per tensor, in the state's order, without torch objects. A tensor that occurs again under another name (tied
+        weights) has ``tied_to`` set.
 
     Ranks: local.
     """
     names: dict[int, str] = {}
     records = []
-    # Names are stored by id: keep every tensor alive until the end, so that no id is reused.
+    # Names are keyed by id, so keep every tensor alive until the end; then no id is reused.
     tensors = list(_tensors(state))
     for name, tensor in tensors:
         first = names.setdefault(id(tensor), name)
@@ -75,7 +75,7 @@ def _record(name: str, tensor: Any, tied_to: str | None) -> ShardRecord:
 
 def _chunks(tensor: DTensor) -> tuple[Chunk, ...]:
     if any(placement.is_partial() for placement in tensor.placements):
-        # A partial sum has the whole shape on every rank, and torch does not assign it a box.
+        # A partial sum has the whole shape on every rank, and torch assigns it no box.
         return (Chunk((0,) * tensor.ndim, tuple(tensor.shape)),)
     chunk = Chunk(*box_of(tensor))
     return (chunk,) if chunk.numel else ()

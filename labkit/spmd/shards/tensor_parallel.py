@@ -1,4 +1,4 @@
-"""Plans for tensor parallelism: one for the course's model, and a linter for any plan, because torch only warns of a typo."""
+"""Plans for tensor parallelism: one for the course's model, and a linter for any plan, because torch only warns about typos."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class ParallelPlanError(LabkitError, ValueError):
 def tensor_parallel_plan(layers: str = "layers.*") -> dict[str, ParallelStyle]:
     """Return the plan for the course's transformer: split ``wq wk wv w1 w3`` by rows, ``wo w2`` by columns.
 
-    torch names the styles after the product ``x @ W.T``, so *column*-parallel means rows of ``weight``. Between a column-parallel
-    and the following row-parallel layer a rank has only its own heads or hidden features, and one all-reduce follows the pair
-    (Shoeybi et al., 2019, arXiv:1909.08053). Norms, embedding and head stay whole on every TP rank. Embedding and head are one
-    tied parameter, which two keys of a plan would untie.
+    torch names the styles after the product ``x @ W.T``, so *column*-parallel means split rows of ``weight``. Between a
+    column-parallel layer and the row-parallel one after it, a rank has only its own heads or hidden features, and one all-reduce
+    follows the pair (Shoeybi et al., 2019, arXiv:1909.08053). Norms, embedding and head stay whole on every TP rank: embedding and
+    head are one tied parameter, which two keys of a plan would untie.
 
     Args:
         layers: Pattern of the blocks.
@@ -82,19 +82,19 @@ def check_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int
 
 
 def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int, *, dp_size: int = 1) -> Iterator[PlanFinding]:
-    """Find what torch would skip with only a warning, silently untie, or fail on in the first forward.
+    """Find what torch would skip with only a warning, silently untie, or fail on only in the first forward.
 
     Args:
         model: The whole model, possibly on the meta device.
         plan: Keys as ``parallelize_module`` reads them: one pattern per level, so ``layers.*`` ends at the layers.
         tp_size: Ranks in a TP group.
-        dp_size: Ranks over which FSDP splits the rows of each piece again.
+        dp_size: Ranks over which FSDP further splits the rows of each piece.
 
     Yields:
-        Findings in the plan's order. Sizes are checked for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; for
-        other styles and modules only the match is checked. A size that does not divide is a finding if the layer takes or
-        returns a plain tensor: torch assumes that the whole size is the local size times the number of ranks. It is also a
-        finding if FSDP splits the pieces again in a way in which torch's checkpoint fails.
+        Findings in the plan's order. Sizes are checked for ``nn.Linear`` and ``nn.Embedding`` under the two basic styles; for other
+        styles and modules, only the key's match is. A size that does not divide is a finding if the layer takes or returns a plain
+        tensor, because torch assumes that the whole size is the local size times the number of ranks. It is also a finding if FSDP
+        splits the pieces further in a way that torch's checkpoint cannot save.
 
     Ranks: local.
     """
@@ -112,7 +112,7 @@ def lint_plan(model: nn.Module, plan: Mapping[str, ParallelStyle], tp_size: int,
 
 
 class _Axes(NamedTuple):
-    """Numbers of ranks on the axes of tensor parallelism and of FSDP."""
+    """The number of ranks on the TP axis and on the FSDP axis."""
 
     tp: int
     dp: int
@@ -134,7 +134,7 @@ def match_modules(model: nn.Module, key: str) -> dict[str, nn.Module]:
 
 
 def _placed_features(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Iterator[tuple[str, int]]:
-    """Yield, for each column-parallel layer that returns a DTensor, the parent module's name and the number of features."""
+    """Yield the parent module's name and the number of features for each column-parallel layer that returns a DTensor."""
     for key, style in plan.items():
         if isinstance(style, ColwiseParallel) and not style.use_local_output:
             for name, module in match_modules(model, key).items():
@@ -143,12 +143,12 @@ def _placed_features(model: nn.Module, plan: Mapping[str, ParallelStyle]) -> Ite
 
 
 def _pieces(size: int, num: int) -> list[int]:
-    """Return the sizes of the pieces into which torch splits a size."""
+    """Return the sizes of the pieces that torch splits a size into."""
     return [split(size, num, at)[1] for at in range(num)]
 
 
 def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool) -> str:
-    """Explain what is wrong with a size that does not divide; return an empty text if nothing is.
+    """Explain what is wrong with a size that does not divide; return an empty string if nothing is.
 
     Args:
         style: One of the two basic styles.
@@ -161,7 +161,7 @@ def _uneven(style: ParallelStyle, size: int, dim: int, axes: _Axes, placed: bool
         return ""
     if not all(pieces := _pieces(size, axes.tp)):
         return "a rank would get none, which fails in FSDP's backward"
-    # To save, torch joins the rows at one dp coordinate and splits them again over tp. But FSDP split each TP piece on its own.
+    # To save, torch joins the rows at one dp coordinate and splits them again over tp, but FSDP split each TP piece separately.
     held = zip(*(_pieces(piece, axes.dp) for piece in pieces), strict=True)
     if dim == 0 and any(list(rows) != _pieces(sum(rows), axes.tp) for rows in held):
         return f"over {axes.dp} ranks on dp torch puts the rows of some ranks in the wrong place, and its checkpoint fails"
@@ -201,7 +201,7 @@ def _findings(
 
 
 def _split_dim(style: ParallelStyle, module: nn.Module) -> int | None:
-    """Return the dim of ``weight`` that a style splits; None if it is not known."""
+    """Return the dim of ``weight`` that a style splits; None if unknown."""
     by_rows = isinstance(style, ColwiseParallel)
     if not isinstance(style, ColwiseParallel | RowwiseParallel):
         return None

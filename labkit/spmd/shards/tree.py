@@ -13,9 +13,9 @@ Path = tuple[Any, ...]
 def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Yield (path, leaf) for every value except mappings, lists and tuples, in insertion order.
 
-    An empty container is a leaf too, so that trees with the same leaves have the same shape. Path parts keep their type: the
-    integer 0 and the text "0" are different keys, and torch's optimizer dicts break if one becomes the other. A module is
-    replaced by its ``state_dict()``.
+    An empty container is a leaf too, so that trees with equal leaves have equal shapes. Path parts keep their type: the integer 0
+    and the text "0" are different keys, and torch's optimizer dicts break if one becomes the other. A module is replaced by its
+    ``state_dict()``.
     """
     if isinstance(tree, nn.Module):
         tree = tree.state_dict()
@@ -30,5 +30,5 @@ def leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def path_text(path: Path) -> str:
-    """Format a path for people: parts joined by ``/``, text as it is, but ``'0'`` in quotes to tell it from the integer 0."""
+    """Format a path for people: join the parts by ``/``, with ``'0'`` in quotes to tell it from the integer 0."""
     return "/".join(part if isinstance(part, str) and not part.isdigit() else repr(part) for part in path) or "(the value itself)"

@@ -1,4 +1,4 @@
-"""Records of the events in FSDP's runtimes, and of collectives."""
+"""Records of events in FSDP's runtimes, and of collectives."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Counts of this rank's collectives and their bytes, whichever torch function called them.
+"""Counts of this rank's collectives and their bytes, whichever torch function makes the call.
 
 torch's own `torch.distributed.tensor.debug.CommDebugMode` counts calls per operator and module. Up to torch 2.13 it raises
 IndexError when a module runs forward twice in one context, which gradient accumulation does. It does not count bytes, and its names
-differ between backends. The mode here does one thing: it watches the ``c10d`` operators as they pass through the dispatcher.
+differ between backends. The mode here only watches the ``c10d`` operators as they pass through the dispatcher.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from labkit.spmd.trace.events import Collective
 
-# Operators are matched by prefix, so longer prefixes come first.
+# Operators are matched by prefix, so longer prefixes must come first.
 _KINDS = (
     ("_allgather_base", "all_gather"),
     ("allgather", "all_gather"),
@@ -68,7 +68,7 @@ class CollectiveLog:
 
 @contextmanager
 def count_collectives() -> Iterator[CollectiveLog]:
-    """Record the collectives that this rank calls while the block runs, including those of backward passes in it.
+    """Record the collectives that this rank calls while the block runs, including those in backward passes.
 
     Returns:
         A context manager that yields the log. The log misses barriers on gloo and collectives in torch's own threads.
@@ -81,7 +81,7 @@ def count_collectives() -> Iterator[CollectiveLog]:
 
 
 class CollectiveMode(TorchDispatchMode):
-    """A dispatch mode that passes each collective to a function once its call has returned.
+    """A dispatch mode that reports each collective to a function once its call has returned.
 
     Args:
         record: Receives each `Collective`, with its time in seconds since the mode was created.
@@ -108,7 +108,7 @@ class CollectiveMode(TorchDispatchMode):
 
 
 def collective_kind(func: Any) -> str | None:
-    """Return the kind of collective of a dispatched operator; None if it is not a collective."""
+    """Return the kind of collective that a dispatched operator is; None if it is not one."""
     if getattr(func, "namespace", None) not in _NAMESPACES:
         return None
     name = func.overloadpacket.__name__
@@ -130,10 +130,10 @@ def _group(arguments: tuple[Any, ...]) -> dist.ProcessGroup:
             try:
                 return dist.ProcessGroup.unbox(value)
             except (RuntimeError, TypeError):
-                continue  # a reduce operation is a ScriptObject too
+                continue  # reduce operations are ScriptObjects too
         if isinstance(value, dist.ProcessGroup):
             return value
-    # A functional collective names its group: the name is the last string among its arguments.
+    # A functional collective names its group by the last string among its arguments.
     names = [value for value in arguments if isinstance(value, str)]
     of_name: Any = dist.distributed_c10d
     return of_name._resolve_process_group(names[-1]) if names else of_name._get_default_group()  # type: ignore[no-any-return]

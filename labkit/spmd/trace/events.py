@@ -1,4 +1,4 @@
-"""Records of the events in one rank's training: plain data without torch, so that the kernel can read and draw them."""
+"""Records of events in one rank's training: plain data without torch, so that the kernel can read and draw them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKWARD_BEGIN, BACKWARD_END = "backward_begin", "backward_end"
 ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE = "all_gather", "reduce_scatter", "all_reduce"
 
 _LETTERS = {UNSHARD: "U", RESHARD: "R"}
-# In a ring each rank passes on every piece but one: once for a gather or a scatter, twice for an all-reduce.
+# In a ring, each rank passes on every piece but one: once in a gather or scatter, twice in an all-reduce.
 _RING_PASSES = {ALL_GATHER: 1, REDUCE_SCATTER: 1, ALL_REDUCE: 2}
 
 
@@ -25,12 +25,12 @@ class Collective:
     """One collective call, as one rank made it.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` and so on: one name for all spellings in torch.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` and so on: one name for all of torch's spellings.
         size_bytes: Bytes of the whole tensor: the output of an all-gather, the input of a reduce-scatter, the tensor of an
             all-reduce.
         group_size: Ranks in its process group.
         began_s: Seconds from the beginning of the recording to the call.
-        duration_s: Seconds that the call took on the host. On a GPU it returns before the data has arrived.
+        duration_s: Seconds that the call took on the host; on a GPU it returns before the data have arrived.
         group: torch's name of the process group, equal on all ranks; ``""`` if it was not recorded.
     """
 
@@ -43,7 +43,7 @@ class Collective:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank sends if the group runs it as a ring; 0 for collectives of another kind."""
+        """Bytes that this rank sends if the group runs it as a ring; 0 for collectives that have no ring."""
         return _RING_PASSES.get(self.kind, 0) * self.size_bytes * (self.group_size - 1) // self.group_size
 
 
@@ -52,16 +52,16 @@ class Event:
     """One action of the runtime on one rank.
 
     Attributes:
-        kind: ``unshard``, ``wait``, ``reshard``; ``forward_begin`` to ``backward_end`` for the computation of a block; or the
-            kind of a `Collective`.
-        block: FQN of the module that the parameter group belongs to, ``root`` for the model itself, ``""`` for a collective
-            that belongs to no group. Several modules in one group are joined by a comma.
+        kind: ``unshard``, ``wait`` or ``reshard``; ``forward_begin`` to ``backward_end`` for a block's computation; or the kind of
+            a `Collective`.
+        block: FQN of the module that the parameter group belongs to (several are joined by commas), ``root`` for the model itself,
+            ``""`` for a collective that belongs to no group.
         phase: ``backward`` while autograd runs, ``forward`` while a sharded module runs forward, else ``outside``.
-        changes: Whether it changed something. False for an unshard of parameters that are already whole or being gathered, for
-            a wait with nothing to wait for, and for a reshard that freed nothing.
-        size_bytes: Memory that an unshard takes or a reshard gives back; for a collective as in `Collective`; else 0.
+        changes: Whether it changed anything. False for an unshard of parameters that are already whole or being gathered, a wait
+            with nothing to wait for, and a reshard that freed nothing.
+        size_bytes: Memory that an unshard takes or a reshard frees; for a collective, as in `Collective`; else 0.
         began_s: Seconds from the beginning of the trace.
-        duration_s: Seconds that it took on the host. On a GPU this is the time to enqueue the work, not to do it.
+        duration_s: Seconds that it took on the host; on a GPU, this is the time to enqueue the work, not to do it.
         group_size: For a collective, the ranks in its process group; else 0.
     """
 
@@ -85,7 +85,7 @@ class TracedBlock:
     Attributes:
         name: As in `Event.block`.
         whole_bytes: Bytes of its unsharded parameters, in the dtype of the computation.
-        shard_bytes: Bytes of its parameters that this rank keeps between two steps.
+        shard_bytes: Bytes of its parameters that this rank keeps between steps.
     """
 
     name: str
@@ -115,14 +115,14 @@ class Trace:
         """Return the unshards and reshards that changed something, such as ``("U root", "U layers.0", "R layers.0")``.
 
         Args:
-            phase: Return only events of this phase.
-            names: False for short names, the last part of the FQN: ``U 0`` for ``U layers.0``.
+            phase: Return only events in this phase.
+            names: If False, use only the last part of each FQN: ``U 0`` for ``U layers.0``.
         """
         chosen = (event for event in self.events if event.kind in _LETTERS and event.changes and phase in (None, event.phase))
         return tuple(str(event) if names else f"{_LETTERS[event.kind]} {short_name(event.block)}" for event in chosen)
 
     def calls(self, kind: str) -> tuple[int, int]:
-        """Return how often this kind of event occurred, and how often it changed something."""
+        """Return how often this kind of event occurred, and how often it changed anything."""
         found = [event.changes for event in self.events if event.kind == kind]
         return len(found), sum(found)
 
@@ -141,8 +141,8 @@ class Trace:
     def live_bytes(self) -> tuple[int, ...]:
         """Return, after each event, the bytes of parameters that are whole or being gathered, beyond the shards.
 
-        The trace does not record which groups were whole when it began. If their reshards make the sum negative, the whole curve
-        is raised until it is nowhere negative.
+        The trace does not record which groups were whole when it began. If their reshards make the sum negative, the whole curve is
+        raised to stay at 0 or above.
         """
         total, levels = 0, []
         for event in self.events:
@@ -151,7 +151,7 @@ class Trace:
             elif event.kind == RESHARD:
                 total -= event.size_bytes
             levels.append(total)
-        # Groups that were whole before the first event make the running sum negative when they reshard.
+        # Groups that were whole before the first event can make the running sum negative when they reshard.
         before = max(0, -min(levels, default=0))
         return tuple(level + before for level in levels)
 
@@ -173,16 +173,16 @@ class Trace:
 
 
 def short_name(block: str) -> str:
-    """Return the last part of a block's FQN, ``2`` for ``layers.2``; for several modules in a group the first and the last."""
+    """Return the last part of a block's FQN, ``2`` for ``layers.2``; for several modules, the first and last such parts."""
     parts = [name.rsplit(".", 1)[-1] for name in block.split(", ")]
     return parts[0] if len(parts) == 1 else f"{parts[0]}-{parts[-1]}"
 
 
 def first_difference(orders: dict[str, Iterable[str]]) -> str:
-    """Describe the first place where event orders differ; return an empty text if all are equal.
+    """Describe the first place where event orders differ; return an empty string if all are equal.
 
     Args:
-        orders: The orders to compare by name, for example ``{"rank 0": trace.order()}``.
+        orders: The orders to compare, by name, for example ``{"rank 0": trace.order()}``.
     """
     (first_name, first), *others = [(name, tuple(order)) for name, order in orders.items()]
     for name, order in others:

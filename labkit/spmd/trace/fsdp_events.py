@@ -1,8 +1,8 @@
-"""The adapter to private parts of FSDP1 and FSDP2, the only one in `labkit.spmd`: it reports what their runtimes do.
+"""The only place in `labkit.spmd` that touches private parts of FSDP1 and FSDP2: an adapter that reports what their runtimes do.
 
 Neither runtime has public hooks for "parameters are being gathered" or "freed". While a trace runs, this adapter wraps the few
-functions that do it and reports to an `Observer`, in the same terms for both runtimes. It changes nothing in what torch does and
-adds no collective. `self_test` checks every assumption about torch made here; they hold for torch 2.11 to 2.15.
+functions that do it and reports to an `Observer`, in the same terms for both. It does not change what torch does, and adds no
+collective. `self_test` checks every assumption made here about torch; they hold for torch 2.11 to 2.15.
 
 Sources: ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py`` (FSDP2), ``torch/distributed/fsdp/_flat_param.py`` and
 ``_runtime_utils.py`` (FSDP1).
@@ -36,26 +36,26 @@ class Observer(Protocol):
     """The callbacks of the adapter, one call per event and parameter group."""
 
     def unshard(self, group: Group, call: Callable[[], Any], starts: Callable[[], bool]) -> Any:
-        """Handle an unshard. ``call`` does it; ``starts``, called before it, returns whether there is anything to do."""
+        """Handle an unshard, which ``call`` performs; ``starts``, called first, returns whether there is anything to do."""
 
     def wait(self, group: Group, call: Callable[[], Any]) -> Any:
-        """Handle the computation's wait for the parameters; they are whole when ``call`` returns."""
+        """Handle the computation's wait for parameters, which are whole when ``call`` returns."""
 
     def reshard(self, group: Group, call: Callable[[], Any]) -> Any:
-        """Handle a reshard: ``call`` may free the parameters; `kept_bytes` then returns the bytes that are left."""
+        """Handle a reshard. ``call`` may free parameters; `kept_bytes` then returns the bytes that remain."""
 
     def reduce(self, group: Group, call: Callable[[], Any]) -> Any:
-        """Handle the reduction of the group's gradients, which ``call`` does."""
+        """Handle the reduction of the group's gradients, which ``call`` performs."""
 
     def begin(self, group: Group, phase: str, call: Callable[[], Any]) -> Any:
-        """Handle the beginning of the group's ``forward`` or ``backward``: ``call`` prepares it, and it begins on return."""
+        """Handle the beginning of the group's ``forward`` or ``backward``: it begins when ``call``, which prepares it, returns."""
 
     def end(self, group: Group, phase: str, call: Callable[[], Any]) -> Any:
         """Handle the end of the group's ``forward`` or ``backward``; ``call`` cleans up."""
 
 
 def groups_of(model: nn.Module) -> dict[Group, list[str]]:
-    """Return every parameter group in a model, with the FQNs of the modules that it belongs to; ``""`` for the model itself.
+    """Return every parameter group in a model, with the FQNs of its modules, ``""`` for the model itself.
 
     FSDP1's wrappers are left out of the names.
     """
@@ -90,9 +90,9 @@ def whole_bytes(group: Group) -> int:
 
 
 def shard_bytes(group: Group) -> int:
-    """Return the bytes of the group's parameters that this rank keeps between two steps."""
+    """Return the bytes of the group's parameters that this rank keeps between steps."""
     if isinstance(group, _Handle):
-        # Before the first forward the flat parameter itself is the shard.
+        # Before the first forward, the flat parameter itself is the shard.
         local = getattr(group.flat_param, "_local_shard", group.flat_param)
         return int(local.numel() * local.element_size())
     locals_ = [param.sharded_param.to_local() for param in group.fsdp_params]
@@ -102,7 +102,7 @@ def shard_bytes(group: Group) -> int:
 def kept_bytes(group: Group) -> int:
     """Return the bytes of unsharded parameters that the group holds now, beyond its shard."""
     if isinstance(group, _Handle):
-        # A replicated handle is its own shard: it is always whole and never counts. Before the first forward there is no buffer.
+        # A replicated handle is its own shard, always whole, so it never counts. Before the first forward there is no buffer.
         ready = group.uses_sharded_strategy and hasattr(group.flat_param, "_full_param_padded")
         return whole_bytes(group) if ready and not group.needs_unshard() else 0
     if group.is_unsharded or group._all_gather_result is not None:
@@ -167,7 +167,7 @@ def _fsdp2_patches(observer: Observer) -> list[_Patch]:
     return [
         (_ParamGroup, "unshard", unshard),
         (_ParamGroup, "wait_for_unshard", simple(observer.wait)),
-        # reshard calls the other two; state-dict hooks call those two directly.
+        # reshard calls the other two; state-dict hooks call these directly.
         *((_ParamGroup, name, simple(observer.reshard)) for name in ("reshard", "_to_sharded", "_to_sharded_post_forward")),
         (_ParamGroup, "pre_forward", phase(observer.begin, "forward")),
         (_ParamGroup, "post_forward", phase(observer.end, "forward")),
@@ -187,7 +187,7 @@ def _fsdp1_patches(observer: Observer) -> list[_Patch]:
         return lambda self, *args, **kwargs: observer.reshard(self, lambda: original(self, *args, **kwargs))
 
     def of_handle(tell: Callable[[Group, Callable[[], Any]], Any], place: int = 1) -> _Wrapper:
-        """Wrap functions of ``(state, handle, ...)``; a unit without parameters has no handle and is not reported."""
+        """Wrap functions of ``(state, handle, ...)``. A unit without parameters has no handle and is not reported."""
 
         def wrapper(original: Callable[..., Any]) -> Callable[..., Any]:
             def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -199,12 +199,12 @@ def _fsdp1_patches(observer: Observer) -> list[_Patch]:
         return wrapper
 
     def pre_backward(group: Group, call: Callable[[], Any]) -> Any:
-        # torch calls this once per output that needs a gradient, but only the first call does anything.
+        # torch calls this for each output that needs a gradient, but only the first call does anything.
         ran = getattr(group, "_ran_pre_backward_hook", False)
         return call() if ran else observer.begin(group, "backward", call)
 
     def before_prefetch(group: Group, call: Callable[[], Any]) -> Any:
-        # The wait itself is one line inside a longer function. Prefetching another group, right after it, marks its end.
+        # The wait is a single line in a longer function; the prefetch of another group, right after it, marks its end.
         if group._training_state != _flat_param.HandleTrainingState.BACKWARD_POST:
             observer.wait(group, lambda: None)
         return call()
@@ -224,7 +224,7 @@ def _fsdp1_patches(observer: Observer) -> list[_Patch]:
 
 # Is torch as expected? ------------------------------------------------------------------------------------------------
 
-# The parameters that the wrappers use, by position. The wrappers pass any further arguments on unchanged.
+# The parameters that the wrappers use, by position; they pass all further arguments on unchanged.
 _EXPECTED_PARAMETERS: tuple[tuple[Any, str, tuple[str, ...]], ...] = (
     (_ParamGroup, "unshard", ("self",)),
     (_ParamGroup, "wait_for_unshard", ("self",)),
@@ -257,7 +257,7 @@ def self_test() -> None:
     """Check that this torch has the private functions that the adapter wraps, with the parameters that it relies on.
 
     Raises:
-        TraceError: A name is missing or takes other parameters; the message names the first one.
+        TraceError: A name is missing or takes different parameters; the message gives the first one.
 
     Ranks: local.
     """

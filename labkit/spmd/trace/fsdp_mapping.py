@@ -1,4 +1,4 @@
-"""The fate of each FSDP1 argument in FSDP2: plain data without torch, which a test checks against both signatures."""
+"""What became of each FSDP1 argument in FSDP2: plain data without torch, which a test checks against both signatures."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class MovedArgument:
     Attributes:
         old: Its name in FSDP1.
         new: An argument of ``fully_shard``, a method of ``FSDPModule`` with ``()``, or empty if there is none.
-        kind: ``changed``: same purpose, different behaviour. ``your code``: torch no longer does it. ``gone``: always on now.
-            No argument kept its behaviour.
+        kind: ``changed``: same purpose, different behaviour. ``your code``: torch no longer does it. ``gone``: now always on. No
+            argument kept its behaviour.
         note: Advice for moving to FSDP2.
     """
 

@@ -1,7 +1,7 @@
-"""Measurement of gloo's real traffic: bytes that the kernel counted on this rank's sockets, by the rank at the other end.
+"""Measurement of gloo's real traffic: the bytes that the kernel counts on this rank's sockets, by the rank at the other end.
 
 Linux counts received bytes for every TCP connection (``tcpi_bytes_received`` of ``TCP_INFO``, see tcp(7)). gloo opens one
-connection for each pair of ranks in each process group, so these counts show how many bytes each rank received from each other.
+connection per pair of ranks in each process group, so these counts show how much each rank received from every other.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def measure_links() -> Iterator[dict[int, int]]:
     """Measure how many bytes this rank receives over gloo while the block runs.
 
     Returns:
-        A context manager that yields a dict, which is filled when the block ends: bytes received, by sending rank. They
-        include the data, about 50 bytes for each message, and the two barriers at the beginning and end of the measurement. NCCL's
-        traffic is not counted.
+        A context manager that yields a dict, which is filled when the block ends: bytes received, by sending rank. Besides the
+        data, they include about 50 bytes per message, and the two barriers that begin and end the measurement. NCCL's traffic is
+        not counted.
 
     Raises:
         OSError: The system does not count bytes; see `can_measure_links`.
 
-    Ranks: collective, over all ranks, even where the block is not.
+    Ranks: collective, over all ranks, even if the block is not.
     Blocks: until every rank has begun and ended its block.
     """
     if not can_measure_links():
@@ -69,7 +69,7 @@ def _received() -> dict[tuple[_Address, _Address], int]:
     for name in os.listdir("/proc/self/fd"):
         try:
             connection = socket.socket(fileno=int(name))
-        except OSError:  # not a socket, or closed in the meantime
+        except OSError:  # not a socket, or since closed
             continue
         try:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
@@ -77,7 +77,7 @@ def _received() -> dict[tuple[_Address, _Address], int]:
                 if info[0] == _ESTABLISHED:
                     ends = (connection.getsockname()[:2], connection.getpeername()[:2])
                     found[ends] = int(struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)[0])
-        except OSError:  # the other end has closed in the meantime
+        except OSError:  # the other end has since closed
             continue
         finally:
             connection.detach()  # the descriptor belongs to other code: do not close it

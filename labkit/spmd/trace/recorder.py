@@ -1,6 +1,6 @@
-"""Records of when a sharded model's parameters are whole: every unshard, wait, reshard, collective, forward and backward.
+"""Recording of when a sharded model's parameters are whole: every unshard, wait, reshard, collective, forward and backward.
 
-Works for FSDP1 and FSDP2 alike; for a model under DDP, or a plain one, only collectives are recorded.
+It works for both FSDP1 and FSDP2; for a plain model or one under DDP, it records only collectives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from labkit.spmd.trace.fsdp_events import Group, groups_of, kept_bytes, observed
 class Recording:
     """The events that `record_events` has recorded so far; `trace` returns them as a `Trace`.
 
-    It implements `labkit.spmd.trace.fsdp_events.Observer`; those methods are for the adapter.
+    It implements `labkit.spmd.trace.fsdp_events.Observer`, whose methods are for the adapter.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,15 +49,15 @@ class Recording:
         self._start_s = time.monotonic()
 
     def trace(self) -> Trace:
-        """Return the events up to now. Ranks: local."""
+        """Return the events so far. Ranks: local."""
         grouped = dist.is_initialized()
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if grouped else (0, 1)
-        # An event is noted when it ends, so events inside it come first: sort by beginning.
+        # An event is noted when it ends, after the events inside it, so sort by beginning.
         events = tuple(sorted(self._events, key=lambda event: event.began_s))
         return Trace(rank, world_size, self._blocks, events, self._start_s)
 
     def collective(self, call: Collective) -> None:
-        """Note a collective; it belongs to the group whose unshard or reduction called it."""
+        """Note a collective for the group whose unshard or reduction called it."""
         block = self._inside[-1] if self._inside else ""
         end_s = self._now()
         self._events.append(
@@ -77,7 +77,7 @@ class Recording:
         finally:
             self._inside.pop()
         now_held = kept_bytes(group)
-        # An embedding can be told not to gather for backward: then the unshard is requested and does nothing.
+        # An embedding can be told not to gather for backward; then an unshard is requested but does nothing.
         changes = changes and now_held > 0
         taken = now_held - self._kept[group] if changes else 0
         if changes:
@@ -91,7 +91,7 @@ class Recording:
         if group not in self._groups:
             return call()
         result = call()
-        # The time at which the parameters are whole matters, not how long the wait took.
+        # What matters is when the parameters are whole, not how long the wait took.
         changes = group in self._pending
         self._pending.discard(group)
         self._note(WAIT, group, self._now(), self._phase(), changes)
@@ -148,7 +148,7 @@ class Recording:
         return time.monotonic() - self._start_s
 
     def _phase(self) -> Phase:
-        if torch._C._current_graph_task_id() != -1:  # torch's own FSDP also checks this way whether autograd is running
+        if torch._C._current_graph_task_id() != -1:  # torch's own FSDP also uses this to check whether autograd is running
             return "backward"
         return "forward" if self._in_forward else "outside"
 
@@ -167,11 +167,11 @@ def record_events(model: nn.Module) -> Iterator[Recording]:
     Raises:
         TraceError: This torch lacks functions that the tracer wraps.
 
-    Ranks: local, and it adds no collective. But every rank must still run the training step, also those that do not trace it.
+    Ranks: local; adds no collective. But every rank must run the training step, even if it does not trace it.
     """
     recording = Recording(model)
     with warnings.catch_warnings():
-        # Under a dispatch mode the output of a Linear is a view, about which FSDP2 warns since 2.13.
+        # Under a dispatch mode, the output of a Linear is a view, about which FSDP2 has warned since 2.13.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         with observed(recording), CollectiveMode(recording.collective):
             yield recording

@@ -1,9 +1,9 @@
-"""Trace of the tensors that torch's ``input_reshard`` keeps for backward, and whether each comes back unchanged.
+"""Tracing of the tensors that torch's ``input_reshard`` keeps for backward, and of whether each comes back unchanged.
 
-``input_reshard`` registers hooks for *every* tensor that autograd saves during a module's forward. It assumes that every
-replicated DTensor and every plain tensor is equal on all TP ranks: each rank keeps its part of the rows, and backward gathers
-them. But a plain tensor between a column-parallel and a row-parallel layer is not equal: each rank has other features. Backward
-then gathers rows of different tensors.
+``input_reshard`` registers hooks for *every* tensor that autograd saves during a module's forward. It assumes that every replicated
+DTensor and every plain tensor is equal on all TP ranks, so each rank keeps some of the rows, and backward gathers them. But a plain
+tensor between a column-parallel and a row-parallel layer is not equal, because each rank has different features. Backward then
+gathers rows of different tensors.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class SavedTensor:
 
 @dataclass
 class ReshardTrace:
-    """The tensors that were saved, in order.
+    """A trace of the tensors that were saved, in order.
 
     Attributes:
-        saved: The activations; parameters are left out because they exist anyway.
+        saved: The activations. Parameters are left out, because they exist anyway.
     """
 
     saved: list[SavedTensor] = field(default_factory=list)
@@ -62,10 +62,10 @@ class ReshardTrace:
 def trace_input_reshard(
     model: nn.Module, tp_mesh: DeviceMesh, *, modules: Sequence[nn.Module] = (), dim: int = 0
 ) -> Iterator[ReshardTrace]:
-    """Trace what a forward in the block saves, as if ``input_reshard(module, tp_mesh, dim)`` had been called on ``modules``.
+    """Trace what forward saves in the block, as if ``input_reshard(module, tp_mesh, dim)`` had been called on each of ``modules``.
 
     Args:
-        model: The model whose forward runs in the block. Backward may run there too.
+        model: The model whose forward runs in the block; backward may run there too.
         tp_mesh: The TP axis.
         modules: The modules whose forward uses the hooks; everything else is saved whole.
         dim: The dim along which torch divides the tensors that it keeps.
@@ -73,9 +73,9 @@ def trace_input_reshard(
     Yields:
         The trace, filled as the forward runs.
 
-    Ranks: collective: unpacking gathers, in the same order on every rank.
+    Ranks: collective, because unpacking gathers, in the same order on every rank.
     """
-    # Private functions, used only here: with torch's own rule the trace cannot deviate from it.
+    # These functions are private and used only here; with torch's own rule, the trace cannot deviate from it.
     from torch.distributed.tensor.parallel.input_reshard import _pack_hook_tp, _unpack_hook_tp
 
     trace = ReshardTrace()
@@ -109,7 +109,7 @@ def trace_input_reshard(
             def leave(*_: object, inside: saved_tensors_hooks = inside) -> None:
                 inside.__exit__()
 
-            # always_call, because hooks left on after an error would act on everything that this process saves from then on.
+            # always_call, because hooks left on after an error would apply to everything that this process saves afterwards.
             handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave, always_call=True)]
         try:
             yield trace

@@ -1,4 +1,4 @@
-"""The parts that the copies for both audiences share: tags, clean metadata, outputs that need no running kernel."""
+"""What the copies for both audiences share: tags, clean metadata, outputs that need no running kernel."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from labkit.course.files import papermill_of
 WIDGET_VIEW = "application/vnd.jupyter.widget-view+json"
 _KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 _LIBRARY = re.compile(rf"(?:/[^\s:'\"<>]{{0,200}}?/site-packages|{re.escape(str(Path(labkit.__file__).parent.parent))})/")
-# Match code in markdown first: something that looks like a link there is not one.
+# Match code in markdown first, because what looks like a link there is not one.
 _LINK = re.compile(
     r"(?P<code>^```.*?^```|`[^`\n]*`)|(?<!!)\[(?P<text>[^\[\]]*)\]\((?P<address>[^)\s]+)\)", re.MULTILINE | re.DOTALL
 )
 _ELSEWHERE = re.compile(r"#|[a-z]+:")
 _LEFT_OUT = {"injected-parameters"}
 _FENCE = re.compile(r"[ \t]*(```|~~~)")
-# Match only at the beginning of a paragraph or sentence: elsewhere the words only mention predictions.
+# Match only at the beginning of a paragraph or sentence; elsewhere the words merely mention predictions.
 _PREDICTION = re.compile(r"(?:^|\. )\*\*Predict first", re.MULTILINE)
 
 
@@ -35,7 +35,7 @@ def tags(cell: NotebookNode) -> set[str]:
 
 
 def is_for_instructor(cell: NotebookNode) -> bool:
-    """Return whether students do not get the cell."""
+    """Return whether a cell is left out for students."""
     return bool(tags(cell) & {"instructor", "solution"})
 
 
@@ -56,7 +56,7 @@ def about(notebook: NotebookNode) -> str:
 
 
 def num_predictions(prose: str) -> int:
-    """Count the places where a text asks for a prediction."""
+    """Count how often a text asks for a prediction."""
     return len(_PREDICTION.findall(prose))
 
 
@@ -79,7 +79,7 @@ def paragraphs(source: str) -> Iterator[str]:
 
 
 def clean_copy(notebook: NotebookNode) -> NotebookNode:
-    """Return a copy without traces of the run: no times, widget state or injected cell, and no outputs that need a kernel.
+    """Return a copy without traces of the run: no times, widget state, injected cells, or outputs that need a kernel.
 
     Tags stay, because they say what a cell is: ``exercise``, ``check``, ``fault``.
     """
@@ -90,10 +90,10 @@ def clean_copy(notebook: NotebookNode) -> NotebookNode:
         cell = copy.deepcopy(original)
         cell.metadata = {"tags": sorted(tags(original))} if tags(original) else {}
         if "recap" in tags(original):
-            # Its source is the text with the answers, before the numbers are filled in.
+            # Its source is the text of the answers, before the numbers are filled in.
             cell.metadata["jupyter"] = {"source_hidden": True}
         if cell.cell_type == "markdown":
-            # Without blank lines around it, folded text is treated as HTML and not as markdown.
+            # Without blank lines around it, folded text would be treated as HTML rather than markdown.
             cell.source = re.sub(r"</summary>\s*", "</summary>\n\n", re.sub(r"\s*</details>", "\n\n</details>", cell.source))
         elif cell.cell_type == "code":
             cell.outputs = [_without_paths(output) for output in map(_static, cell.outputs) if output is not None]
@@ -102,7 +102,7 @@ def clean_copy(notebook: NotebookNode) -> NotebookNode:
 
 
 def without_dead_links(notebook: NotebookNode, stems: Iterable[str]) -> NotebookNode:
-    """Return a copy in which a link to a file that is not handed out is plain text.
+    """Return a copy in which links to files that are not handed out are plain text.
 
     Args:
         notebook: A notebook that links to other notebooks by file name.
@@ -127,7 +127,7 @@ def _static(output: NotebookNode) -> NotebookNode | None:
     if output.output_type not in ("display_data", "execute_result"):
         return output
     data = {mime: value for mime, value in output.data.items() if mime != WIDGET_VIEW}
-    # A display without content was emptied at the end of a run, such as a progress bar.
+    # A display without content, such as a progress bar, was emptied at the end of the run.
     shown = {mime: value for mime, value in data.items() if not isinstance(value, str) or value.strip()}
     if not shown:
         return None
@@ -136,7 +136,7 @@ def _static(output: NotebookNode) -> NotebookNode | None:
 
 
 def _without_paths(content: Any) -> Any:
-    """Return the content without the paths of libraries on this machine: ``torch/nn/modules/module.py`` says enough."""
+    """Shorten the paths of libraries on this machine: ``torch/nn/modules/module.py`` says enough."""
     if isinstance(content, str):
         return _LIBRARY.sub("", content)
     if isinstance(content, list):
@@ -148,7 +148,7 @@ def _without_paths(content: Any) -> Any:
 
 
 def note(after: NotebookNode, kind: str, source: str) -> NotebookNode:
-    """Make a markdown cell to follow another cell, tagged with its kind."""
+    """Make a markdown cell that follows another cell, tagged with its kind."""
     cell: NotebookNode = nbformat.v4.new_markdown_cell(source, metadata={"tags": [kind]})
     cell.id = f"{after.id[: 63 - len(kind)]}-{kind}"
     return cell
@@ -161,7 +161,7 @@ def parameters(notebook: NotebookNode) -> dict[str, Any]:
 
 
 def seconds(cells: Iterable[NotebookNode]) -> float | None:
-    """Return the time that cells took in the run, in seconds; None if the run did not record it."""
+    """Return how long cells took in the run, in seconds; None if the run did not record it."""
     durations = [papermill_of(cell).get("duration") for cell in cells if cell.cell_type == "code"]
     known = [float(duration) for duration in durations if isinstance(duration, int | float) and 0 <= duration < math.inf]
     return sum(known) if known else None
@@ -173,7 +173,7 @@ def is_executed(notebook: NotebookNode) -> bool:
 
 
 def left_out_of_run(notebook: NotebookNode) -> list[str]:
-    """Name the code cells that have not run, and are not empty."""
+    """Name the non-empty code cells that have not run."""
     return [
         f"cell {number} (id {cell.get('id', 'unknown')})"
         for number, cell in enumerate(notebook.cells, start=1)

@@ -23,7 +23,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 def instructor_copy(executed: NotebookNode) -> NotebookNode:
     """Make the instructor's copy of an executed notebook.
 
-    After the first cell comes the plan: the estimated time to teach each section, and the time it ran. After each check come the
+    After the first cell comes the plan: the estimated time to teach each section, and how long it ran. After each check come the
     numbers that it printed in this run, what it measures, and the mistakes that it recognizes.
 
     Args:
@@ -132,13 +132,13 @@ def _exercise_note(exercise: str, ran: Sequence[NotebookNode], check: NotebookNo
 
 
 def _in_cell(text: str) -> str:
-    """Escape a text for a table cell; ``**`` outside code is a power, not bold."""
+    """Escape a text for a table cell; outside code, ``**`` is a power, not bold."""
     pieces = text.replace("|", r"\|").split("`")
     return "`".join(piece if number % 2 else piece.replace("**", r"\*\*") for number, piece in enumerate(pieces))
 
 
 def _said(check: NotebookNode) -> str:
-    """Return the output of the check as plain text."""
+    """Return a check's output as plain text."""
     texts = (
         output.get("text", "") or output.get("data", {}).get("text/plain", "")
         for output in check.outputs

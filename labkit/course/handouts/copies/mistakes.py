@@ -1,6 +1,6 @@
 """The common mistakes of learners, read from the source of the checks: each hint belongs to a mistake that a check recognizes.
 
-The condition of a hint says which mistake that is. The source is read and not run: checks import torch and start runs.
+The condition of a hint says which mistake that is. The source is read, not run, because checks import torch and start runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Mistake:
     """A mistake that a check recognizes.
 
     Attributes:
-        seen: The condition by which the check recognizes it, in words or as the check's own code in backticks; empty if the source
-            does not show it.
+        seen: The condition by which the check recognizes it, in words or as the check's code in backticks; empty if the source does
+            not show it.
         hint: The check's hint.
     """
 
@@ -33,12 +33,12 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Check:
-    """The facts that a check's source states.
+    """What a check's source says about it.
 
     Attributes:
         name: Its name, such as ``lab04.check_eval_loss``.
         what: The first paragraph of its docstring.
-        mistakes: The mistakes for which it has a hint, in source order. A hint that contains a value of the run is left out.
+        mistakes: The mistakes for which it has a hint, in source order, without hints that contain values of the run.
     """
 
     name: str
@@ -57,7 +57,7 @@ def _check(lab: str, function: str) -> Check | None:
     modules = [_definitions(ast.parse(path.read_text(encoding="utf-8"))) for path in _files(lab)]
     elsewhere = {name: node for module in modules for name, node in module.items()}
     for module in modules:
-        top = elsewhere | module  # a check may take its hints from another file of its lab
+        top = elsewhere | module  # a check may take its hints from another file in its lab
         node = module.get(function)
         if isinstance(node, ast.FunctionDef):
             what = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
@@ -92,7 +92,7 @@ def _definitions(module: ast.Module) -> dict[str, ast.stmt]:
 
 
 def _reachable(start: ast.stmt, top: dict[str, ast.stmt]) -> list[ast.stmt]:
-    """Return the definitions that one refers to, directly or indirectly, itself first."""
+    """Return a definition, followed by all that it refers to directly or indirectly."""
     found, waiting = [], [start]
     while waiting:
         node = waiting.pop(0)
@@ -103,12 +103,12 @@ def _reachable(start: ast.stmt, top: dict[str, ast.stmt]) -> list[ast.stmt]:
     return found
 
 
-# A hint and its condition.
+# A hint with its condition.
 _Place = tuple[ast.expr | None, ast.expr]
 
 
 def _mistakes(node: ast.stmt, top: dict[str, ast.stmt]) -> Iterator[Mistake]:
-    """Yield the mistakes in a definition, found at the places where the labs write hints."""
+    """Yield the mistakes in a definition, from the places where labs write hints."""
     for seen, hint in _places(node, top, None):
         for test, branch in _branches(hint):
             if text := _sentence(branch, top):
@@ -116,13 +116,13 @@ def _mistakes(node: ast.stmt, top: dict[str, ast.stmt]) -> Iterator[Mistake]:
 
 
 def _places(node: ast.AST, top: dict[str, ast.stmt], test: ast.expr | None, *, returns: bool = False) -> Iterator[_Place]:
-    """Yield the hints below a node, the innermost ones last.
+    """Yield the hints below a node, innermost last.
 
     Args:
         node: The node to search.
         top: The definitions of the module.
         test: The condition under which the node is reached.
-        returns: Whether a return value here is a hint.
+        returns: Whether a value returned here is a hint.
     """
     if isinstance(node, ast.FunctionDef):
         returns = "hint" in node.name
@@ -132,7 +132,7 @@ def _places(node: ast.AST, top: dict[str, ast.stmt], test: ast.expr | None, *, r
     elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and "HINT" in ast.unparse(node.targets[0]):
         yield from zip(node.value.keys, node.value.values, strict=True)
     elif isinstance(node, ast.Tuple) and len(node.elts) > 1 and (len(node.elts) > 2 or not _is_text(node.elts[0])):
-        yield node.elts[0], node.elts[-1]  # the sign of a mistake, and last its hint
+        yield node.elts[0], node.elts[-1]  # the sign of a mistake first, its hint last
     elif isinstance(node, ast.Call):
         yield from _in_call(node, top, test)
     if isinstance(node, ast.If):
@@ -154,7 +154,7 @@ def _in_call(call: ast.Call, top: dict[str, ast.stmt], test: ast.expr | None) ->
         position = fields.index("hint") if "hint" in fields else None
         told = next((part for part in call.args if _text(part, top)), None)
     else:
-        position = {"refuse": 2, "hint_for": 2}.get(name)  # the last one of hint_for is for all other mistakes
+        position = {"refuse": 2, "hint_for": 2}.get(name)  # the last argument of hint_for is for all other mistakes
         told = None if name == "hint_for" else call.args[0] if call.args and _text(call.args[0], top) else test
     given = call.args[position : position + 1] if position is not None else []
     yield from ((told, hint) for hint in given)
@@ -187,18 +187,18 @@ def _seen(node: ast.expr | None, top: dict[str, ast.stmt]) -> str:
         words = (ast.get_docstring(test) or test.name.strip("_").replace("_", " ")).split("\n\n")[0]
         return " ".join(words.split()).replace("``", "`").rstrip(".")
     code = ast.unparse(node.body if isinstance(node, ast.Lambda) else node)
-    # A bare name means nothing to a reader who does not see the code.
+    # A bare name means nothing to readers who do not see the code.
     return f"`{code}`" if len(code) <= _MAX_CODE and not code.isidentifier() else ""
 
 
 def _sentence(node: ast.expr, top: dict[str, ast.stmt]) -> str:
-    """Return the text of a hint; empty if it is not a sentence, or contains a value known only in a run."""
+    """Return the text of a hint; empty if it is not a sentence, or contains a value known only during a run."""
     text = (_text(node, top) or "").strip()
     return text if " " in text and text[-1] in ".?" else ""
 
 
 def _text(node: ast.expr, top: dict[str, ast.stmt]) -> str | None:
-    """Return a literal as text, with the module's constants filled in; None if there is anything else in it."""
+    """Return a literal as text, with the module's constants filled in; None if it contains anything else."""
     if isinstance(node, ast.JoinedStr):
         texts = [_text(part.value if isinstance(part, ast.FormattedValue) else part, top) for part in node.values]
         return None if None in texts else "".join(filter(None, texts))

@@ -1,4 +1,4 @@
-"""The solutions in a notebook: finding them, replacing them by holes for students, and searching files for leaks.
+"""Solutions in a notebook: finding them, replacing them by holes for students, and searching files for leaks.
 
 A solution is between ``### BEGIN SOLUTION`` and ``### END SOLUTION``, as in nbgrader.
 """
@@ -19,11 +19,11 @@ _REGION = re.compile(
     r"^(?P<indent>[ \t]*)### BEGIN SOLUTION[^\n]*\n(?P<body>.*?)^[ \t]*### END SOLUTION[^\n]*$", re.MULTILINE | re.DOTALL
 )
 _MARKER = re.compile(r"[ \t]*### (BEGIN|END) SOLUTION")
-# Text that was probably meant as a marker: other case, other signs, another number of #.
+# Text that was probably meant as a marker: different case, different signs, or a different number of #.
 _ALMOST = re.compile(r"(#|//|<!--)[\W_]*(BEGIN|START|END|STOP)[\W_]*(OF[\W_]*)?(THE[\W_]*)?SOLUTION", re.IGNORECASE)
 _HOLE = "{indent}# YOUR CODE HERE\n{indent}raise NotImplementedError"
 _TAG = re.compile(r"<(style|script)\b.*?</\1>|<[^>]*>", re.DOTALL | re.IGNORECASE)
-# A shorter line, such as `break` or `n += 1`, occurs in other texts by chance.
+# Shorter lines, such as `break` or `n += 1`, occur in other texts by chance.
 _TELLING_CHARS = 8
 
 
@@ -35,7 +35,7 @@ def require_paired_markers(notebook: NotebookNode, name: str) -> None:
         name: Its name, for the message.
 
     Raises:
-        HandoutError: A marker has no counterpart, or a line is almost a marker; the message names cell and line.
+        HandoutError: A marker has no counterpart, or a line is nearly a marker; the message names cell and line.
     """
     for number, cell in enumerate(notebook.cells, start=1):
         if not is_for_instructor(cell) and (wrong := _wrong_marker(cell)):
@@ -47,7 +47,7 @@ def require_paired_markers(notebook: NotebookNode, name: str) -> None:
 
 
 def _wrong_marker(cell: NotebookNode) -> tuple[int, str] | None:
-    """Return the number of the first line of a cell through which a solution could leak, and the reason."""
+    """Return the number of the first line in a cell that could leak a solution, and the reason."""
     begun = 0
     for number, line in enumerate(cell.source.splitlines(), start=1):
         if marker := _MARKER.match(line):
@@ -56,19 +56,19 @@ def _wrong_marker(cell: NotebookNode) -> tuple[int, str] | None:
             if (marker[1] == "BEGIN") == bool(begun):
                 return number, f"{line.strip()!r} has no {'END before it' if begun else 'BEGIN'}"
             begun = number if marker[1] == "BEGIN" else 0
-        # Elsewhere in a line of text, a marker is only mentioned.
+        # Elsewhere in a line, a marker is only mentioned.
         elif _ALMOST.search(line) if cell.cell_type == "code" else _ALMOST.match(line.strip()):
             return number, f"{line.strip()!r} is almost a marker"
     return (begun, "'### BEGIN SOLUTION' has no END") if begun else None
 
 
 def has_solution(source: str) -> bool:
-    """Return whether a part of the source is a solution."""
+    """Return whether part of the source is a solution."""
     return _REGION.search(source) is not None
 
 
 def with_holes(source: str) -> str:
-    """Replace each solution in the source by a hole: a comment, and an error for a student who runs the cell unchanged."""
+    """Replace each solution in the source by a hole: a comment, and an error for students who run the cell unchanged."""
     return _REGION.sub(lambda found: _HOLE.format(indent=found["indent"]), source)
 
 
@@ -79,10 +79,10 @@ def solution_lines(source: str) -> list[str]:
 
 
 class Secrets:
-    """The lines that students must not see: lines of solutions that the notebooks do not show elsewhere.
+    """The lines that students must not see: those in solutions that the notebooks do not show elsewhere.
 
     Args:
-        notebooks: All notebooks of the set. A line that one of them shows outside its solutions is not secret in the others either.
+        notebooks: All notebooks in the set. A line that any of them shows outside its solutions is not secret in the others either.
     """
 
     def __init__(self, notebooks: Iterable[NotebookNode]) -> None:
@@ -95,17 +95,17 @@ class Secrets:
         self._telling = {_squeezed(line): line for line in self.lines if len(_squeezed(line)) >= _TELLING_CHARS}
 
     def in_text(self, text: str) -> list[str]:
-        """Return the secret lines in a text, however it is wrapped and indented; short ones only if they are a whole line."""
+        """Return the secret lines in a text, however it is wrapped or indented; short ones count only as whole lines."""
         squeezed, whole = _squeezed(text), {line.strip() for line in text.splitlines()}
         found = [line for key, line in self._telling.items() if key in squeezed]
         return found + [line for line in self.lines if line not in found and line in whole]
 
     def in_page(self, page: str) -> list[str]:
-        """Return the secret lines in an HTML page, in its visible text or in its markup."""
+        """Return the secret lines in an HTML page, whether in visible text or in markup."""
         return self.in_text(html.unescape(_TAG.sub("", page))) or self.in_text(html.unescape(page))
 
     def in_notebook(self, content: Any) -> list[str]:
-        """Return the secret lines anywhere in a notebook or in a part of one: sources, outputs, metadata, widget state."""
+        """Return the secret lines anywhere in a notebook or part of one: sources, outputs, metadata, widget state."""
         return [line for text in _texts(content) for line in (self.in_page(text) if "<" in text else self.in_text(text))]
 
 

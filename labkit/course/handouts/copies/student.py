@@ -1,4 +1,4 @@
-"""The students' copy: solutions are holes, predictions are open, and text and outputs that answer them are left out or folded."""
+"""The students' copy: solutions become holes, predictions stay open, and what answers them is left out or folded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nbformat import NotebookNode
 from labkit.course.handouts.copies.cells import clean_copy, is_for_instructor, note, num_predictions, paragraphs, tags
 from labkit.course.handouts.copies.solutions import Secrets, has_solution, with_holes
 
-# Outputs of these cells reveal what a student has to find out.
+# Outputs of these cells reveal what students have to find out.
 _SOLVED = {"exercise", "check", "recap"}
 # "Run all cells" continues after an error in these cells, which fail or show less while an exercise is unsolved.
 _MAY_FAIL = {"exercise", "check", "uses-exercise"}
@@ -24,9 +24,9 @@ _OPEN_LINE = "**Your prediction:**"
 def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
     """Make the students' copy of an executed notebook.
 
-    From a **Predict first** or a cell with a solution to the next heading, outputs are left out and the notes on them are folded,
-    because a later output of the same section often answers the question too. A cell for the prediction is added. An output that
-    shows a line of a solution, such as a traceback through it, is left out everywhere.
+    From a **Predict first** or a cell with a solution up to the next heading, outputs are left out and the notes on them folded,
+    because later outputs in a section often answer the question too. A cell for the prediction is added. Outputs that show a line
+    of a solution, such as a traceback through it, are left out everywhere.
 
     Args:
         executed: The notebook; it is not changed.
@@ -58,7 +58,7 @@ def student_copy(executed: NotebookNode, secrets: Secrets) -> NotebookNode:
 
 
 def _add_prose(cell: NotebookNode, cells: list[NotebookNode], is_open: bool) -> bool:
-    """Add a markdown cell, split after each prediction, with its answers folded. Return whether a prediction is open after it."""
+    """Add a markdown cell, split after each prediction, with its answers folded. Return whether a prediction is open at its end."""
     part, done = cell, []
     for paragraph in paragraphs(cell.source):
         if _HEADING.match(paragraph):

@@ -1,4 +1,4 @@
-"""One call of a learner's function on every rank: its input, its answer, and the collectives it called."""
+"""A call of a learner's function on every rank: its input, its answer, and the collectives it called."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Answer:
 
     Attributes:
         kind: The name of its type, ``Tensor`` for a tensor.
-        shape: The shape of a tensor; empty for everything else.
-        numbers: The numbers of a tensor, or a number; empty for everything else.
-        text: The answer for people, with its type.
+        shape: The shape of a tensor; else empty.
+        numbers: The numbers in a tensor, or a number; else empty.
+        text: The answer as text for people, with its type.
     """
 
     kind: str
@@ -74,12 +74,12 @@ def require_kept(rank: int, trial: Trial) -> None:
 
 
 def is_close(numbers: Sequence[float], target: float) -> bool:
-    """Return whether there is exactly one number and it equals the target up to the rounding of float32."""
+    """Return whether there is exactly one number, which equals the target up to float32 rounding."""
     return len(numbers) == 1 and math.isclose(numbers[0], target, rel_tol=1e-5, abs_tol=1e-6)
 
 
 def distance(value: float, target: float) -> str:
-    """Describe the difference from the target as the end of a sentence; empty for NaN and infinity."""
+    """Describe the difference from the target, as the end of a sentence; empty for NaN and infinity."""
     if not math.isfinite(value):
         return ""
     return f", {abs(value - target):.4g} too {'large' if value > target else 'small'}"
@@ -125,7 +125,7 @@ def _answer(result: Any) -> Answer:
 
 @contextmanager
 def _counted() -> Iterator[Counter[str]]:
-    """Count calls of torch.distributed's collectives during the block. Older and newer spellings count as one."""
+    """Count calls of torch.distributed's collectives during the block, with older and newer spellings counted together."""
     import torch.distributed as dist
 
     families = {

@@ -1,4 +1,4 @@
-"""Exercise 2 of notebook 01: everything that training needs to go on."""
+"""Exercise 2 of notebook 01: everything that training needs to continue."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _LEARNING_RATE, _FRESH_LEARNING_RATE = 3e-3, 1e-4
 
 @dataclass(frozen=True)
 class Resumed:
-    """One rank's observations of a run that was saved, restored with the learner's class, and continued.
+    """What one rank observed of a run that was saved, restored with the learner's class, and continued.
 
     Attributes:
         expected: Losses of the run that was never interrupted.
         losses: Losses of the restored run, for the same steps.
-        weights: The restored model against the saved one, before any further step.
+        weights: A comparison of the restored model with the saved one, before any further step.
         moments: The same for the optimizer's tensors and numbers.
         learning_rate: The learning rate of the restored optimizer.
-        position: The number of batches that the restored sampler has given.
+        position: How many batches the restored sampler has produced.
     """
 
     expected: list[float]
@@ -42,8 +42,8 @@ class Resumed:
 def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
     """Exercise 2: ``AppState(model, optimizer, batches)`` saves and restores all that training needs to go on.
 
-    A run of a few steps is saved through the class and restored into new objects (another seed, another learning rate, a sampler
-    at its start). Then both runs go on. Their losses have to be equal bit for bit.
+    A run of a few steps is saved through the class and restored into new objects (another seed, another learning rate, a sampler at
+    its start). Then both runs continue, and their losses must be equal bit for bit.
 
     Args:
         pool: The pool; ``AppState`` is defined on its ranks.
@@ -53,9 +53,8 @@ def check_app_state(pool: Pool, *, timeout_s: float = 120.0) -> str:
         A line with the equal losses.
 
     Raises:
-        ExerciseError: A loss differs, or restored state differs although the losses agree, or the class raises, or its state is not
-            a dict.
-        RunTimeoutError: A rank waits for another one.
+        ExerciseError: A loss differs; restored state differs although the losses agree; the class raises; or its state is not a
+        dict. RunTimeoutError: A rank waits for another one.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -118,7 +117,7 @@ def _resume(folder: str) -> Resumed:
         batches = BatchSampler(batch_size=2 * world_size, seq_len=32, seed=1, rank=rank, world_size=world_size, device=device)
         return model, optimizer, batches
 
-    # The class has to work with its arguments, so the notebook's own objects are hidden from it.
+    # The class must work with its arguments, so the notebook's own objects are hidden from it.
     with _hidden("model", "optimizer", "batches"):
         return _compare_runs(folder, start)
 
@@ -138,7 +137,7 @@ def _compare_runs(folder: str, start: Callable[[int, float], tuple[Any, Any, Any
     with trying("what state_dict returned", "a dict with the same names in the saved and in the fresh run."):
         _through(dcp.load, {"app": _Asked(restored, restored_optimizer, restored_batches)}, checkpoint_id=folder)
     saved_moments = get_optimizer_state_dict(model, optimizer)
-    # Do not ask an optimizer without state for it: that would take a step.
+    # Do not ask for an optimizer's state if it has none: that would take a step.
     moments = get_optimizer_state_dict(restored, restored_optimizer) if restored_optimizer.state else {}
     position, learning_rate = restored_batches.position, restored_optimizer.param_groups[0]["lr"]
     weights = compare(get_model_state_dict(restored), get_model_state_dict(model))
@@ -164,7 +163,7 @@ def _through(call: Callable[..., Any], state: dict[str, Any], checkpoint_id: str
 
 
 class _Asked:
-    """A layer between DCP and the learner's object: its errors are reported with the learner's own line, and not with DCP's."""
+    """A layer between DCP and the learner's object, so that errors are reported with the learner's line rather than DCP's."""
 
     def __init__(self, *parts: Any) -> None:
         self._app = ask(from_cell("AppState"), *parts, case="with model, optimizer and batches")

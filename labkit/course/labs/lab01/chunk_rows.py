@@ -17,7 +17,7 @@ _MOST_ROWS, _MOST_RANKS = 20, 8
 def check_chunk_rows(pool: Pool, chunk_rows: ChunkRows, *, timeout_s: float = 60.0) -> str:
     """Exercise 1: ``chunk_rows(num_rows, num_ranks, rank)`` predicts the rows that a DTensor puts on a rank.
 
-    The predictions are compared with real DTensors on this pool, and for other numbers of ranks with `torch.chunk`, whose rule
+    The predictions are compared with real DTensors on this pool and, for other numbers of ranks, with `torch.chunk`, whose rule
     DTensor follows.
 
     Args:
@@ -29,8 +29,7 @@ def check_chunk_rows(pool: Pool, chunk_rows: ChunkRows, *, timeout_s: float = 60
         A line with the number of predictions.
 
     Raises:
-        ExerciseError: A prediction is wrong, or the function raises. The message shows one case and the number of rows by which it
-            is off.
+        ExerciseError: A prediction is wrong, or the function raises. The message shows one case and how many rows it is off by.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -119,7 +118,7 @@ def _start_beyond_the_end(num_rows: int, num_ranks: int, _: Sequence[Span]) -> l
 
 
 def _capped(num_rows: int, num_pieces: int, num_ranks: int) -> list[Span]:
-    """Return the spans of the correct rule for ``num_pieces``, asked for ``num_ranks``."""
+    """Return the correct rule's spans for ``num_pieces`` when ``num_ranks`` are asked for."""
     size = -(-num_rows // num_pieces)
     return [(min(rank * size, num_rows), min((rank + 1) * size, num_rows)) for rank in range(num_ranks)]
 
@@ -141,7 +140,7 @@ _WRONG_RULES: tuple[tuple[Callable[[int, int, Sequence[Span]], list[Span]], str]
 
 
 def _rows_on_ranks(world_size: int) -> dict[tuple[int, int], list[Span]]:
-    """Return the rows of each rank by (rows, ranks): of real DTensors for ``world_size`` ranks, by torch.chunk for others."""
+    """Return each rank's rows by (rows, ranks): from real DTensors for ``world_size`` ranks, else from torch.chunk."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -157,7 +156,7 @@ def _rows_on_ranks(world_size: int) -> dict[tuple[int, int], list[Span]]:
     dist.all_gather_object(gathered, mine)
 
     found: dict[tuple[int, int], list[Span]] = {}
-    # 10 rows on 4 ranks come first: the notebook shows that case, so its message is the easiest to understand.
+    # Begin with 10 rows on 4 ranks: the notebook shows that case, so its message is the easiest to understand.
     cases = [(10, 4), *((num_rows, num_ranks) for num_ranks in range(1, _MOST_RANKS + 1) for num_rows in range(1, _MOST_ROWS + 1))]
     for num_rows, num_ranks in [*cases, *((num_rows, world_size) for num_rows in range(1, _MOST_ROWS + 1))]:
         if num_ranks == world_size:

@@ -26,7 +26,7 @@ FindDamage = Callable[[Path], Iterable[str]]
 def check_manifest(checkpoint: Path, older: Path, write_manifest: WriteManifest, find_damage: FindDamage) -> str:
     """Exercise 3: ``write_manifest(folder)`` publishes a checkpoint, ``find_damage(folder)`` names the files that are not as saved.
 
-    Copies of a real checkpoint are damaged in ways that torch loads without an error, and in ways that it does not.
+    Copies of a real checkpoint are damaged, both in ways that torch loads without an error and in ways that it does not.
 
     Args:
         checkpoint: A complete checkpoint. If it already has a manifest, the copies leave it out.
@@ -38,8 +38,8 @@ def check_manifest(checkpoint: Path, older: Path, write_manifest: WriteManifest,
         A line with the number of kinds of damage found.
 
     Raises:
-        ExerciseError: Damage goes unnoticed, an intact folder is accused, a manifest is not published in one piece, or one of the
-            functions raises when it should not.
+        ExerciseError: Damage goes unnoticed, an intact folder is reported as damaged, a manifest is not published in one piece, or
+            one of the functions raises when it should not.
 
     Ranks: controller.
     """
@@ -51,7 +51,7 @@ def check_manifest(checkpoint: Path, older: Path, write_manifest: WriteManifest,
             folder = Path(scratch, f"damaged-{number}")
             shutil.copytree(published, folder)
             victim = damage.apply(folder, older)
-            if (folder / victim).exists():  # keep the dates of the saved file: they must not be evidence
+            if (folder / victim).exists():  # keep the saved file's dates, so that they are no evidence
                 shutil.copystat(published / victim if (published / victim).exists() else published / ".metadata", folder / victim)
             found = _names(find_damage, folder, damage.what)
             if victim not in found:
@@ -131,7 +131,7 @@ def _check_broken_attempt(checkpoint: Path, folder: Path, write_manifest: WriteM
     _copy(checkpoint, folder)
     unreadable = folder / "~unreadable.distcp"
     unreadable.write_bytes(b"unreadable")
-    with contextlib.suppress(Exception), _opened(broken=unreadable):  # how it fails is the learner's choice
+    with contextlib.suppress(Exception), _opened(broken=unreadable):  # how it fails is up to the learner
         write_manifest(folder)
     if (folder / MANIFEST).exists():
         refuse(
@@ -143,7 +143,7 @@ def _check_broken_attempt(checkpoint: Path, folder: Path, write_manifest: WriteM
 
 @dataclass
 class _Opened:
-    """The files that are opened while a learner's function runs.
+    """Files that are opened while a learner's function runs.
 
     Attributes:
         broken: A file that cannot be read.
@@ -170,7 +170,7 @@ def _opened(broken: Path | None = None) -> Iterator[_Opened]:
 
 @functools.cache
 def _install_audit_hook() -> None:
-    """Install an audit hook, which sees every way to open a file. Do so once in a process, because Python cannot remove one."""
+    """Install an audit hook, which sees every way of opening a file; only once per process, because it cannot be removed."""
     sys.addaudithook(_on_audit_event)
 
 
@@ -192,7 +192,7 @@ class _Damage:
     Attributes:
         what: A description of the damage.
         apply: Damages a folder, with an older checkpoint available, and returns the victim's name.
-        hint: What a solution needs in order to notice it.
+        hint: What a solution needs to do to notice it.
     """
 
     what: str

@@ -1,4 +1,4 @@
-"""The checks of the exercises in notebook 02. Each compares with what autograd saves, moves or recomputes on the pool."""
+"""The checks of the exercises in notebook 02. Each compares with what autograd really saves, moves or recomputes."""
 
 from __future__ import annotations
 

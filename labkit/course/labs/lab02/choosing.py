@@ -28,7 +28,7 @@ class _Tried:
     chosen: set[int]
 
     def is_best(self, chosen: set[int] | None = None, peak: Callable[..., int] | None = None, below: int = 0) -> bool:
-        """Return whether a choice has the least time if ``peak`` computes the peak and the limit is lower by ``below``."""
+        """Return whether a choice is fastest if ``peak`` computes the peak and the limit is lowered by ``below``."""
         chosen, peak = self.chosen if chosen is None else chosen, peak or peak_bytes
         fits = chosen <= set(range(len(self.saved))) and peak(self.saved, self.inputs, chosen) <= self.limit - below
         return fits and _time(self.seconds, chosen) == _least(self.saved, self.inputs, self.seconds, self.limit - below, peak)
@@ -40,8 +40,8 @@ def check_choose(choose: Choose) -> str:
     It is tried on many rows of blocks and compared with every possible choice.
 
     Args:
-        choose: Takes, per block, the bytes that it saves, the bytes of its input, and the seconds of its forward, and the limit in
-            bytes; returns the places of the blocks to recompute.
+        choose: Takes three lists (each block's saved bytes, input bytes, and seconds of forward) and the limit in bytes; returns
+            the places of the blocks to recompute.
 
     Returns:
         A line with the number of rows.
@@ -70,8 +70,8 @@ def peak_bytes(saved: Sequence[int], inputs: Sequence[int], chosen: Iterable[int
 
 
 def _cases() -> list[tuple[list[int], list[int], list[float], int]]:
-    # In the second row, one choice is best, another is best if a running block's own activations are forgotten, and no two are
-    # alike.
+    # In the second row, one choice is best, a different one is best if a running block's own activations are forgotten, and no two
+    # blocks are alike.
     cases = [([10] * 4, [1] * 4, [1.0] * 4, 40), ([8] * 4, [1] * 4, [1.0, 5.0, 5.0, 0.5], 25), ([10] * 4, [1] * 4, [1.0] * 4, 31)]
     cases += [([10] * 4, [1] * 4, [1.0] * 4, 13), ([9, 5, 5, 1], [1, 1, 1, 1], [3.0, 2.0, 2.0, 1.0], 12)]
     dice = random.Random(2)
@@ -109,7 +109,7 @@ def _time(seconds: Sequence[float], places: Iterable[int]) -> float:
 
 
 def _held_at_the_end(saved: Sequence[int], inputs: Sequence[int], chosen: set[int]) -> int:
-    """Return the peak as computed by the mistake of forgetting that a running block has all its own activations."""
+    """Return the peak computed with a mistake: forgetting that a running block holds all its own activations."""
     return sum(inputs[place] if place in chosen else own for place, own in enumerate(saved))
 
 
@@ -118,7 +118,7 @@ def _held_before_the_last(saved: Sequence[int], inputs: Sequence[int], chosen: s
 
 
 def _judge(tried: list[_Tried]) -> None:
-    """Judge the last case; the others show which mistake explains it."""
+    """Judge the last case; the earlier ones show which mistake explains it."""
     last = tried[-1]
     saved, inputs, seconds, limit, chosen = last.saved, last.inputs, last.seconds, last.limit, last.chosen
     peak, time, least = peak_bytes(saved, inputs, chosen), _time(seconds, chosen), _least(saved, inputs, seconds, limit)

@@ -13,7 +13,7 @@ def check_hooks(pool: Pool, *, timeout_s: float = 60.0) -> str:
     """Exercise 2: ``make_hooks(model)`` returns ``pack`` and ``unpack`` that move all activations, no weight, and change nothing.
 
     On each rank they are tried on a model that saves weights unchanged, as views and in parts, activations that look like weights,
-    two views of one piece of memory, and two dtypes; on memory that is reused; and on a GPU tensor without data.
+    two views of the same memory, and two dtypes; on reused memory; and on a GPU tensor without data.
 
     Args:
         pool: The pool; ``make_hooks`` is defined on its ranks.
@@ -23,7 +23,7 @@ def check_hooks(pool: Pool, *, timeout_s: float = 60.0) -> str:
         A line with the bytes that moved.
 
     Raises:
-        ExerciseError: The hooks moved, kept or changed something wrong; the message names it.
+        ExerciseError: The hooks moved, kept or changed something they should not; the message names it.
 
     Ranks: controller.
     """

@@ -1,4 +1,4 @@
-"""Exercise 2 of notebook 02 on a rank: a training step with the learner's hooks, and their effects."""
+"""Exercise 2 of notebook 02 on a rank: a training step with the learner's hooks, and its effects."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class HookEffects:
 
     Attributes:
         error: The error that forward or backward raised because of them.
-        moved_weights: Bytes of weights that came back as another tensor.
+        moved_weights: Bytes of weights that came back as a different tensor.
         kept_weights: Bytes of weights that stayed.
-        moves_parts_only: Whether all weights that moved are parts that begin inside a weight's memory.
+        moves_parts_only: Whether every moved weight is a part that begins inside a weight's memory.
         kept_activations: Bytes of activations that came back as the same memory.
-        copies_others: Whether a tensor that is unrelated to the model came back in other memory.
-        leaves_device: Whether ``pack`` returns a host tensor for a GPU tensor; None if that cannot be seen.
+        copies_others: Whether a tensor unrelated to the model came back in different memory.
+        leaves_device: Whether ``pack`` returns a host tensor for a GPU tensor; None if unknown.
         num_activations: Number of activations that were saved.
         changed: A description of a saved tensor that came back changed.
-        mixed_up: The different tensors that the hooks confuse: ``views`` or ``reused``; empty if they distinguish them.
-        looks_like_weights: Whether all activations that stayed have the shape of a weight, while others moved.
+        mixed_up: Which different tensors the hooks confuse: ``views`` or ``reused``; empty if none.
+        looks_like_weights: Whether all activations that stayed have a weight's shape, while others moved.
         wrong_gradients: Parameters whose gradients differ.
         moved_bytes: Bytes of activations that moved.
     """
@@ -51,7 +51,7 @@ class HookEffects:
 
 
 _SWAPPED = "It works the other way round: return pack first, then unpack."
-# Tests on which of the two hooks raised and its error.
+# Tests on which hook raised, and its error.
 _RAISED: list[tuple[Callable[[tuple[int, BaseException]], bool], str]] = [
     (
         lambda raised: "device string" in str(raised[1]) or "nvalid device" in str(raised[1]),
@@ -69,7 +69,7 @@ def _model() -> nn.Module:
     from torch import nn
 
     class Mixed(nn.Module):
-        """A model that saves weights unchanged (scale), as views (first) and in parts (last), and two views of one activation."""
+        """A model that saves weights unchanged (scale), as views (first) and in parts (last), plus two views of an activation."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -89,7 +89,7 @@ def _model() -> nn.Module:
 
 
 def try_hooks() -> HookEffects:
-    """Train the model for a step with ``make_hooks`` of this rank, and record everything that the hooks get and return.
+    """Train the model for a step with this rank's ``make_hooks``, and record everything that the hooks receive and return.
 
     Raises:
         ExerciseError: The hooks raised or returned something other than a tensor.
@@ -123,7 +123,7 @@ def try_hooks() -> HookEffects:
         if watch is not None and watch.found["changed"]:
             with suppress(Exception):  # it only improves the hint
                 watch.look_for_mix_ups(make_hooks(model))
-            return HookEffects("", **watch.found)  # this made backward fail
+            return HookEffects("", **watch.found)  # because of this, backward failed
         return HookEffects(
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}", **(watch.found if watch else {})
         )
@@ -139,7 +139,7 @@ def _same(left: Tensor | None, right: Tensor | None) -> bool:
 
 
 class _Watch:
-    """A layer between autograd and the learner's hooks that inspects what comes back."""
+    """A layer between autograd and the learner's hooks, to inspect what comes back."""
 
     def __init__(self, pack: Any, unpack: Any, weights: list[Tensor]) -> None:
         self._hooks = pack, unpack
@@ -190,7 +190,7 @@ class _Watch:
         return self._called(1, packed, "what pack returned")
 
     def _called(self, which: int, given: Any, case: str) -> Any:
-        """Return a hook's result. If it raises, refuse it with the learner's line."""
+        """Return a hook's result; if it raises, refuse it with the learner's line."""
         try:
             return ask(self._hooks[which], given, case=case)
         except ExerciseError as error:
@@ -212,10 +212,10 @@ class _Watch:
             return (back.dtype, back.shape) == (expected.dtype, expected.shape) and torch.equal(back, expected)
 
         if not is_right(torch.arange(35.0).view(5, 7) / 7):
-            return  # wrong already for one tensor
+            return  # already wrong for a single tensor
         both = torch.arange(24.0).view(4, 6)
         memory = bytearray(32)
-        # A buffer makes sure that the new tensor has the address of the freed one; with an allocator that is only frequent.
+        # Use a buffer so that the new tensor has the freed one's address; an allocator would not guarantee that.
         earlier = is_right(torch.frombuffer(memory, dtype=torch.float32))
         memory[:] = bytes(range(32))
         if not (earlier and is_right(torch.frombuffer(memory, dtype=torch.float32))):
@@ -226,14 +226,14 @@ class _Watch:
             self.found["changed"] = self.found["changed"] or "another tensor came back from the same memory"
 
     def look_at_others(self, hooks: Any) -> None:
-        """Try new hooks on a tensor that is unrelated to the model, and on a fake GPU tensor, which needs no GPU."""
+        """Try new hooks on a tensor unrelated to the model, and on a fake GPU tensor, which needs no GPU."""
         import torch
         from torch._subclasses.fake_tensor import FakeTensorMode
 
         pack, unpack = hooks
         other = torch.arange(35.0).view(5, 7)
         self.found["copies_others"] = unpack(pack(other)).untyped_storage()._cdata != other.untyped_storage()._cdata
-        # The mode would warn about each address that pack reads. Errors are ignored: the missing GPU may be their only cause.
+        # The mode would warn about every address that pack reads. Ignore errors: the missing GPU may be their only cause.
         with suppress(Exception), warnings.catch_warnings(action="ignore"), FakeTensorMode(allow_non_fake_inputs=True):
             places = {found.device.type for found in _tensors_in(pack(torch.empty(5, 7, device="cuda:0")))}
             self.found["leaves_device"] = "cuda" not in places if places else None
@@ -249,7 +249,7 @@ def _tensors_in(packed: Any) -> list[Tensor]:
 
 
 def _works_swapped(pack: Any, unpack: Any) -> bool:
-    """Return whether the two functions work in reverse order, and only so."""
+    """Return whether the two functions work only in swapped order."""
     import torch
 
     one = torch.arange(6.0).view(2, 3)

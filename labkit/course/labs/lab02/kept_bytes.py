@@ -16,7 +16,7 @@ _SIZES = ((6, 8, 20, 4), (3, 4, 8, 8), (16, 12, 4, 4), (5, 8, 24, 2))
 
 @dataclass(frozen=True)
 class _Case:
-    """One layer that was run, and the answer for it."""
+    """A layer that was run, and the answer for it."""
 
     rows: int
     dim: int
@@ -51,7 +51,7 @@ def check_kept_bytes(pool: Pool, kept_bytes: Callable[[int, int, int, int], Any]
         A line with the bytes that were counted.
 
     Raises:
-        ExerciseError: A number differs; the message shows the case and the difference.
+        ExerciseError: An answer differs; the message shows the case and the difference.
 
     Ranks: controller.
     """

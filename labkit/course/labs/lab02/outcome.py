@@ -13,7 +13,7 @@ Order = tuple[str, ...]
 Outcome = tuple[str, int]
 
 KINDS = ("offload", "checkpoint", "shard")
-# All orders, those without sharding first: if these are right, a wrong answer is about sharding.
+# All orders, beginning with those without sharding: if these are right, a wrong answer is about sharding.
 ORDERS: tuple[Order, ...] = tuple(
     sorted((order for size in range(len(KINDS) + 1) for order in permutations(KINDS, size)), key=lambda order: "shard" in order)
 )
@@ -26,7 +26,7 @@ def check_outcome(pool: Pool, outcome: Callable[[Order], Any], *, timeout_s: flo
 
     Args:
         pool: The pool.
-        outcome: Takes names from ``offload``, ``checkpoint`` and ``shard``, the outermost first; returns what moves (``"nothing"``,
+        outcome: Takes names from ``offload``, ``checkpoint`` and ``shard``, outermost first; returns what moves (``"nothing"``,
             ``"inputs"`` or ``"everything"``) and how often a block's forward runs in a step.
         timeout_s: Seconds after which the counting counts as hung.
 
@@ -122,7 +122,7 @@ def _outcome_of(order: Order) -> tuple[Outcome, int]:
         if kind == "shard":
             fully_shard(module, mesh=mesh)
             return module
-        # Count what would move, without copies on any device.
+        # Count what would move, without copying anything on any device.
         offloads.append(ActivationOffload([module], min_bytes=1, transfer=CountingTransfer()))
         return module
 

@@ -11,7 +11,7 @@ from labkit.course.labs.checks import ask, hint_for, refuse
 from labkit.errors import ExerciseError
 
 _STEPS_BEFORE, _STEPS_AFTER = 3, 3
-# The order of the parameters in the old optimizer: different from the model's, and in two groups.
+# The order of the parameters in the old optimizer, which differs from the model's and has two groups.
 OLD_ORDER = ("third", "first", "frozen", "second")
 _NEW_ORDER = (("second", "frozen"), ("first", "third"))
 
@@ -20,15 +20,15 @@ ByName = Callable[[dict[str, Any], Sequence[str]], Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class MovedState:
-    """The result of moving a state by the learner's function.
+    """The result of moving a state with the learner's function.
 
     Attributes:
         answer: The function's result.
         right: The correct result.
-        numbers_left: Whether a number is still where a name should be.
-        equal_steps: Number of later steps after which the weights equal those of the run that never stopped.
+        numbers_left: Whether there is still a number where a name should be.
+        equal_steps: In how many later steps the weights equal those of the uninterrupted run.
         gap: The largest difference of a weight after these steps.
-        stopped: The error of the new optimizer, empty if it went on.
+        stopped: The new optimizer's error; empty if it kept working.
     """
 
     answer: Mapping[str, Any]
@@ -42,8 +42,8 @@ class MovedState:
 def check_by_name(by_name: ByName) -> str:
     """Exercise 3: ``by_name(state, names)`` returns an optimizer's state under names.
 
-    The state of a trained optimizer goes through it into an optimizer that has the same parameters in another order, with its
-    groups in another order too. Both train on.
+    The state of a trained optimizer goes through it into an optimizer with the same parameters and groups, but both in a different
+    order. Then both optimizers train on.
 
     Args:
         by_name: The learner's function.
@@ -52,8 +52,8 @@ def check_by_name(by_name: ByName) -> str:
         A line with the steps that were equal.
 
     Raises:
-        ExerciseError: The answer has another form, the given state was changed, the new optimizer stops, a later step differs, or
-            an option of a group is lost.
+        ExerciseError: The answer has the wrong form, the given state was changed, the new optimizer fails, a later step differs, or
+            a group's option is lost.
 
     Ranks: controller; nothing runs on the ranks.
     """
@@ -99,7 +99,7 @@ def _move(by_name: ByName) -> MovedState:
     names = [*answer["state"], *(name for group in answer["param_groups"] for name in group["params"])]
     if not all(isinstance(name, str) for name in names):
         return MovedState(answer, right, numbers_left=True)
-    # Without the old optimizer's options: they have to come with the state.
+    # Leave out the old optimizer's options: they have to come with the state.
     other, resumed = _start(_NEW_ORDER, with_options=False)
     other.load_state_dict(copy.deepcopy(model.state_dict()))
     equal_steps, gap = 0, 0.0
@@ -134,7 +134,7 @@ def _check_form(answer: Any) -> None:
 
 
 def _start(order: Sequence[Sequence[str]], *, with_options: bool = True) -> tuple[Any, Any]:
-    """Make a model of four parameters of one shape, so that a swap raises no error, and its optimizer. One parameter is frozen."""
+    """Make a model and its optimizer. All four parameters have one shape, so that a swap raises no error; one is frozen."""
     import torch
 
     generator = torch.Generator().manual_seed(3)
@@ -159,7 +159,7 @@ def _train(model: Any, optimizer: Any, steps: Sequence[int] | range) -> None:
 
 
 def _hand_over(answer: Mapping[str, Any], optimizer: Any) -> None:
-    """Load a state under names into an optimizer with the order `_NEW_ORDER`. A parameter without a name there starts afresh."""
+    """Load a state under names into an optimizer with the order `_NEW_ORDER`. Parameters not named in it start afresh."""
     names = [name for group in _NEW_ORDER for name in group]
     state = optimizer.state_dict()
     state["state"] = {names.index(name): value for name, value in answer["state"].items() if name in names}
@@ -205,12 +205,12 @@ def _lost_options(moved: MovedState) -> bool:
 
 
 def _pairs(moved: MovedState) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield groups of the answer with the right ones; there are equally many."""
+    """Yield the answer's groups paired with the right ones; there are equally many."""
     return zip(moved.answer["param_groups"], moved.right["param_groups"], strict=True)
 
 
 def _moments(moved: MovedState) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Yield states of the answer with the right ones; their names are equal."""
+    """Yield the answer's states paired with the right ones; their names are equal."""
     return ((moved.answer["state"][name], value) for name, value in moved.right["state"].items())
 
 

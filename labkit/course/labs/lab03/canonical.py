@@ -37,7 +37,7 @@ def check_canonical(canonical: Callable[[str], str]) -> str:
         A line with the number of names.
 
     Raises:
-        ExerciseError: A name comes out wrong; the message shows one that fits the hint, and the number of wrong names.
+        ExerciseError: Some names come out wrong; the message shows one that fits the hint, and how many are wrong.
 
     Ranks: controller.
     """
@@ -58,16 +58,16 @@ Answers = dict[str, str]
 
 
 def _still_in(part: str) -> Callable[[str, Answers], bool]:
-    """Return a test of whether this wrapper is still in a name, at its beginning or inside."""
+    """Return a test of whether this wrapper is still in a name, at its beginning or further inside."""
     return lambda name, answers: part in answers[name].split(".") and part not in NAMES[name].split(".")
 
 
 def _only_first_gone(name: str, answers: Answers) -> bool:
-    """Return whether only a wrapper at the beginning of a name is dropped, and one further inside is left."""
+    """Return whether a wrapper is dropped at the beginning of a name but left further inside."""
     return answers[f"{_FSDP}.embed.weight"] == "embed.weight" and name.split(".").count(_FSDP) > 1 and _FSDP in answers[name]
 
 
-# Each hint with a test of whether a wrong name shows this mistake; the most specific first.
+# Each hint with a test of whether a wrong name shows its mistake, the most specific first.
 _MISTAKES: list[tuple[Callable[[str, Answers], bool], str]] = [
     (lambda name, answers: len(set(answers.values())) == 1, "Every name came out the same."),
     (

@@ -23,7 +23,7 @@ def check_differences(differences: Callable[[Mapping[str, Any], Mapping[str, Any
         A line with the number of kinds of damage.
 
     Raises:
-        ExerciseError: An intact state is refused, or damage goes unnoticed or is blamed on another name.
+        ExerciseError: An intact state is refused, or damage goes unnoticed or is blamed on the wrong name.
 
     Ranks: controller; nothing runs on the ranks.
     """
@@ -58,7 +58,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _state() -> State:
-    """Make the same state in new memory, each time."""
+    """Make the same state in new memory on each call."""
     import torch
 
     generator = torch.Generator().manual_seed(1)

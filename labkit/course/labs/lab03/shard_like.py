@@ -15,7 +15,7 @@ _FORM = "the model that was given, sharded in place with fully_shard, and able t
 
 @dataclass(frozen=True)
 class Sharded:
-    """One rank's observations of a model in one step.
+    """What one rank observed of a model in one step.
 
     Attributes:
         held_bytes: Bytes of parameters between steps.
@@ -34,13 +34,13 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Pair:
-    """The learner's model with FSDP1's, and the order under the other strategy.
+    """The observations of the learner's model and of FSDP1's, and the order under the other strategy.
 
     Attributes:
-        mine: The learner's model.
-        target: FSDP1's, but with the bytes of FSDP2: FSDP1 cuts elements evenly, FSDP2 cuts rows.
+        mine: Those of the learner's model.
+        target: Those of FSDP1's, but with FSDP2's bytes, because FSDP1 cuts elements evenly while FSDP2 cuts rows.
         other_order: FSDP1's order under the other strategy.
-        other_root_bytes: The bytes on a rank if the blocks are right and the root is not cut, or is cut when it should be whole.
+        other_root_bytes: A rank's bytes if the blocks are right, but the root is whole when it should be cut, or the reverse.
     """
 
     mine: Sharded
@@ -174,7 +174,7 @@ def _measure() -> Any:
     for strategy in STRATEGIES:
         given = build_model(config, device=device)
         model = ask(from_cell("shard_like"), given, strategy, case=repr(strategy))
-        if model is not given:  # fully_shard changes the class of a module and leaves the module in place
+        if model is not given:  # fully_shard changes a module's class but keeps the module itself
             refuse(
                 f"{strategy}: shard_like returned {_what(model)}.",
                 _FORM,
@@ -191,7 +191,7 @@ def _measure() -> Any:
     for name, target in targets.items():
         blocks, root = _bytes(whole, rank, 1 if name == "NO_SHARD" else world_size)
         other_root = _bytes(whole, rank, world_size if name == "NO_SHARD" else 1)[1]
-        # FSDP1 cuts nothing on one rank, whatever the strategy, so there is no order to compare with.
+        # On one rank FSDP1 cuts nothing under any strategy, so there is no order to compare with.
         order = mine[name].order if world_size == 1 else target.order
         exact = replace(target, held_bytes=blocks + root, order=order)
         pairs[name] = Pair(mine[name], exact, targets[swap[name]].order, blocks + other_root)
@@ -218,7 +218,7 @@ _RETURNED: list[tuple[Callable[[Any], bool], str]] = [
 
 
 def _bytes(model: Any, rank: int, num_parts: int) -> tuple[int, int]:
-    """Return the bytes of the blocks' and of the other parameters on this rank, if `fully_shard` cuts rows into this many parts."""
+    """Return this rank's bytes of the blocks' and of all other parameters if `fully_shard` cuts rows into ``num_parts``."""
     held = [0, 0]
     for name, parameter in model.named_parameters():
         rows = -(-len(parameter) // num_parts)

@@ -1,4 +1,4 @@
-"""The checks of the exercises in notebook 04. Each compares with what the runtime does on the pool."""
+"""The checks of the exercises in notebook 04. Each compares the answer with what the runtime really does."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ def check_collectives(pool: Pool, collectives: Formula, *, timeout_s: float = 18
     Raises:
         ExerciseError: A count differs, or ``collectives`` raises; the message shows the case and the difference.
 
-    Ranks: controller. With one rank the runtime calls no collective: unshards are counted instead of gathers, and reductions follow
-    from the rule. Blocks for ``timeout_s`` and a few seconds at most.
+    Ranks: controller. With one rank the runtime calls no collectives, so unshards are counted instead of gathers, and the rule
+        gives the reductions. Blocks for ``timeout_s`` and a few seconds at most.
     """
     cases = [StepCase(3, True), StepCase(3, True, num_micro=2, sync_each=False), StepCase(3, True, num_micro=2, keep=True)]
     switches = product((1, 3), (True, False), (True, False), (False, True))
@@ -57,7 +57,7 @@ def _counts(step: Step) -> Counts:
 
 
 def _step_of(case: StepCase) -> StepCase:
-    """Return the case with the same calls: with one micro-batch, the switches between micro-batches do nothing."""
+    """Return an equivalent case: with one micro-batch, the switches between micro-batches do nothing."""
     return replace(case, sync_each=True, keep=False) if case.num_micro == 1 else case
 
 
@@ -105,7 +105,7 @@ def _refuse_counts(
 
 
 def _follow(collectives: Formula, rule: Rule, known: list[tuple[StepCase, Counts]]) -> bool:
-    """Return whether the answers are those of a wrong rule in every case; one case alone fits several rules."""
+    """Return whether a wrong rule gives these answers in every case; a single case fits several rules."""
     return all(_answer(collectives, case) == rule(case, truth) for case, truth in known)
 
 

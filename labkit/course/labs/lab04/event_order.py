@@ -108,7 +108,7 @@ def _frees_twice(case: StepCase, answer: list[str]) -> bool:
 
 
 def _repeats(answer: list[str], letter: str) -> bool:
-    """Return whether a block is gathered while it is whole, or freed while it is not."""
+    """Return whether a block is gathered while whole, or freed while not whole."""
     last: dict[str, str] = {}
     for text in answer:
         what, block = text.split()

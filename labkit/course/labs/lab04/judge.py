@@ -12,13 +12,13 @@ from labkit.errors import ExerciseError, RunTimeoutError
 
 @dataclass(frozen=True)
 class _Kind:
-    """A run that the judge has to recognize: a way to train, or the reference with something planted in it.
+    """A run that the judge has to recognize: a way of training, or the reference with something planted in it.
 
     Attributes:
         what: A description.
-        same: Whether it is the same training, up to the order of sums.
-        needs: The smallest number of ranks with which it differs, or can be made.
-        hint: The hint for a judge that is wrong about it; empty if it differs from the reference only by noise.
+        same: Whether it is the same training up to the order of sums.
+        needs: The smallest number of ranks with which it differs or can be made.
+        hint: The hint for a judge that is wrong about it; empty if it differs from the reference only in noise.
     """
 
     what: str
@@ -97,9 +97,9 @@ _KINDS = {
 def check_same_training(pool: Pool, *, timeout_s: float = 20.0) -> str:
     """Exercise 4: ``same_training(run, reference)`` accepts another order of sums and refuses ten bugs.
 
-    Besides the reference, the ranks really make eight runs. Six more are copies of the reference, five of them with something
-    planted: noise for any number of ranks, and differences that a judge overlooks if it compares only one part, or sums. A run is
-    accepted if every rank accepts its part of it. The ranks keep the runs for the next attempt.
+    Besides the reference, the ranks actually make eight runs. Six more are copies of the reference, five of them with something
+    planted: noise that works for any number of ranks, and differences that a judge overlooks if it compares only one part, or only
+    sums. A run is accepted if every rank accepts its part. The ranks keep the runs for the next attempt.
 
     Args:
         pool: The pool; ``same_training`` is defined on its ranks.
@@ -150,13 +150,13 @@ def _hint_for_noise(*, near_zero: bool) -> str:
 
 # On the ranks -----------------------------------------------------------------------------------------------------------
 
-# Only for the hint: a judge that accepts this run allows for noise, but for too little of it near zero.
+# Used only for the hint: a judge that accepts this run allows for noise, but too little of it near zero.
 _LAST_PLACES = "last_places"
 
 
 def _verdicts(kinds: list[str]) -> dict[str, bool]:
     reference = trained(["reference"])["reference"]
-    # Before the long part, to see whether it is solved at all.
+    # Run this before the long part, to see whether it is solved at all.
     verdicts = {kinds[0]: _verdict(_KINDS[kinds[0]].what, copied(reference), reference)}
     runs = trained([kind for kind in kinds if kind not in PLANTED])
     for kind in kinds[1:]:

@@ -1,4 +1,4 @@
-"""The model whose steps the checks of notebook 04 record: a row of layers, cut into groups, that compute next to nothing."""
+"""The model whose steps the checks of notebook 04 record: layers in groups that compute next to nothing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def sharded_row(widths: Sequence[int], lengths: Sequence[int], *, reshard: bool 
     """Make a row of layers, sharded group by group and then as a whole.
 
     Args:
-        widths: The inner width of each layer, which has two matrices with that many columns.
+        widths: The inner width of each layer's two matrices.
         lengths: The number of layers in each group.
-        reshard: As ``reshard_after_forward`` of `fully_shard`, for the groups; the root keeps the default.
+        reshard: As ``reshard_after_forward`` of `fully_shard`, but only for the groups; the root keeps the default.
         prefetch: Whether backward gathers the next group early.
 
     Ranks: collective.
@@ -35,7 +35,7 @@ def sharded_row(widths: Sequence[int], lengths: Sequence[int], *, reshard: bool 
     fully_shard(model, mesh=mesh)
     for module in model.modules() if not prefetch else ():
         if isinstance(module, FSDPModule):
-            # An empty list means the default. A module that names itself names a module that is already whole.
+            # An empty list would mean the default. Naming the module itself names one that is already whole.
             module.set_modules_to_backward_prefetch([module])
     return model
 

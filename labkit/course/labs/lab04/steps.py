@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepCase:
-    """The way a model is sharded and a step is taken.
+    """How a model is sharded and a step is taken.
 
     Attributes:
         num_blocks: Blocks below the root.
         reshard: Whether the blocks are freed after forward.
         prefetch: Whether backward gathers the next block early.
         num_micro: Micro-batches of the step.
-        sync_each: Whether gradients are reduced after each micro-batch, or after the last only.
-        keep: Whether parameters stay whole after the backward of each micro-batch except the last.
+        sync_each: Whether gradients are reduced after each micro-batch, not only after the last.
+        keep: Whether parameters stay whole after each micro-batch's backward, except the last.
     """
 
     num_blocks: int
@@ -42,7 +42,7 @@ class Step:
     Attributes:
         order: Its unshards and reshards, with short names.
         gathers: All-gathers; with one rank, unshards.
-        reductions: Reduce-scatters; with one rank, the number by the rule, because none is called.
+        reductions: Reduce-scatters; with one rank, the number that the rule gives, because none is called.
     """
 
     order: tuple[str, ...]
@@ -56,7 +56,7 @@ _recorded: dict[tuple[int, str, StepCase], Step] = {}
 def recorded(pool: Pool, cases: Sequence[StepCase], *, timeout_s: float) -> list[Step]:
     """Return the record of these steps, equal on all ranks. Each step is recorded once, by the first check that needs it.
 
-    The runtime does not change while a learner solves an exercise, and the second attempt should be answered at once.
+    The runtime does not change while a learner solves an exercise, and a second attempt should be answered at once.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """

@@ -1,4 +1,4 @@
-"""The trainings that the check of exercise 4 of notebook 04 shows to a judge: correct ones, and some with a bug."""
+"""The trainings that the check of exercise 4 in notebook 04 shows to a judge: correct ones, and some with bugs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(kinds: Iterable[str]) -> dict[str, Run]:
     import torch.distributed as dist
 
     kinds = list(kinds)
-    # An attempt that was cut off may have left runs on some ranks only, and a training is collective.
+    # An attempt that was cut off may have left runs on only some ranks, but training is collective.
     ready = torch.tensor(int(all(kind in _kept for kind in kinds)), device=from_cell("device"))
     dist.all_reduce(ready, op=dist.ReduceOp.MIN)
     if not ready:
@@ -43,7 +43,7 @@ def planted(kind: str, run: Run) -> Run:
     if kind == "rounded":
         run["losses"] = _next_place(torch.tensor(run["losses"])).tolist()
         for part in ("gradients", "weights"):
-            # Keep zeros: a sum of zeros is zero in every order.
+            # Keep zeros, because a sum of zeros is zero in any order.
             run[part] = {name: tensor + tensor.sign() * _last_place(tensor) for name, tensor in run[part].items()}
     elif kind == "last_places":
         run["losses"] = _next_place(torch.tensor(run["losses"])).tolist()
@@ -60,20 +60,20 @@ def planted(kind: str, run: Run) -> Run:
 
 
 def _next_place(tensor: Tensor) -> Tensor:
-    """Move each number by one unit of its own last place."""
+    """Change each number by one unit in its own last place."""
     import torch
 
     return torch.nextafter(tensor, torch.tensor(float("inf")))
 
 
 def _last_place(tensor: Tensor) -> Tensor:
-    """Return one unit of the last place of the largest number."""
+    """Return one unit in the last place of the largest number."""
     largest = tensor.abs().max()
     return _next_place(largest) - largest
 
 
 def copied(run: Run) -> Run:
-    """Copy a run, so that a judge that changes its arguments does no harm."""
+    """Copy a run, so that a judge that modifies its arguments does no harm."""
     return {
         "losses": list(run["losses"]),
         **{part: {name: tensor.clone() for name, tensor in run[part].items()} for part in ("gradients", "weights")},
@@ -81,14 +81,14 @@ def copied(run: Run) -> Run:
 
 
 def _train(kind: str) -> Run:
-    """Return the losses of this rank, whole gradients after the first step's backward, and whole weights at the end."""
+    """Return this rank's losses, whole gradients after the first step's backward, and whole weights at the end."""
     import torch
 
     from labkit.spmd import BatchSampler, next_token_loss
 
     rank, world_size, device = (from_cell(name) for name in ("rank", "world_size", "device"))
     model, held, sync = _built(kind)
-    # Update one tensor at a time: on a GPU torch updates them in one call, which refuses sharded and plain tensors together.
+    # Update one tensor at a time: on a GPU, torch would use one call for all, which refuses to mix sharded and plain tensors.
     made = torch.optim.AdamW if kind == "decay" else torch.optim.Adam
     optimizer = made(held, lr=_LEARNING_RATE, foreach=False)
     rows = BatchSampler(batch_size=2 * world_size, seq_len=12, seed=5, rank=rank, world_size=world_size, device=device)

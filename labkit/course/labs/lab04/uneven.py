@@ -14,11 +14,11 @@ from labkit.errors import ExerciseError, RankFailedError, RunTimeoutError
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One rank's observations.
+    """What one rank observed.
 
     Attributes:
         result: The result of the learner's function.
-        losses: The true loss of each of this rank's batches, by a model that is not sharded.
+        losses: The true loss of each of this rank's batches, computed with an unsharded model.
         filler_loss: The loss of the filler.
     """
 
@@ -30,8 +30,8 @@ class Evaluated:
 def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
     """Exercise 5: ``eval_loss(model, batches, filler)`` returns the mean loss over all batches of all ranks, on every rank.
 
-    It is called twice. First, rank 0 has the most batches and the last rank has two. Then, with several ranks, the last one has
-    none.
+    It is called twice. First, rank 0 has the most batches and the last rank has two. Then, if there are several ranks, the last one
+    has none.
 
     Args:
         pool: The pool; ``eval_loss`` is defined on its ranks.
@@ -55,7 +55,7 @@ def check_eval_loss(pool: Pool, *, timeout_s: float) -> str:
         seen = _seen(pool, empty, timeout_s)
     except ExerciseError as error:
         if not isinstance(error.__cause__, RankFailedError):
-            raise  # it hangs, and has its own hint
+            raise  # it hangs, which has its own hint
         refuse(
             f"{error}",
             "the mean over the batches of the others, on every rank.",

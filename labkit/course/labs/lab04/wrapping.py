@@ -22,7 +22,7 @@ _NOTHING_FOUND = (
 
 
 class Row(NamedTuple):
-    """The arguments of ``wrap``: the bytes of the root and of each layer, and the limit."""
+    """The arguments of ``wrap``: the bytes of the root, the bytes of each layer, and the limit."""
 
     root: int
     sizes: list[int]
@@ -37,7 +37,7 @@ class Wrapped:
     """The effect of a wrapping on a rank.
 
     Attributes:
-        peak_bytes: The peak of the bytes that were gathered or being gathered.
+        peak_bytes: The peak number of bytes gathered or being gathered.
         num_gathers: All-gathers of a step; with one rank, unshards.
     """
 
@@ -48,7 +48,7 @@ class Wrapped:
 def check_wrap(pool: Pool, wrap: Wrap, *, timeout_s: float = 60.0) -> str:
     """Exercise 3: ``wrap(root, sizes, cap)`` cuts a row of layers into groups.
 
-    First it is tried on many random rows and compared with every possible cut. Then one row is built, wrapped according to the
+    First it is tried on many random rows and compared with all possible cuts. Then one row is built and wrapped according to the
     answer, and its peak is measured on the ranks.
 
     Args:
@@ -60,7 +60,7 @@ def check_wrap(pool: Pool, wrap: Wrap, *, timeout_s: float = 60.0) -> str:
         A line with the measured peak and the number of all-gathers.
 
     Raises:
-        ExerciseError: A limit is exceeded, fewer groups would be enough, or ``wrap`` raises; the message shows one case.
+        ExerciseError: A limit is exceeded, fewer groups would do, or ``wrap`` raises; the message shows one case.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
     """
@@ -85,7 +85,7 @@ def check_wrap(pool: Pool, wrap: Wrap, *, timeout_s: float = 60.0) -> str:
 
 
 def live_peak(root: int, groups: Sequence[int]) -> int:
-    """Return the peak of live bytes: the root, the group in use, and the group that backward has already asked for."""
+    """Return the peak of live bytes: the root, the group in use, and the group that backward has already requested."""
     return root + max([sum(pair) for pair in pairwise(groups)] or [groups[0]])
 
 
@@ -135,7 +135,7 @@ def _groups(sizes: Sequence[int], lengths: Sequence[int]) -> list[int]:
 
 
 def _fewest(row: Row, peak: Callable[[int, Sequence[int]], int] = live_peak) -> int:
-    """Return the fewest groups whose peak is within the limit, 0 if there are none. ``peak`` may be a wrong rule."""
+    """Return the fewest groups whose peak is within the limit, or 0 if no grouping is. ``peak`` may be a wrong rule."""
     for num_groups in range(1, len(row.sizes) + 1):
         for cuts in combinations(range(1, len(row.sizes)), num_groups - 1):
             groups = [sum(row.sizes[begin:end]) for begin, end in pairwise((0, *cuts, len(row.sizes)))]
@@ -181,7 +181,7 @@ def _hint_for_number(wrap: Wrap, row: Row, groups: list[int], fewest: int) -> st
 
 
 def _counts_two_largest(wrap: Wrap) -> bool:
-    """Return whether every answer has as many groups as the rule of the two largest requires, where that rule has an answer."""
+    """Return whether every answer has as many groups as the two-largest rule requires, wherever that rule has an answer."""
     wanted = [(row, _fewest(row, lambda root, groups: root + sum(sorted(groups)[-2:]))) for row in _cases()]
     return all(len(wrap(row.root, list(row.sizes), row.cap)) == number for row, number in wanted if number)
 

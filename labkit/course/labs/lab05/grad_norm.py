@@ -10,7 +10,7 @@ from labkit.course.labs.checks import Pool, ask, from_cell, refuse, require_on_r
 from labkit.course.labs.lab05.grad_norm_model import norm_model
 from labkit.errors import ExerciseError
 
-# The number of elements that a rank may send per parameter: its share of the norm over a few axes, never the gradient.
+# How many elements a rank may send per parameter: enough for its share of the norm over a few axes, but not for a gradient.
 _FEW = 16
 
 
@@ -21,10 +21,10 @@ class NormsSeen:
     Attributes:
         norm: The result of ``grad_norm``.
         truth: The norm of the whole gradients.
-        sent: Elements that this rank passed to collectives, including those that DTensor starts, per parameter with a gradient.
-        num_changed: Number of gradients that have changed afterwards.
+        sent: Elements per parameter with a gradient that this rank passed to collectives, including those that DTensor starts.
+        num_changed: Number of gradients that were changed.
         num_grads: Number of parameters with a gradient.
-        guesses: The norms that known mistakes produce on this rank, by the mistake's name.
+        guesses: The norms that known mistakes give on this rank, by the mistake's name.
     """
 
     norm: float
@@ -46,7 +46,7 @@ def check_grad_norm(pool: Pool, *, timeout_s: float = 60.0) -> str:
         A line with the norm and the number of elements sent for it.
 
     Raises:
-        ExerciseError: A rank has another norm, whole gradients were sent, or the gradients have changed afterwards.
+        ExerciseError: A rank has a different norm, whole gradients were sent, or gradients were changed.
         RunTimeoutError: The ranks called different collectives.
 
     Ranks: controller. Blocks for ``timeout_s`` and a few seconds at most.
@@ -119,14 +119,14 @@ def _measure() -> NormsSeen:
 
 
 def _asked(model: Any) -> Any:
-    """Call ``grad_norm`` and return its result. The case is a call that works in a cell."""
+    """Call ``grad_norm`` and return its result. The case, for messages, is a call that works in a cell."""
     try:
         return ask(from_cell("grad_norm"), model, case="grad_norm(norm_model())")
     except ExerciseError as error:
         said = str(error.__cause__ or "")
         if "mesh" not in said:
             raise
-        # Shorten torch's message: it describes the layout of every gradient in some kilobytes.
+        # Shorten torch's message, which describes the layout of every gradient in several kilobytes.
         refuse(
             f"grad_norm raised {type(error.__cause__).__name__}: {said.splitlines()[0][:100]} ...",
             "one number from gradients on two meshes.",
@@ -162,7 +162,7 @@ def _norms(grads: list[Any]) -> tuple[float, dict[str, float]]:
         "sum of norms": sum(whole),
         "square": truth**2,
     }
-    # A mistake that makes no difference on this mesh explains nothing.
+    # Mistakes that make no difference on this mesh explain nothing.
     return truth, {name: guess if not isclose(guess, truth, rel_tol=1e-5) else float("nan") for name, guess in guesses.items()}
 
 
@@ -194,7 +194,7 @@ def _counter() -> Any:
             super().__init__()  # type: ignore[no-untyped-call]
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            # Let DTensor do its part first: it starts collectives itself, and those come here with plain tensors.
+            # Let DTensor do its part first: the collectives that it starts arrive here with plain tensors.
             if any(issubclass(one, DTensor) for one in types):
                 return NotImplemented
             helper = func.__name__.startswith(("wait", "_"))

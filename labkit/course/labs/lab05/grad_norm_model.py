@@ -1,4 +1,4 @@
-"""The model of exercise 4 of notebook 05: gradients cut in every way in which FSDP over TP cuts them."""
+"""The model of exercise 4 in notebook 05, whose gradients are cut in every way that FSDP over TP cuts them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from labkit.course.labs.checks import from_cell
 
 
 def norm_model() -> Any:
-    """Make a model with gradients on a two-axis mesh and on its dp axis alone; one parameter has no gradient.
+    """Make a model with gradients on a two-axis mesh and on only its dp axis; one parameter has no gradient.
 
-    On the two axes they are cut twice, or cut once and copied. If TP splits the model, two more are cut as ``fully_shard`` cuts a
-    column-parallel and a row-parallel layer; these two hold a ``_StridedShard``.
+    Gradients on both axes are cut twice, or cut once and copied. If TP splits the model, two more are cut as ``fully_shard`` cuts
+    a column-parallel and a row-parallel layer; the first of these has a ``_StridedShard``.
 
     Ranks: collective; called in a cell or by a check, on the ranks of a pool.
     """

@@ -18,13 +18,13 @@ Owner = Callable[[int, int, Shape, Grid, Sequence[Split]], Iterable[int]]
 def check_owner(pool: Pool, owner: Owner) -> str:
     """Exercise 1: ``owner(row, col, shape, mesh, splits)`` returns the ranks that hold one element.
 
-    The answers are compared with real DTensors on this pool, and on larger meshes with the arithmetic that torch does for a
-    DTensor. Sizes that do not divide are included, except when TP cuts rows before FSDP: there torch's arithmetic puts some rows
-    into the wrong place, see `labkit.spmd.shards.tensor_parallel.lint_plan`.
+    The answers are compared with real DTensors on this pool and, for larger meshes, with torch's own arithmetic for DTensors. Sizes
+    that do not divide evenly are included, except when TP cuts rows before FSDP: there torch's arithmetic misplaces some rows, see
+    `labkit.spmd.shards.tensor_parallel.lint_plan`.
 
     Args:
         pool: The pool.
-        owner: Takes the place, the shape, the mesh as nested tuples of ranks, and one `Split` per axis. Returns a set of ranks.
+        owner: Takes row, column, shape, the mesh as nested tuples of ranks, and one `Split` per axis; returns a set of ranks.
 
     Returns:
         A line with the number of answers.

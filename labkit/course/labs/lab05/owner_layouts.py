@@ -1,4 +1,4 @@
-"""The layouts of exercise 1 in notebook 05 and the truth about each: real tensors on the pool, and larger meshes."""
+"""The layouts of exercise 1 in notebook 05, with the right answers: real tensors on the pool, and larger meshes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _SHAPES: tuple[Shape, ...] = ((6, 4), (12, 5), (7, 5), (3, 2))
 
 @dataclass(frozen=True)
 class OwnerCase:
-    """A layout and the truth about it.
+    """A layout, and which rank really holds what.
 
     Attributes:
         shape: Rows and columns of the tensor.
-        grid: The ranks of the mesh, one tuple per place on its first axis.
+        grid: The ranks of the mesh, one tuple per coordinate on its first axis.
         splits: The split of each axis.
         boxes: Per rank, its first row and column, and its numbers of rows and columns.
     """
@@ -59,13 +59,13 @@ def real_cases(pool: Pool) -> list[OwnerCase]:
 
 
 def pretended_cases(pool: Pool) -> list[OwnerCase]:
-    """Return layouts on meshes of any size, by torch's arithmetic. Ranks: controller."""
+    """Return layouts on meshes of any size, computed by torch's arithmetic. Ranks: controller."""
     cases: list[OwnerCase] = pool.run(_pretended_cases, ranks=[0])[0]
     return cases
 
 
 def _pretended_cases() -> list[OwnerCase]:
-    """Return layouts on meshes larger than the pool, by torch's own arithmetic for one coordinate."""
+    """Return layouts on meshes larger than the pool, computed by torch's own arithmetic for one coordinate."""
     import torch.distributed.tensor as dt
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset as local_part
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -76,7 +76,7 @@ def _pretended_cases() -> list[OwnerCase]:
         for splits in [*product((COPY, ROWS, COLUMNS), repeat=2), (ROWS_STRIDED, ROWS), (ROWS, ROWS_STRIDED)]:
             if splits[0].strided and shape[0] % across:
                 continue
-            # torch writes a second axis that cuts after the first one as two plain shards.
+            # If the second axis cuts after the first, torch writes two plain shards.
             placements: list[Any] = [
                 dt.Replicate()
                 if split.dim is None
@@ -94,7 +94,7 @@ def _pretended_cases() -> list[OwnerCase]:
 
 
 def _real_cases() -> list[Any]:
-    """Return the grid and the records of real two-axis tensors on this rank: cut by hand, and by TP and FSDP2."""
+    """Return the grid and this rank's records of real two-axis tensors, cut by hand and by TP and FSDP2."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

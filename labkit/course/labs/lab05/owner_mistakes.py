@@ -1,4 +1,4 @@
-"""The hint for a wrong answer to exercise 1 of notebook 05: the known mistake that gives the same answers."""
+"""The hint for a wrong answer to exercise 1 of notebook 05, found by the known mistake that gives the same answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from labkit.course.labs.lab05.owner_layouts import OwnerCase, Shape
 
 
 def hint_for_answers(case: OwnerCase, answers: dict[Shape, set[int]]) -> str:
-    """Return the hint of the mistake that explains all answers for a layout, or a general one."""
+    """Return the hint for the mistake that explains all answers for a layout, else a general hint."""
     for rule, hint in _WRONG_RULES:
         if answers == rule(case):
             return hint
@@ -35,7 +35,7 @@ def _by_rule(
     cut: _Cut | None = None,
     num: int | None = None,
 ) -> dict[Shape, set[int]]:
-    """Return the answers of a solution that is right except for the mistakes that the arguments describe."""
+    """Return the answers of a solution that is right except for the mistakes described by the arguments."""
     shape, grid = case.shape, case.grid
     sizes = (len(grid), len(grid[0]))
     order = order or sorted((0, 1), key=lambda axis: case.splits[axis].strided)
@@ -59,7 +59,7 @@ def _by_rule(
     return answers
 
 
-# From an index, a length and a number of pieces: the piece, the index in it, and its length.
+# Maps an index, a length and a number of pieces to the piece, the index in it, and its length.
 _Cut = Callable[[int, int, int], tuple[int, int, int]]
 
 

@@ -14,7 +14,7 @@ Lint = Callable[[Mapping[str, Any], Any, int], Set[str]]
 
 @dataclass(frozen=True)
 class PlanCase:
-    """A plan, the number of ranks it is for, its bad keys, and the hint for a wrong answer."""
+    """A plan, the number of ranks that it is for, its bad keys, and the hint for a wrong answer."""
 
     what: str
     plan: Mapping[str, Any]
@@ -34,7 +34,7 @@ def check_plan_linter(lint: Lint) -> str:
         A line with the number of plans.
 
     Raises:
-        ExerciseError: A bad key is missed or a good one is accused; the message names the plan's flaw.
+        ExerciseError: A bad key is missed or a good one is reported; the message names the plan's flaw.
 
     Ranks: controller.
     """
@@ -60,7 +60,7 @@ def plan_case(what: str) -> tuple[dict[str, Any], Any, int]:
 
 
 def _asked(lint: Lint, case: PlanCase) -> Any:
-    """Call ``lint`` and return its result. The case is a call that works in a cell."""
+    """Call ``lint`` and return its result. The case, for messages, is a call that works in a cell."""
     try:
         return ask(lint, dict(case.plan), case.model, case.tp_size, case=f"lint(*lab05.plan_case({case.what!r}))")
     except ExerciseError as error:

@@ -18,8 +18,8 @@ Rebuild = Callable[[Path, str], Any]
 def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
     """Exercise 3: ``rebuild(folder, name)`` puts a tensor together from a distributed checkpoint, in the kernel.
 
-    The ranks save tensors that are cut by rows, by columns, by rows in a strided order, unevenly, in one dim only, in bfloat16, and
-    copied. The rebuilt tensors have to be equal bit for bit.
+    The ranks save tensors that are cut by rows, by columns, by rows in strided order, unevenly, and in only one dim, and also
+    bfloat16 and replicated ones. The rebuilt tensors must be equal bit for bit.
 
     Args:
         pool: The pool that saves.
@@ -29,7 +29,8 @@ def check_rebuild(pool: Pool, rebuild: Rebuild) -> str:
         A line with the numbers of tensors and files.
 
     Raises:
-        ExerciseError: A tensor is wrong (the message shows in how many elements), it cannot be put together, or DCP read it.
+        ExerciseError: A tensor is wrong (the message says in how many elements), it cannot be put together, or DCP was used to read
+            it.
 
     Ranks: controller.
     """
@@ -147,13 +148,13 @@ def _save(folder: str) -> dict[str, Any]:
         for parameter in pair.parameters():
             parameter.copy_(torch.arange(1.0, parameter.numel() + 1).view(parameter.shape))
     first, second = (parameter.detach().clone().cpu() for parameter in pair.parameters())
-    # Simple tensors should reveal simple mistakes, so even pieces come before uneven ones.
+    # Simple mistakes should show on simple tensors, so even pieces come before uneven ones.
     whole: dict[str, torch.Tensor] = {
         "column-parallel": first,
         "bfloat16": torch.arange(1.0, 25.0).view(6, 4).bfloat16(),
         "row-parallel": second,
         "uneven": torch.arange(1.0, 36.0).view(7, 5),
-        # Names that begin or end like another one, with pieces that do not fit there.
+        # Names that begin or end like another name, but with pieces that do not fit it.
         "uneven too": torch.arange(1.0, 64.0).view(9, 7),
         "not uneven": torch.arange(2.0, 65.0).view(9, 7),
         "one dim": torch.arange(1.0, 12.0),
@@ -169,6 +170,6 @@ def _save(folder: str) -> dict[str, Any]:
     for name, parameter in zip(("column-parallel", "row-parallel"), pair.parameters(), strict=True):
         assert isinstance(parameter, DTensor)
         state[name] = parameter
-    # The tensor judged first is the last one in its files, so that reading from the start of a file fails at once.
+    # The tensor judged first is the last one in its files, so that a solution that reads from the start of a file fails at once.
     dcp.save(dict(reversed(state.items())), checkpoint_id=folder)
     return whole

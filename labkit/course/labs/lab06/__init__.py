@@ -1,4 +1,4 @@
-"""Notebook 06: five checkpoints with one fault each, and checks of the learner's findings."""
+"""Notebook 06: five checkpoints, each with one fault, and checks of the learner's findings."""
 
 from __future__ import annotations
 

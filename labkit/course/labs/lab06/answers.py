@@ -20,13 +20,13 @@ def check_short_file(cases: Cases, file: Any, missing_bytes: Any) -> str:
     Args:
         cases: The planted cases.
         file: The file's name in ``cases.short``.
-        missing_bytes: The number of bytes that it lacks according to the index.
+        missing_bytes: How many bytes it lacks according to the index.
 
     Returns:
         A sentence with the numbers.
 
     Raises:
-        ExerciseError: The answer is another file, or another number.
+        ExerciseError: The answer is a different file or number.
     """
     require_answers(short_file=file, missing_bytes=missing_bytes)
     _require_file(cases.short, file)
@@ -94,7 +94,7 @@ def check_not_finite(cases: Cases, names: Collection[str]) -> str:
         A sentence with the names.
 
     Raises:
-        ExerciseError: A tensor is missing in the answer, or there is one too many.
+        ExerciseError: The answer lacks a tensor, or has one too many.
     """
     require_answers(poisoned=names)
     given = _texts(names)
@@ -133,7 +133,7 @@ def check_lost_state(cases: Cases, names: Collection[str]) -> str:
         A sentence with the number.
 
     Raises:
-        ExerciseError: A parameter is missing in the answer, or there is one too many.
+        ExerciseError: The answer lacks a parameter, or has one too many.
     """
     require_answers(without_moments=names)
     given = _texts(names)
@@ -182,7 +182,7 @@ def check_stale_file(cases: Cases, file: Any) -> str:
         A sentence with the name.
 
     Raises:
-        ExerciseError: The answer is another file.
+        ExerciseError: The answer is a different file.
     """
     require_answers(stale_file=file)
     _require_file(cases.stale, file)
@@ -201,18 +201,18 @@ def check_repair(cases: Cases, repaired: Any, model: Any) -> str:
     Args:
         cases: The planted cases.
         repaired: Its path.
-        model: The model that has to find its names in it.
+        model: The model, whose names must be in it.
 
     Returns:
         A sentence with the number of compared tensors.
 
     Raises:
-        ExerciseError: Nothing is there, it is not a DCP checkpoint or not made from the case, names are missing, or bits differ.
+        ExerciseError: It does not exist, is not a DCP checkpoint, was not made from the case, or lacks names, or its bits differ.
     """
     path = _repaired_path(cases, repaired)
     checkpoint = _opened_dcp(path)
     report = verify(path, model=model, against=cases.good)
-    # Names with a wrapper in them are only a warning: verify ignores the wrapper, but the model does not.
+    # For verify, wrappers in names are only a warning, since it ignores them; but the model does not.
     faults = [finding for finding in report.findings if finding.severity == "error" or finding.code == "wrapped-name"]
     if faults:
         kinds = sorted({finding.code for finding in report.findings})
@@ -263,7 +263,7 @@ def _opened_dcp(path: Path) -> Checkpoint:
 
 
 def _require_made_of(case: Path, checkpoint: Checkpoint) -> None:
-    """Require the values that only the case has, which belong neither to the model nor to the optimizer."""
+    """Require the values that only the case has, outside model and optimizer."""
     original = open_checkpoint(case)
     with Reader(original) as given, Reader(checkpoint) as made:
         for name, entry in original.values.items():

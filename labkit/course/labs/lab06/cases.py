@@ -1,4 +1,4 @@
-"""The five checkpoints: each is a good one with one fault, of a kind that accidents cause."""
+"""The five checkpoints: each is a good one with one fault of a kind that occurs by accident."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from labkit.checkpoint import open_checkpoint
 from labkit.course.labs.checks import Pool, from_cell
 from labkit.errors import ExerciseError
 
-# Bytes to cut off a file of some hundred kilobytes, so that its size does not obviously reveal it.
+# Bytes to cut off a file of some hundred kilobytes: few enough that its size does not give it away.
 _LEAST_CUT, _LARGEST_CUT = 1_000, 30_000
 
 
 @dataclass(frozen=True)
 class Cases:
-    """The folders of the five checkpoints. Their faults are not shown.
+    """The folders of the five checkpoints, without their faults.
 
     Attributes:
         short, not_finite, lost_state, stale, wrapped: The folders of the cases.
@@ -44,14 +44,14 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
     """Make the five checkpoints.
 
     Args:
-        pool: Its ranks hold ``model`` and ``optimizer``, which are in the state of ``late`` afterwards.
+        pool: Its ranks hold ``model`` and ``optimizer``, which end up in the state of ``late``.
         early: A DCP checkpoint of the same run, some steps earlier.
         late: A DCP checkpoint; its files have the same names as those of ``early``.
-        folder: The parent of the new folders, one for each case. They replace those of an earlier call.
-        seed: Determines files, parameters and bytes.
+        folder: The parent of the new folders, one per case, which replace those of an earlier call.
+        seed: Determines which files, parameters and bytes are affected.
 
     Returns:
-        The cases, in folders named by letters, which do not reveal the fault.
+        The cases, in folders named by letters that do not reveal the fault.
 
     Raises:
         ExerciseError: The ranks have no model and optimizer, or there is no checkpoint.
@@ -83,7 +83,7 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
     shutil.copytree(late, paths["stale"])
     shutil.copyfile(early / stale_file, paths["stale"] / stale_file)
     for changed, name in ((paths["short"], short_file), (paths["stale"], stale_file)):
-        shutil.copystat(late / name, changed / name)  # as after a copy to another disk: no date reveals the fault
+        shutil.copystat(late / name, changed / name)  # as after copying to another disk, so that no date reveals the fault
     moments = zip(poisoned, ("exp_avg", "exp_avg_sq"), strict=True)
     return Cases(
         **paths,
@@ -96,7 +96,7 @@ def plant(pool: Pool, early: Path, late: Path, folder: Path, *, seed: int) -> Ca
 
 
 def _without_witness(late: Path, files: list[str]) -> list[str]:
-    """Return the files whose stale step counters would contradict nothing: those that hold none of the counters, or all."""
+    """Return the files that no step counter would give away if stale: those with none of the counters, or all of them."""
     tensors = open_checkpoint(late).tensors
     held = Counter(chunk.file for name, entry in tensors.items() if name.endswith(".step") for chunk in entry.chunks)
     return [file for file in files if held[file] in (0, held.total())]
@@ -110,7 +110,7 @@ def _is_trained() -> bool:
 
 
 def _load(late: Path) -> None:
-    """Restore the cell's model and optimizer to the state of ``late``, whatever they have done since."""
+    """Restore the cell's model and optimizer to the state of ``late``, whatever happened to them since."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import set_state_dict
 
@@ -139,7 +139,7 @@ def _save(state: dict[str, Any], folder: Path) -> None:
 
 
 def _save_not_finite(folder: Path, names: list[str]) -> None:
-    """Save with NaN in one moment and inf in another, one element each: the result of an unnoticed overflow."""
+    """Save with one NaN in one moment and one inf in another, as after an unnoticed overflow."""
     state = _state()
     for name, moment, value in zip(names, ("exp_avg", "exp_avg_sq"), (float("nan"), float("inf")), strict=True):
         # The optimizer's own dict must not be changed.
@@ -151,14 +151,14 @@ def _save_not_finite(folder: Path, names: list[str]) -> None:
 
 
 def _save_without_state(folder: Path, names: list[str]) -> None:
-    """Save without the moments of one block, as if it had been frozen when the optimizer was made, and is no longer."""
+    """Save without the moments of one block, as if it had been frozen when the optimizer was made but no longer is."""
     state = _state()
     states = {name: value for name, value in state["optimizer"]["state"].items() if name not in names}
     _save({**state, "optimizer": {**state["optimizer"], "state": states}}, folder)
 
 
 def _save_wrapped(folder: Path, run_name: str) -> None:
-    """Save with the names of a compiled model, each with the wrapper's prefix. The run's name marks copies made from this case."""
+    """Save with the prefixed names of a compiled model. The run's name marks copies made from this case."""
     state = _state()
     optimizer = state["optimizer"]
     wrapped = {"state": {_wrapped(name): value for name, value in optimizer["state"].items()}}

@@ -1,4 +1,4 @@
-"""The parts that only notebook 07 needs, mainly checks of its exercises: each measures what the learner's code does."""
+"""What only notebook 07 needs: mainly checks of its exercises, each of which measures what the learner's code does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exercise 1 of notebook 07: from the rings of a mesh to the bytes that leave the nodes."""
+"""Exercise 1 of notebook 07: how many bytes a mesh's rings send between nodes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BetweenBytes = Callable[[Groups, int, int], int]
 
 @dataclass(frozen=True)
 class GroupCase:
-    """Groups of ranks, and the number of ranks whose successor is on another node."""
+    """Groups of ranks, and how many ranks have their successor on another node."""
 
     what: str
     groups: tuple[tuple[int, ...], ...]
@@ -28,8 +28,8 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
     """Exercise 1: ``between_bytes(groups, ranks_per_node, sent_bytes)`` returns the bytes that all ranks send to other nodes.
 
     Args:
-        between_bytes: Takes the groups of one axis as lists of ranks, each in the order of its ring, the number of ranks on a node,
-            and the bytes that each rank sends to the next one. Returns bytes.
+        between_bytes: Takes the groups of one axis (lists of ranks, each in ring order), the number of ranks on a node, and the
+            bytes that each rank sends to the next one; returns bytes.
 
     Returns:
         A line with the number of meshes.
@@ -62,7 +62,7 @@ def check_between_bytes(between_bytes: BetweenBytes) -> str:
 
 
 def _if(count: Callable[[GroupCase], float]) -> Callable[[Sequence[float]], bool]:
-    """Return a test of whether a mistake explains every answer, given the number of links that it counts as between nodes."""
+    """Return a test of whether a mistake explains every answer, given the number of links between nodes that it counts."""
     return lambda answers: all(answer == count(case) for answer, case in zip(answers, _cases(), strict=True))
 
 

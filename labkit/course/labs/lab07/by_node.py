@@ -18,12 +18,12 @@ class Tried:
     """One rank's observations.
 
     Attributes:
-        result: The result of the learner's function, as numbers; None if it was not a tensor.
+        result: The numbers that the learner's function returned; None if it did not return a tensor.
         target: The sum over all ranks.
         node_sum: The sum over this rank's node.
         between_bytes: The bytes that this rank sent to other nodes.
         between_kinds: The kinds of collectives that sent them.
-        strange: Whether it used a group that does not belong to the mesh.
+        strange: Whether the function used a group that does not belong to the mesh.
         size_bytes: Bytes of the tensor.
     """
 
@@ -41,13 +41,13 @@ def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
 
     Args:
         pool: The pool; ``all_reduce_by_node`` is defined on its ranks.
-        num_nodes: The real or simulated number of nodes of the ranks, with equally many ranks on each.
+        num_nodes: The number of nodes, real or simulated, with equally many ranks on each.
 
     Returns:
         A line with the bytes.
 
     Raises:
-        ExerciseError: A rank gets another result, or too much is sent between nodes; the message shows the difference.
+        ExerciseError: A rank gets a different result, or too much is sent between nodes; the message shows the difference.
 
     Ranks: controller.
     """
@@ -61,7 +61,7 @@ def check_all_reduce_by_node(pool: Pool, num_nodes: int) -> str:
     if any(tried.strange for tried in seen.values()):
         raise ExerciseError("all_reduce_by_node uses a process group that is not the mesh's, so its bytes cannot be counted.")
     size = seen[0].size_bytes
-    # Each of the pieces is reduced by one rank of every node, in a ring over the nodes.
+    # For each piece, one rank on every node takes part in a ring over the nodes.
     target = 2 * size * (num_nodes - 1)
     between = round(sum(tried.between_bytes for tried in seen.values()))
     if between > target:
@@ -135,7 +135,7 @@ def _try(num_nodes: int) -> Tried:
             following = ranks[(ranks.index(rank) + 1) % len(ranks)] if rank in ranks else rank
             between += call.sent_bytes if following // per_node != rank // per_node else 0
         elif ranks:
-            # For a tree over the nodes, the tensor is sent to each other node once.
+            # In a tree over the nodes, the tensor is sent to each other node once.
             between += call.size_bytes * (len(set(nodes)) - 1) / len(ranks)
     return Tried(
         result.detach().cpu().flatten().tolist() if isinstance(result, torch.Tensor) else None,

@@ -18,7 +18,7 @@ Writers = Mapping[str, tuple[str, ...]]
 
 @dataclass(frozen=True)
 class LossCase:
-    """A checkpoint, described by the files that hold each tensor's pieces, and a node that is lost."""
+    """A checkpoint, described by which files hold each tensor's pieces, and a lost node."""
 
     what: str
     files: Writers
@@ -27,11 +27,11 @@ class LossCase:
 
     @property
     def lost(self) -> frozenset[str]:
-        """The tensors that have a piece in a file that the lost node wrote."""
+        """The tensors with a piece in a file that the lost node wrote."""
         return self.lost_where(lambda file: _rank(file) // self.ranks_per_node)
 
     def lost_where(self, of_file: Callable[[str], int], enough: Callable[[Iterable[bool]], bool] = any) -> frozenset[str]:
-        """Return the tensors with a file, or with all files, that some rule assigns to the lost node."""
+        """Return the tensors of which some file, or every file, belongs to the lost node by a given rule."""
         return frozenset(name for name, files in self.files.items() if enough(of_file(file) == self.node for file in files))
 
 
@@ -45,7 +45,7 @@ def check_lost_names(lost_names: LostNames) -> str:
         A line with the number of checkpoints.
 
     Raises:
-        ExerciseError: The answer is not a set, or a name is missing or one too many; the message names the checkpoint.
+        ExerciseError: The answer is not a set, lacks a name, or has one too many; the message names the checkpoint.
 
     Ranks: controller.
     """
@@ -80,7 +80,7 @@ def _second(file: str) -> int:
 
 
 def _if(names: Callable[[LossCase], frozenset[str]]) -> Callable[[Sequence[frozenset[str]]], bool]:
-    """Return a test of whether a mistake explains every answer, given the names that it takes to be lost."""
+    """Return a test of whether a mistake explains every answer, given the names that the mistake calls lost."""
     return lambda answers: all(answer == names(case) for answer, case in zip(answers, _cases(), strict=True))
 
 

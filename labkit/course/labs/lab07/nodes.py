@@ -6,7 +6,7 @@ _WORLD_SIZES = (2, 3, 4)
 
 
 def num_nodes(world_size: int, batch_size: int) -> int:
-    """Return the number of nodes: two, or one for each rank if the ranks cannot be divided equally between two nodes.
+    """Return the number of nodes: two or, if that does not divide the ranks equally, one per rank.
 
     Args:
         world_size: The number of ranks.

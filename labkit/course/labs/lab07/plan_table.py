@@ -1,4 +1,4 @@
-"""The table in which notebook 07 compares two plans."""
+"""The table with which notebook 07 compares two plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MIB, _TIB = 1 << 20, 1 << 40
 
 
 def plan_table(plans: Mapping[str, Plan]) -> Markdown:
-    """Compare two plans with a checkpoint, line by line, and show the factor by which the second one differs.
+    """Compare two plans that include a checkpoint, line by line, with the factor by which the second one differs.
 
     Args:
         plans: Two plans by name.
@@ -30,7 +30,7 @@ def plan_table(plans: Mapping[str, Plan]) -> Markdown:
 
 
 def ring_steps(plan: Plan, *, inside: bool) -> int:
-    """Count the sequential steps of the rings in a step: of rings inside nodes, or of those that leave them.
+    """Count the sequential ring steps in a training step, either of rings inside nodes or of those across nodes.
 
     A ring of n ranks gathers or reduces in n - 1 steps; an all-reduce does both.
     """

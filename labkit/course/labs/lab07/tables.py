@@ -12,8 +12,8 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Markdown:
 
     Args:
         columns: The head of each column.
-        rows: A value for each column. Whole numbers get commas between thousands. Pass a value that only looks like a number, such
-            as a process id, as text.
+        rows: A value for each column. Whole numbers get thousands separators; pass values that only look like numbers, such as
+            process ids, as text.
 
     Ranks: controller.
     """
