@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from labkit import PoolStateError, RunTimeoutError, WorkerDiedError, WorkerPool
 from labkit.controller.machines import attach
 from labkit.controller.machines.launch_text import Launch
 from labkit.errors import InvalidPoolError, WorkerStartError
+from labkit.wire import key_file
 from labkit.wire.key_file import KeyFile, write_private
 from labkit.wire.transport import Keys
 from tests.matrix import matrix
@@ -160,7 +162,9 @@ def test_a_large_push_takes_as_long_as_it_takes(pool: WorkerPool) -> None:
 )
 def test_the_key_file_of_another_notebook_is_not_written_over(tmp_path: Path, file: str, message: str) -> None:
     path = tmp_path / file
-    content = {"server_public": "a", "client_public": "b", "client_secret": "c", "owner": f"1@{socket.gethostname()}"}
+    other = os.getppid()
+    owner = f"{other}.{key_file._start_of(other)}@{socket.gethostname()}"
+    content = {"server_public": "a", "client_public": "b", "client_secret": "c", "owner": owner}
     write_private(path, content)
     with pytest.raises(InvalidPoolError, match=message):
         WorkerPool.attach(2, 1, key_file=tmp_path / "labkit.key", start_timeout_s=1.0, replace=True)

@@ -96,6 +96,19 @@ def test_p6_gradients_of_a_finished_backward_outlive_a_stop(pool: WorkerPool, tm
 
 
 @pytest.mark.parametrize("pool", KINDS, indirect=True)
+def test_p6_gradients_that_a_gpu_may_not_have_computed_are_dropped(pool: WorkerPool, request: pytest.FixtureRequest) -> None:
+    """A backward that has returned on a GPU is only queued; collectives that were cut may be in front of it."""
+    pretend = "from labkit.worker.mend import recovery\nrecovery._queues_work = lambda: {}\noptimizer.zero_grad()"
+    request.addfinalizer(lambda: pool.run_cell(pretend.format(False)))
+    for on_gpu in (False, True):
+        pool.run_cell(pretend.format(on_gpu))
+        with pytest.raises(RunTimeoutError) as caught:
+            pool.run_cell(BACKWARD + "if rank == 0: dist.barrier()", timeout_s=3)
+        assert any("dropped" in note for note in caught.value.notes) == on_gpu
+        assert value(pool, "bool(gradients())") == dict.fromkeys(range(2), not on_gpu)
+
+
+@pytest.mark.parametrize("pool", KINDS, indirect=True)
 def test_p6_gradients_outlive_a_rank_that_raises_while_others_wait(pool: WorkerPool) -> None:
     with pytest.raises(RankFailedError) as caught:
         pool.run_cell(f"{BACKWARD}if rank == 1:\n    raise ValueError('planted')\ndist.barrier()", timeout_s=60)

@@ -81,7 +81,7 @@ def save_to_own_node(folder: Path) -> str:
     dcp.save(model.state_dict(), checkpoint_id=own / "torch")
     with pytest.raises(dcp.api.CheckpointException):
         dcp.load(model.state_dict(), checkpoint_id=own / "torch")
-    with pytest.raises(CheckpointWriteError, match="shared by their machines"):
+    with pytest.raises(CheckpointWriteError, match="one directory that their machines share"):
         save(own / "labkit", {"model": model}, step=1)
     return own.name
 

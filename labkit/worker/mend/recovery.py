@@ -131,6 +131,7 @@ class Recovery:
         now = _random_states()
         touched = bool(self._steps.records) or _get_sequence_nr() != self._graph_nodes or backends.progress() != self._progress
         models = wrappers.models(found(), in_backward=self._in_backward) if touched else []
+        queued = self._may_be_queued()
         return Condition(
             rank=self._rank,
             run_id=self._run_id,
@@ -144,12 +145,21 @@ class Recovery:
             groups=groups,
             group_count=backends.group_count(),
             steps=self._step_conditions(found),
-            in_flight=tuple(model.signature for model in models if model.in_flight),
+            in_flight=tuple(model.signature for model in models if model.in_flight or (queued and model.graded)),
             gradients=self._gradients(models),
             prints=self._prints(models),
             random={name: (_digest(state), _digest(now[name])) for name, state in self._random.items()},
             unsynced=fsdp_private.fsdp2_unsynced(),
         )
+
+    def _may_be_queued(self) -> bool:
+        """Return whether gradients may wait for the device although their backward has returned.
+
+        On a GPU a backward only queues its work. When collectives were cut, what was queued behind them has run on numbers that
+        never came, or has not run. How far the device had got is unknown, so nothing that this run computed counts as complete.
+        """
+        cut = self._groups.lost or backends.waiting()
+        return _queues_work() and cut and _get_sequence_nr() != self._graph_nodes
 
     def _step_conditions(self, found: Callable[[], wrappers.Wrappers]) -> tuple[StepCondition, ...]:
         if not self._steps.records:
@@ -213,6 +223,11 @@ _DROPPED = "A forward or backward under way is dropped: gradients are None"
 _UNEVEN = "Gradients that only some ranks still had are dropped: gradients are None"
 _STEPS_KNOWN = ", parameters are as the last completed step left them."
 _NO_STEP_KNOWN = ". This run completed no step on all ranks: parameters are as before it, or as its own code left them."
+
+
+def _queues_work() -> bool:
+    """Return whether this process has used a device whose calls return before their work is done."""
+    return bool(torch.cuda.is_initialized())
 
 
 def _is_inside_backward(error: BaseException) -> bool:
