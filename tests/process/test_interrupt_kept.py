@@ -62,7 +62,8 @@ def pool(shared: WorkerPool, request: pytest.FixtureRequest) -> WorkerPool:
     """A pool with a model of the test's kind, or under DDP, that has taken a step, and no other model that looks like it."""
     kind = getattr(request, "param", "DDP")
     shared.run_cell(
-        f"import gc; model = None; gc.collect()\nmodel = make[{kind!r}]()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
+        f"import gc; model = None; gc.collect()\nmodel = make[{kind!r}]()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n"
         "model(x).sum().backward()\noptimizer.step()\noptimizer.zero_grad()",
         timeout_s=60,
     )
