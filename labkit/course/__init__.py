@@ -1,1 +1,1 @@
-"""What turns notebooks into a course: the runner, handouts, and checks of exercises."""
+"""The parts that turn notebooks into a course: runner, handouts, checks of exercises, learners' copies."""

@@ -469,3 +469,12 @@ def wrong_arguments(setting: Setting) -> Iterable[Tensor]:
     """An error on every rank, before anything is sent."""
     dist.all_reduce(setting.tensor(3), dist.ReduceOp.BAND)
     return []
+
+
+#: Cells in which all ranks but rank 1 wait. `big` is a tensor of 1 << 20 ones.
+HANGS = {
+    "all_reduce": "if rank != 1: dist.all_reduce(big)",
+    "all_reduce later": "if rank != 1:\n    work = dist.all_reduce(big, async_op=True)\n    work.wait()",
+    "reduce_scatter_tensor": "if rank != 1: dist.reduce_scatter_tensor(big[: 1 << 18].clone(), big)",
+    "recv": "if rank != 1: dist.recv(big, 1)",
+}

@@ -14,7 +14,7 @@ import torch
 
 from labkit import RankFailedError, RunTimeoutError, WorkerDiedError, WorkerPool
 from tests.process import collective_scenarios as scenarios
-from tests.process.collective_scenarios import AS_FLOAT32, DTYPES, OPS, OTHERS, WORLD_SIZE, Setting
+from tests.process.collective_scenarios import AS_FLOAT32, DTYPES, HANGS, OPS, OTHERS, WORLD_SIZE, Setting
 
 LIMIT_S = 3.0
 ENDS_WITHIN_S = 10.0
@@ -90,12 +90,6 @@ def test_nothing_holds_what_has_been_used(plain: WorkerPool) -> None:
 # -- what is stuck, and what fails ------------------------------------------------------------------------------------
 
 IMPORTS = "import os, signal, time, torch, torch.distributed as dist\n"
-HANGS = {
-    "all_reduce": "if rank != 1: dist.all_reduce(torch.ones(3))",
-    "all_reduce later": "if rank != 1:\n    work = dist.all_reduce(torch.ones(3), async_op=True)\n    work.wait()",
-    "reduce_scatter_tensor": "if rank != 1: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(4))",
-    "recv": "if rank != 1: dist.recv(torch.ones(3), 1)",
-}
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +103,7 @@ def pool(shared: WorkerPool) -> WorkerPool:
     if shared.closed or shared.dead_ranks:
         shared.restart()
     shared.run(install)
-    shared.run_cell(IMPORTS + "kept = torch.full((4,), float(rank))")
+    shared.run_cell(IMPORTS + "kept = torch.full((4,), float(rank))\nbig = torch.ones(1 << 20)")
     return shared
 
 

@@ -21,7 +21,7 @@ ORDER_ADVICE = (
 
 @dataclass(frozen=True)
 class Meaning:
-    """What an optimizer's numbers stand for: either all parameters or all flat parameters.
+    """The meaning of an optimizer's numbers: either all are parameters, or all are flat parameters.
 
     Attributes:
         parameters: Number to name.

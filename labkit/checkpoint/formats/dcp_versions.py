@@ -1,4 +1,4 @@
-"""Which versions of torch can read a ``.metadata`` file, and the forms that the others need.
+"""The versions of torch that can read a ``.metadata`` file, and the forms that the others need.
 
 torch unpickles ``.metadata``, so it needs the classes in the modules that the pickle names, with a ``__setstate__`` that accepts
 the pickled state. Since torch 2.3 the modules have stayed the same, and the state of only one class has changed:

@@ -55,7 +55,8 @@ def lab(labs: tuple[str, ...], into: Path, solved: bool, no_open: bool) -> None:
         if solved:
             if not is_checkout():
                 raise click.ClickException("solutions are in labkit's repository only, not in what is installed.")
-            _open(SOLVED.parent, f"notebooks/{next(iter(chosen(student_labs(), names)))}.ipynb" if names else "notebooks", options)
+            first = f"/{next(iter(chosen(student_labs(), names)))}.ipynb" if names else ""
+            _open(SOLVED.parent, f"notebooks{first}", options)
         found = chosen(student_labs(), names)
         copies = write_copies(found, into)
         _write_start(into)

@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -110,7 +111,7 @@ def _write(stem: str, notebook: NotebookNode, folder: Path) -> Copy:
     version = json.loads(text)["metadata"]["labkit"]["sha256"]
     for number in count(1):
         path = folder / (f"{stem}.ipynb" if number == 1 else f"{stem}.v{number}.ipynb")
-        there = path.exists() or path.is_symlink()
+        there = os.path.lexists(path)
         mark = mark_of(path) if there else None
         if mark is not None and mark.get("sha256") == version:
             return Copy(path, "kept")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import quote
 
 from nbformat import NotebookNode
 
@@ -56,7 +57,7 @@ class LabState:
 
 
 class Progress:
-    """A table of a folder's labs: HTML-free markdown in a notebook, text in a terminal.
+    """A table of a folder's labs: markdown in a notebook, plain text in a terminal.
 
     Args:
         labs: The labs.
@@ -68,15 +69,15 @@ class Progress:
     def __repr__(self) -> str:
         lines = []
         for lab in self.labs:
-            lines.append(f"{lab.title}: {_count(lab)}")
+            lines.append(f"{lab.title} ({lab.path.name}): {_count(lab)}")
             lines += [f"  {exercise.state:6}  {exercise.name}" for exercise in lab.exercises]
         return "\n".join(lines)
 
     def _repr_markdown_(self) -> str:
         rows = ["| Lab | After it you can | Takes | Needs | Solved |", "|---|---|---|---|---|"]
-        rows += [
-            f"| [{lab.title}]({lab.path.name}) | {lab.about} | {lab.takes} | {lab.needs} | {_count(lab)} |" for lab in self.labs
-        ]
+        for lab in self.labs:
+            cells = (f"[{lab.title}]({quote(lab.path.name)})", lab.about, lab.takes, lab.needs, _count(lab))
+            rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         return "\n".join(rows)
 
 
@@ -97,16 +98,15 @@ def progress(folder: str | Path = ".") -> Progress:
             notebook = read_notebook(path)
         except NotebookError:
             continue  # an editor is still writing it, or it is not a notebook
-        if exercises := tuple(_exercises(notebook.cells)):
-            labs.append(state_of(path, notebook, exercises))
+        if (lab := _state_of(path, notebook)).exercises:
+            labs.append(lab)
     if not labs:
         raise LabNotFoundError(f"there is no lab in {folder}. labkit lab writes them.")
     return Progress(labs)
 
 
-def state_of(path: Path, notebook: NotebookNode, exercises: tuple[Exercise, ...] | None = None) -> LabState:
-    """Return the state of a lab, read from its copy."""
-    opening = str(notebook.cells[0].source)
+def _state_of(path: Path, notebook: NotebookNode) -> LabState:
+    opening = str(notebook.cells[0].source) if notebook.cells else ""
     facts = (re.search(_FACT.format(name), opening, re.MULTILINE) for name in ("Takes", "Needs"))
     takes, needs = (fact[1] if fact else "" for fact in facts)
     return LabState(
@@ -115,7 +115,7 @@ def state_of(path: Path, notebook: NotebookNode, exercises: tuple[Exercise, ...]
         about(notebook).removeprefix("After this lab you can ").removeprefix("After these ten minutes you can "),
         takes,
         needs,
-        tuple(_exercises(notebook.cells)) if exercises is None else exercises,
+        tuple(_exercises(notebook.cells)),
     )
 
 

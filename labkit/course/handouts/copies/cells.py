@@ -1,4 +1,4 @@
-"""What the copies for both audiences share: tags, clean metadata, outputs that need no running kernel."""
+"""The parts that the copies for both audiences share: tags, clean metadata, outputs that need no running kernel."""
 
 from __future__ import annotations
 

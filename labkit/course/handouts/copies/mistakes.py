@@ -33,7 +33,7 @@ class Mistake:
 
 @dataclass(frozen=True)
 class Check:
-    """What a check's source says about it.
+    """A check, described by its own source.
 
     Attributes:
         name: Its name, such as ``lab04.check_eval_loss``.
