@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from labkit.base import tried_versions
@@ -38,3 +41,16 @@ def test_a_row_names_its_tests_and_not_how_they_were_spread() -> None:
 @pytest.mark.parametrize("name", ["TORCH", "PYTHON"])
 def test_the_versions_are_those_of_the_package(name: str) -> None:
     assert scripts.load("versions").tried(name) == getattr(tried_versions, name)
+
+
+@pytest.mark.parametrize(("failed", "code"), [("0", 0), ("2", 1)])
+def test_the_exit_code_says_whether_a_test_has_failed(
+    failed: str, code: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    versions = scripts.load("versions")
+    row = f"| 2.15.0 | 3.11.7 | tests/unit | 66 | {failed} | 3 | 2026-11-30 |  |"
+    monkeypatch.setattr(versions, "TABLE", tmp_path / "VERSIONS.md")
+    monkeypatch.setattr(versions, "run", lambda python, torch, arguments: row)
+    monkeypatch.setattr(sys, "argv", ["versions", "--torch", "torch==2.15.0"])
+    assert versions.main() == code
+    assert (tmp_path / "VERSIONS.md").read_text() == f"{versions.HEADER}{row}\n"
