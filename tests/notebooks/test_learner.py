@@ -77,7 +77,7 @@ def test_a_copy_that_was_changed_or_run_stays_and_a_newer_lab_goes_beside_it(tmp
 def test_what_is_no_copy_of_labkits_stays_and_the_lab_goes_beside_it(tmp_path: Path, make: Any) -> None:
     make(tmp_path / "00_lab.ipynb")
     before = os.lstat(tmp_path / "00_lab.ipynb")
-    assert states(tmp_path, "one") == [("00_lab.v2.ipynb", "beside")]
+    assert states(tmp_path, "one") == [("00_lab.v2.ipynb", "apart")]
     assert os.lstat(tmp_path / "00_lab.ipynb") == before
 
 
@@ -104,8 +104,9 @@ def test_the_copies_of_all_labs_hold_no_solution_and_no_output() -> None:
 def test_an_exercise_is_open_tried_or_solved_as_the_saved_output_of_its_check_says(tmp_path: Path) -> None:
     states(tmp_path, "one")
     assert [exercise.state for exercise in progress(tmp_path).labs[0].exercises] == ["open"]
-    failed = new_output("error", ename="ExerciseError", evalue="no", traceback=[])
-    for outputs, state in (([failed], "tried"), ([new_output("stream", text="Solved: 3")], "solved")):
+    failed, unanswered = (new_output("error", ename=f"{name}Error", evalue="", traceback=[]) for name in ("Exercise", "Unsolved"))
+    solved = new_output("stream", text="Solved: 3")
+    for outputs, state in (([unanswered], "open"), ([failed], "tried"), ([solved], "solved")):
         edited(tmp_path / "00_lab.ipynb", outputs=outputs)
         (found,) = progress(tmp_path).labs
         assert [(exercise.name, exercise.state) for exercise in found.exercises] == [("1: count", state)]
@@ -113,6 +114,15 @@ def test_an_exercise_is_open_tried_or_solved_as_the_saved_output_of_its_check_sa
     assert "1 of 1" in repr(progress(tmp_path))
     with pytest.raises(LabNotFoundError, match="labkit lab writes them"):
         progress(ROOT / "tests")
+
+
+def test_a_copy_that_cannot_be_read_is_named_and_not_left_out_of_the_count_in_silence(tmp_path: Path) -> None:
+    states(tmp_path, "one")
+    (tmp_path / "01_half.ipynb").write_text((tmp_path / "00_lab.ipynb").read_text()[:200])
+    found = progress(tmp_path)
+    assert len(found.labs) == 1
+    for text in (repr(found), found._repr_markdown_()):
+        assert "01_half.ipynb cannot be read, and is not counted" in text
 
 
 def invoke(*words: str) -> Result:
@@ -135,7 +145,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_the_command_writes_the_labs_and_a_page_that_leads_to_them_and_opens_it(tmp_path: Path, started: list[list[str]]) -> None:
     work = tmp_path / "work"
     result = invoke("lab", "--into", str(work), "--ip", "0.0.0.0", "--no-browser")
-    assert result.output == f"{work}: {len(NOTEBOOKS)} new\n"
+    assert result.output == f"{work}: {len(NOTEBOOKS)} new labs\n"
     (line,) = started
     assert [PRIVATE, f"--ServerApp.root_dir={work}", "--LabApp.default_url=/lab/tree/start.ipynb"] == line[4:7]
     assert line[-3:] == ["--ip", "0.0.0.0", "--no-browser"]
@@ -143,9 +153,15 @@ def test_the_command_writes_the_labs_and_a_page_that_leads_to_them_and_opens_it(
     shown = page.cells[1].outputs[0].data["text/markdown"]
     assert all(f"]({path.name})" in shown for path in NOTEBOOKS)
     edited(work / "00_start_here.ipynb", source="mine")
-    assert invoke("lab", "--into", str(work)).output == f"{work}: {len(NOTEBOOKS)} as you left them\n"
+    assert invoke("lab", "--into", str(work)).output == f"{work}: {len(NOTEBOOKS)} labs as you left them\n"
     assert invoke("lab", "06", "--into", str(work)).exit_code == 0
     assert started[-1][6] == "--LabApp.default_url=/lab/tree/06_checkpoint_forensics.ipynb"
+
+
+def test_progress_before_the_first_copy_says_what_writes_them(tmp_path: Path) -> None:
+    result = invoke("progress", str(tmp_path / "work"))
+    assert result.exit_code == 1
+    assert "labkit lab writes them" in result.output
 
 
 def test_a_start_page_that_the_learner_has_changed_stays(tmp_path: Path) -> None:
@@ -163,6 +179,8 @@ def test_the_labs_with_solutions_open_where_they_are_and_only_in_a_checkout(
     invoke("lab", "--solved")
     assert f"--ServerApp.root_dir={ROOT}" in started[0]
     assert "--LabApp.default_url=/lab/tree/notebooks" in started[0]
+    assert "choose one" in invoke("lab", "--solved", "--no-open").output
+    assert len(started) == 1
     monkeypatch.setattr(copies, "SOLVED", ROOT / "tests")
     result = invoke("lab", "--solved")
     assert result.exit_code == 1

@@ -32,6 +32,7 @@ _CELL = "from labkit.course.learner import progress\n\nprogress()"
 _SAID = {
     "renewed": "{path} is the newer lab; nobody had changed the old one",
     "beside": "{path} is the newer lab, beside your own copy",
+    "apart": "{path} is the lab: the file that has its name is not a copy that labkit can read",
 }
 
 
@@ -53,6 +54,8 @@ def lab(labs: tuple[str, ...], into: Path, solved: bool, no_open: bool) -> None:
     options = labs[len(names) :]  # JupyterLab's options, whose values may look like names
     try:
         if solved:
+            if no_open:
+                raise click.UsageError("--solved opens the labs as they are, and --no-open opens nothing: choose one.")
             if not is_checkout():
                 raise click.ClickException("solutions are in labkit's repository only, not in what is installed.")
             first = f"/{next(iter(chosen(student_labs(), names)))}.ipynb" if names else ""
@@ -70,9 +73,12 @@ def lab(labs: tuple[str, ...], into: Path, solved: bool, no_open: bool) -> None:
 
 
 @click.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path("work"))
+@click.argument("folder", type=click.Path(file_okay=False, path_type=Path), default=Path("work"))
 def progress(folder: Path) -> None:
-    """List the solved exercises in FOLDER, which holds your saved copies of the labs."""
+    """List the solved exercises in FOLDER, which holds your saved copies of the labs.
+
+    An exercise is solved, tried (its check refused the last answer) or open (there is no answer yet). FOLDER is work by default.
+    """
     try:
         click.echo(printable(repr(progress_of(folder)), keep="\n"))
     except LabkitError as error:
@@ -82,7 +88,7 @@ def progress(folder: Path) -> None:
 def _tell(copies: list[Copy], into: Path) -> None:
     made = sum(copy.state == "made" for copy in copies)
     kept = sum(copy.state == "kept" for copy in copies)
-    parts = [f"{number} {word}" for number, word in ((made, "new"), (kept, "as you left them")) if number]
+    parts = [f"{number} {word}" for number, word in ((made, "new labs"), (kept, "labs as you left them")) if number]
     if parts:
         click.echo(f"{shown(into)}: {', '.join(parts)}")
     for copy in copies:

@@ -6,6 +6,7 @@
 | is as labkit wrote it | it is replaced if the lab is newer |
 | was changed or run, and belongs to this version of the lab | it stays |
 | was changed or run, and the lab is newer | it stays, and the newer lab goes to ``NAME.v2.ipynb`` or the next free number |
+| is not a notebook that labkit wrote, or cannot be read | it stays, and the lab goes to such a name too |
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Copy:
 
     Attributes:
         path: The file.
-        state: ``made`` now, ``renewed`` (it replaced an unchanged older copy), ``kept`` as it was, or ``beside`` an older copy that
-            the learner changed.
+        state: ``made`` now, ``renewed`` (it replaced an unchanged older copy), ``kept`` as it was, ``beside`` an older copy that
+            the learner changed, or ``apart`` from a file of the lab's name that is not a readable copy.
     """
 
     path: Path
@@ -109,6 +110,7 @@ def write_copies(labs: Mapping[str, NotebookNode], folder: Path) -> list[Copy]:
 def _write(stem: str, notebook: NotebookNode, folder: Path) -> Copy:
     text = sealed(nbformat.from_dict(notebook), WRITER)
     version = json.loads(text)["metadata"]["labkit"]["sha256"]
+    state = "made"
     for number in count(1):
         path = folder / (f"{stem}.ipynb" if number == 1 else f"{stem}.v{number}.ipynb")
         there = os.path.lexists(path)
@@ -118,7 +120,8 @@ def _write(stem: str, notebook: NotebookNode, folder: Path) -> Copy:
         if not there or is_written(path, _is_copy):
             refuse_foreign(path, [], _is_copy, within=folder)
             replace_file(path, text, _is_copy, within=folder, make=True)
-            return Copy(path, "renewed" if there else "made" if number == 1 else "beside")
+            return Copy(path, "renewed" if there else state)
+        state = "beside" if mark is not None else "apart"
     raise AssertionError("count() has no end")
 
 

@@ -13,8 +13,11 @@ from nbformat import NotebookNode
 from labkit.course.files import NotebookError, read_notebook
 from labkit.course.handouts.copies.cells import about, tags, title
 from labkit.course.learner.copies import LabNotFoundError
+from labkit.errors import UnsolvedError
 
 _EXERCISE = re.compile(r"^#{2,6} Exercise (\d+)[:.]?\s*([^★\n]*)", re.MULTILINE)
+# What a check raises before there is an answer, or a hole in a cell that the check calls.
+_UNANSWERED = {UnsolvedError.__name__, NotImplementedError.__name__}
 _FACT = r"^\|\s*\*\*{}\*\*\s*\|\s*(.*?)\s*\|\s*$"
 
 
@@ -24,7 +27,7 @@ class Exercise:
 
     Attributes:
         name: Its number and name, such as ``1: who has which rows?``.
-        state: ``solved``, ``tried`` (the last run of its check raised), or ``open`` (the check has not run).
+        state: ``solved``, ``tried`` (its check refused the last answer), or ``open`` (there is no answer yet).
     """
 
     name: str
@@ -61,24 +64,28 @@ class Progress:
 
     Args:
         labs: The labs.
+        unread: The names of notebooks that cannot be read.
     """
 
-    def __init__(self, labs: Sequence[LabState]) -> None:
-        self.labs = labs
+    def __init__(self, labs: Sequence[LabState], unread: Sequence[str] = ()) -> None:
+        self.labs, self.unread = labs, unread
 
     def __repr__(self) -> str:
         lines = []
         for lab in self.labs:
             lines.append(f"{lab.title} ({lab.path.name}): {_count(lab)}")
             lines += [f"  {exercise.state:6}  {exercise.name}" for exercise in lab.exercises]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._missing()])
 
     def _repr_markdown_(self) -> str:
         rows = ["| Lab | After it you can | Takes | Needs | Solved |", "|---|---|---|---|---|"]
         for lab in self.labs:
             cells = (f"[{lab.title}]({quote(lab.path.name)})", lab.about, lab.takes, lab.needs, _count(lab))
             rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
-        return "\n".join(rows)
+        return "\n".join([*rows, *(f"\n{line}" for line in self._missing())])
+
+    def _missing(self) -> list[str]:
+        return [f"{name} cannot be read, and is not counted" for name in self.unread]
 
 
 def progress(folder: str | Path = ".") -> Progress:
@@ -92,17 +99,18 @@ def progress(folder: str | Path = ".") -> Progress:
 
     Ranks: controller.
     """
-    labs = []
+    labs, unread = [], []
     for path in sorted(Path(folder).glob("*.ipynb")):
         try:
             notebook = read_notebook(path)
         except NotebookError:
-            continue  # an editor is still writing it, or it is not a notebook
+            unread.append(path.name)  # an editor is still writing it, or it is damaged
+            continue
         if (lab := _state_of(path, notebook)).exercises:
             labs.append(lab)
     if not labs:
         raise LabNotFoundError(f"there is no lab in {folder}. labkit lab writes them.")
-    return Progress(labs)
+    return Progress(labs, unread)
 
 
 def _state_of(path: Path, notebook: NotebookNode) -> LabState:
@@ -125,8 +133,9 @@ def _exercises(cells: Iterable[NotebookNode]) -> Iterable[Exercise]:
         if cell.cell_type == "markdown" and (found := _EXERCISE.findall(cell.source)):
             name = ": ".join(part.strip() for part in found[-1] if part.strip())
         elif cell.cell_type == "code" and "check" in tags(cell):
-            failed = any(output.output_type == "error" for output in cell.outputs)
-            yield Exercise(name or "an exercise", "tried" if failed else "solved" if cell.outputs else "open")
+            errors = [output.ename for output in cell.outputs if output.output_type == "error"]
+            is_open = not cell.outputs or not _UNANSWERED.isdisjoint(errors)
+            yield Exercise(name or "an exercise", "open" if is_open else "tried" if errors else "solved")
 
 
 def _count(lab: LabState) -> str:
